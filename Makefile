@@ -1,0 +1,55 @@
+# VENV    folder of the virtual environment; empty: run PYTHON as it is and install nothing
+# PYTHON  interpreter that creates VENV, or that runs everything where VENV is empty
+# ARGS    passed on to the command of train, test and bench
+VENV   ?= .venv
+PYTHON ?= python3
+
+SOURCES := ampkit docs examples tests
+
+ifeq ($(strip $(VENV)),)
+PY    := $(PYTHON)
+READY :=
+else
+PY    := $(VENV)/bin/python
+READY := $(VENV)/.ampkit-installed
+endif
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help train test check lint types docs bench clean
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s  %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+train: $(READY)  ## train a ResNet on scanned digits; options in ARGS
+	$(PY) examples/train_resnet.py $(ARGS)
+
+test: $(READY)  ## run the tests; tests that need a GPU are skipped without one
+	$(PY) -m pytest $(ARGS)
+
+check: lint types test docs  ## lint, types, test and docs: what CI runs
+
+lint: $(READY)  ## ruff: rules and format
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+
+types: $(READY)  ## mypy --strict
+	$(PY) -m mypy --strict ampkit
+
+docs: $(READY)  ## build the pages into docs/_build/html, warnings are errors
+	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+bench: $(READY)  ## time the step: eager, compiled, graphed; options in ARGS
+	$(PY) -m ampkit bench $(ARGS)
+
+clean:  ## remove what the other targets wrote, except VENV
+	rm -rf docs/_build runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
+
+ifneq ($(READY),)
+$(READY): pyproject.toml constraints.txt
+	@echo "Installing ampkit and its development tools into $(VENV): about 3 GB of downloads the first time."
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --progress-bar off --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+endif

@@ -1,0 +1,30 @@
+"""Mixed-precision training steps at the speed of the GPU, and bitwise the same steps."""
+
+from ._errors import AmpkitError as AmpkitError
+from ._errors import AmpkitWarning as AmpkitWarning
+from ._errors import CaptureError as CaptureError
+from ._errors import CaptureWarning as CaptureWarning
+from ._errors import InputMismatch as InputMismatch
+from ._graphed import Report as Report
+from ._policy import Policy as Policy
+from ._prefetch import prefetch as prefetch
+from ._scaler import GradScaler as GradScaler
+from ._step import GraphedStep as GraphedStep
+from ._step import StepOutput as StepOutput
+from ._step import graphed_step as graphed_step
+
+__version__ = "0.1.0"
+__all__ = [
+    "AmpkitError",
+    "AmpkitWarning",
+    "CaptureError",
+    "CaptureWarning",
+    "GradScaler",
+    "GraphedStep",
+    "InputMismatch",
+    "Policy",
+    "Report",
+    "StepOutput",
+    "graphed_step",
+    "prefetch",
+]

@@ -1,0 +1,210 @@
+"""One captured graph: pool, stream, capture, replay, recovery, teardown; and the emulated graph."""
+
+import contextlib
+import gc
+import linecache
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ._errors import CaptureError, CaptureWarning
+from ._torch import drop_capture_from_allocator
+
+
+class Graph(Protocol):
+    """What the engine needs of a graph."""
+
+    def capture(self, fn: Callable[[], Any]) -> None:
+        """Record `fn` without doing its work."""
+
+    def replay(self) -> Any:
+        """Do the recorded work; return the outputs of `fn`, overwritten by the next replay."""
+
+    def reset(self) -> None:
+        """Give back the graph and its memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that only this graph uses."""
+
+
+class CudaGraph:
+    """A CUDA graph in a memory pool of its own.
+
+    Args:
+        stream: the side stream to capture on. Work that `fn` needs warmed up (cuBLAS workspaces, autograd's streams)
+            must have run on it before.
+        generators: CUDA generators beside the default one that `fn` draws from. An unregistered one cannot be captured.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, generators: Sequence[torch.Generator] = ()) -> None:
+        self._stream = stream
+        self._generators = tuple(generators)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._pool: tuple[int, int] | None = None
+        self._outputs: Any = None
+
+    def capture(self, fn: Callable[[], Any]) -> None:
+        """Record `fn`. Nothing of it has run on the device when this returns.
+
+        Raises:
+            CaptureError: something in `fn` cannot be captured. It names the user's line; the process is as healthy as
+                before, random numbers continue where they were, and memory of the attempt is released.
+
+        Sync: waits for the device, once.
+        """
+        assert self._graph is None  # one capture per object
+        torch.cuda.synchronize(self._stream.device)
+        gc.collect()  # a cycle freed in mid-capture would free its tensors into the capture
+        torch.cuda.empty_cache()
+        graph, pool = self._new_graph(), torch.cuda.graph_pool_handle()
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            try:
+                # thread_local: a data loader or another thread of the user may allocate and pin memory meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                self._outputs = fn()
+                _end(graph)
+            except BaseException as error:
+                self._outputs = None
+                self._recover(graph, pool)
+                if not isinstance(error, Exception):
+                    raise  # KeyboardInterrupt and the like are not the step's fault
+                raise CaptureError(describe_failure(error)) from error
+        self._graph, self._pool = graph, pool
+
+    def replay(self) -> Any:
+        """Launch the graph on the current stream. Sync: none. Aliasing: the outputs are the graph's own memory."""
+        assert self._graph is not None  # set by capture
+        self._graph.replay()
+        return self._outputs
+
+    def reset(self) -> None:
+        """Release the graph and its pool. Waits for the device, which may still be replaying."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._stream.device)
+            self._graph.reset()
+        self._graph = self._pool = self._outputs = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segments of the graph's pool."""
+        segments = torch.cuda.memory_snapshot() if self._pool is not None else []
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool or ()))
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        return graph
+
+    def _recover(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+        """Bring the process back to where it was before `capture_begin`. Measured on torch 2.11, H100."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+                graph.capture_end()
+        except RuntimeError:
+            # The capture was invalid (a host sync): capture_end gave up half-way and left two things behind.
+            with contextlib.suppress(RuntimeError):  # raised where capture_end got as far as doing it itself
+                drop_capture_from_allocator(self._stream.device, pool)
+            self._end_generators()
+        graph.reset()
+        torch.cuda.empty_cache()
+
+    def _end_generators(self) -> None:
+        """Take the generators out of capture mode, in which every later `torch.rand` and replay raises.
+
+        Ending any valid capture does so, and unlike a new generator state it keeps graphs captured earlier in step
+        with them.
+        """
+        graph = self._new_graph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros((), device=self._stream.device)
+        graph.capture_end()
+        graph.reset()
+
+
+class EmulatedGraph:
+    """Runs the recorded function again on each replay: everything around a graph is tested with it, without a GPU."""
+
+    def __init__(self) -> None:
+        self._fn: Callable[[], Any] | None = None
+
+    def capture(self, fn: Callable[[], Any]) -> None:
+        """Keep `fn`; it first runs in the first replay."""
+        self._fn = fn
+
+    def replay(self) -> Any:
+        """Run the function."""
+        assert self._fn is not None  # set by capture
+        return self._fn()
+
+    def reset(self) -> None:
+        """Forget the function."""
+        self._fn = None
+
+    @property
+    def nbytes(self) -> int:
+        """None of its own."""
+        return 0
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph.capture_end()
+    if any("is empty" in str(warning.message) for warning in caught):
+        message = "The captured step launched no CUDA kernel: a replay does nothing. Is the model on the device?"
+        warnings.warn(message, CaptureWarning, stacklevel=2)
+
+
+# What torch 2.11 says, and what to write instead. Read from the messages, for none of them has a type of its own.
+_ADVICE = (
+    (
+        "when stream is capturing",
+        "This line waits for the device (.item(), .tolist(), float(tensor), print(tensor), `if tensor:`, nonzero, a "
+        "boolean mask). Keep the value on the device (torch.where), or return it in aux and read it after the step.",
+    ),
+    (
+        "between CPU and CUDA tensors during CUDA graph capture",
+        "This line copies between host and device. Make the tensor on the device before the step, or pass it in.",
+    ),
+    (
+        "due to a previous error during capture",
+        "An operation that waits for the device or copies to it raised within the step, and a try/except caught it.",
+    ),
+    (
+        "out of memory",
+        "The graph needs a pool beside the memory of eager steps. Reduce the batch, or pass graph='off'.",
+    ),
+    (
+        "generator",
+        "A CUDA generator other than the default one must be registered: graphed_step(..., generators=[generator]).",
+    ),
+)
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return one line that says where in the user's code a capture failed, why, and what to write instead."""
+    reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+    if not isinstance(error, RuntimeError):
+        reason = f"{type(error).__name__}: {reason}"
+    advice = next((f" {text}" for sign, text in _ADVICE if sign in str(error)), "")
+    line = user_line(error)
+    return f"capture failed{f' at {line}' if line else ''}: {reason}.{advice}"
+
+
+_NOT_THE_USERS = tuple(str(Path(module).parent) for module in (torch.__file__, __file__))
+
+
+def user_line(error: BaseException) -> str:
+    """Return `file:line: source` of the innermost frame that is neither torch's nor ampkit's, "" if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f"{frame.filename}:{frame.lineno}: `{linecache.getline(frame.filename, frame.lineno or 0).strip()}`"

@@ -1,0 +1,134 @@
+"""What counts as the same input, and the static buffers that a captured step reads its input from."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._errors import InputMismatch
+from ._torch import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+
+class TensorSpec(NamedTuple):
+    """What a kernel can see of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        dense = self.stride == torch.empty(self.shape, device="meta").stride()
+        layout = "" if dense else f" with strides {self.stride}"
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')} on {self.device}{layout}"
+
+
+class Constant(NamedTuple):
+    """A leaf that is not a tensor. The type counts, for True == 1 == 1.0, but they are not the same argument."""
+
+    kind: type
+    value: Any
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+class Spec(NamedTuple):
+    """The key of an input: its tree, and a `TensorSpec` or a `Constant` per leaf."""
+
+    tree: TreeSpec
+    leaves: tuple[TensorSpec | Constant, ...]
+
+
+def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Spec, list[Any]]:
+    """Return the spec and the leaves of a batch.
+
+    Raises:
+        InputMismatch: a tensor leaf is not strided, lies on another device than `device`, or requires grad; another
+            leaf is not hashable. The message has the leaf's path.
+
+    Sync: none. Aliasing: the leaves are the caller's objects.
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    keys: list[TensorSpec | Constant] = []
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            keys.append(_constant(leaf, tree, i))
+        elif leaf.device != device or leaf.requires_grad or leaf.layout is not torch.strided:
+            raise InputMismatch(_unusable(leaf, path(tree, i), device))
+        else:
+            keys.append(TensorSpec(leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+    return Spec(tree, tuple(keys)), leaves
+
+
+def path(tree: TreeSpec, leaf: int) -> str:
+    """Return how the user wrote the given leaf: `batch[0]`, `batch['image']`, `batch[1]['mask'][2]`."""
+    whole = tree_unflatten(range(tree.num_leaves), tree)
+    keys = tree_flatten_with_path(whole)[0][leaf][0]
+    return f"batch{keystr(keys[1:])}"  # keys[0] chooses between args and kwargs
+
+
+def describe_change(old: Spec, new: Spec) -> str:
+    """Return in words the first difference between two specs."""
+    if old.tree != new.tree:
+        return f"the batch had {old.tree.num_leaves} leaves at capture, now {new.tree.num_leaves} in another tree"
+    for i, (before, after) in enumerate(zip(old.leaves, new.leaves, strict=True)):
+        if before != after:
+            return f"{path(old.tree, i)} was {before} at capture, now {after}"
+    return "nothing changed"
+
+
+class StaticInputs:
+    """Buffers with the layout of one batch, at addresses that never change. They belong to ampkit, never to the caller.
+
+    Args:
+        spec: the layout.
+        leaves: the first batch. Non-tensor leaves are kept as they are: they are part of `spec`.
+    """
+
+    def __init__(self, spec: Spec, leaves: Sequence[Any]) -> None:
+        self.spec = spec
+        held = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._held = held
+        self.args, self.kwargs = tree_unflatten(held, spec.tree)
+
+    def copy_(self, leaves: Sequence[Any]) -> None:
+        """Copy a batch of the same spec into the buffers, on the current stream. Sync: none."""
+        for i in self._tensors:
+            self._held[i].copy_(leaves[i], non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(self._held[i].untyped_storage().nbytes() for i in self._tensors)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    # An expanded tensor (stride 0) has several indices at one address, which copy_ refuses to write to.
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _constant(leaf: object, tree: TreeSpec, i: int) -> Constant:
+    try:
+        hash(leaf)
+    except TypeError:
+        raise InputMismatch(
+            f"{path(tree, i)} is a {type(leaf).__name__}, which is neither a tensor nor hashable, so a step cannot "
+            "tell whether it changed. Pass a tensor (torch.as_tensor) or a number, string or None."
+        ) from None
+    return Constant(type(leaf), leaf)
+
+
+def _unusable(leaf: Tensor, where: str, device: torch.device) -> str:
+    if leaf.layout is not torch.strided:
+        return f"{where} has layout {leaf.layout}; a step takes strided tensors. Pass {where}.to_dense()."
+    if leaf.device != device:
+        return (
+            f"{where} is on {leaf.device}, but the model is on {device}. "
+            f"Move it with .to({str(device)!r}), or iterate over ampkit.prefetch(loader, {str(device)!r})."
+        )
+    return f"{where} requires grad, but a step returns gradients to parameters only. Pass {where}.detach()."

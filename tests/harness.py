@@ -1,0 +1,114 @@
+"""What several test files share: devices, a model with all kinds of state, bitwise comparison of training state."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampkit
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+# The engine under test: emulated on the CPU, real graphs on a GPU.
+ENGINES = [("cpu", "emulate"), pytest.param(("cuda", "auto"), marks=pytest.mark.cuda)]
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Make kernels repeatable bit by bit, as comparisons of eager and replayed steps need it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with torch.backends.cudnn.flags(benchmark=False, deterministic=True):
+        torch.use_deterministic_algorithms(True, warn_only=False)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm, dropout and linear layers on 3x8x8 images: parameters, buffers and random numbers."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8 * 8 * 8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(F.relu(self.norm(self.conv(x)))).flatten(1))
+
+
+def make_net(device: str, **kwargs: Any) -> nn.Module:
+    """Return the same `Net` each time."""
+    torch.manual_seed(3)
+    return Net(**kwargs).to(device)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-4, fused=True),
+    "nesterov": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, fused=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, fused=True),
+}
+
+
+def boosted_loss(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy times `boost`, by which a batch makes its gradients overflow but not BatchNorm's buffers."""
+    logits = model(images)
+    loss = F.cross_entropy(logits, labels) * boost
+    return loss, {"correct": (logits.argmax(1) == labels).sum()}
+
+
+def make_batches(
+    device: str, sizes: list[int], overflow_at: tuple[int, ...] = ()
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return batches (images, labels, boost) of these sizes; those in `overflow_at` make every gradient infinite."""
+    made = torch.Generator().manual_seed(7)
+    batches = []
+    for i, size in enumerate(sizes):
+        images = torch.randn(size, 3, 8, 8, generator=made)
+        labels = torch.randint(10, (size,), generator=made)
+        boost = torch.tensor(float("inf") if i in overflow_at else 1.0)
+        batches.append((images.to(device), labels.to(device), boost.to(device)))
+    return batches
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor, by which nan equals the same nan and 0.0 does not equal -0.0."""
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: ampkit.GradScaler) -> dict[str, Any]:
+    """Return everything that a step may change, by name, on the host."""
+    state: dict[str, Any] = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    for i, param in enumerate(model.parameters()):
+        for key, value in optimizer.state[param].items():
+            state[f"state of parameter {i}: {key}"] = bits(torch.as_tensor(value))
+    state["learning rates"] = [float(group["lr"]) for group in optimizer.param_groups]
+    state["scaler"] = scaler.state_dict()
+    state["cpu rng"] = bits(torch.get_rng_state())
+    if torch.cuda.is_available():
+        state["cuda rng"] = bits(torch.cuda.get_rng_state())
+    return state
+
+
+def assert_same(left: Any, right: Any, where: str = "") -> None:
+    """Assert that two trees are equal bit by bit, naming the first place where they are not."""
+    assert type(left) is type(right), f"{where}: {type(left)} and {type(right)}"
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), f"{where}: {left.keys() ^ right.keys()}"
+        for key in left:
+            assert_same(left[key], right[key], f"{where}[{key!r}]")
+    elif isinstance(left, Tensor):
+        assert torch.equal(bits(left), bits(right)), f"{where} differs"
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), f"{where}: {len(left)} and {len(right)}"
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_same(a, b, f"{where}[{i}]")
+    else:
+        assert left == right, f"{where}: {left} and {right}"

@@ -1,0 +1,97 @@
+"""What counts as the same input; static buffers; the paths that messages use."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ampkit import InputMismatch
+from ampkit._inputs import Spec, StaticInputs, describe_change, read_batch
+
+CPU = torch.device("cpu")
+
+
+def spec_of(*args: Any, **kwargs: Any) -> Spec:
+    return read_batch(args, kwargs, CPU)[0]
+
+
+def test_equal_layouts_have_equal_specs() -> None:
+    """Values do not matter, layout does; a spec is hashable."""
+    assert spec_of(torch.zeros(2, 3), scale=2) == spec_of(torch.ones(2, 3), scale=2)
+    assert hash(spec_of(torch.zeros(2, 3), scale=2)) == hash(spec_of(torch.ones(2, 3), scale=2))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            ((torch.zeros(4, 3),), {}),
+            ((torch.zeros(2, 3),), {}),
+            "batch[0] was (4, 3) float32 on cpu at capture, now (2, 3)",
+        ),
+        (((torch.zeros(2),), {}), ((torch.zeros(2).half(),), {}), "now (2,) float16 on cpu"),
+        (((torch.zeros(2, 3),), {}), ((torch.zeros(3, 2).t(),), {}), "now (2, 3) float32 on cpu with strides (1, 2)"),
+        ((({"a": [torch.zeros(2)]},), {}), (({"a": [torch.zeros(1)]},), {}), "batch[0]['a'][0] was (2,)"),
+        (((), {"mask": torch.zeros(2)}), ((), {"mask": torch.zeros(1)}), "batch['mask'] was (2,)"),
+        (((), {"k": 1}), ((), {"k": 2}), "batch['k'] was 1 at capture, now 2"),
+        (((), {"k": 1}), ((), {"k": True}), "batch['k'] was 1 at capture, now True"),
+        (
+            ((torch.zeros(2),), {}),
+            ((torch.zeros(2), torch.zeros(2)), {}),
+            "had 1 leaves at capture, now 2 in another tree",
+        ),
+    ],
+)
+def test_a_change_is_named_by_its_path(old: Any, new: Any, says: str) -> None:
+    """Shape, dtype, strides, constants and tree are all part of the key, and the first difference is put in words."""
+    before, after = spec_of(*old[0], **old[1]), spec_of(*new[0], **new[1])
+    assert before != after
+    assert says in describe_change(before, after)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "says"),
+    [
+        (torch.zeros(2, device="meta"), r"batch\['x'\] is on meta, but the model is on cpu. Move it with .to\('cpu'\)"),
+        (torch.zeros(2, requires_grad=True), r"batch\['x'\] requires grad.*Pass batch\['x'\].detach\(\)"),
+        (torch.eye(2).to_sparse(), r"batch\['x'\] has layout torch.sparse_coo.*to_dense"),
+        ({1, 2}, r"batch\['x'\] is a set, which is neither a tensor nor hashable.*torch.as_tensor"),
+    ],
+)
+def test_unusable_leaves_are_refused(leaf: Any, says: str) -> None:
+    """What no graph can take is an error that has the leaf's path and the remedy."""
+    with pytest.raises(InputMismatch, match=says):
+        spec_of(torch.zeros(1), x=leaf)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3),
+        torch.arange(6.0).reshape(3, 2).t(),
+        torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        torch.arange(12.0).reshape(3, 4)[:, ::2],
+        torch.arange(3.0).expand(4, 3),
+        torch.tensor(5),
+        torch.zeros(0, 3),
+    ],
+)
+def test_static_buffers_hold_any_layout(tensor: torch.Tensor) -> None:
+    """A buffer equals what is copied into it, keeps strides that can be written to, and never aliases the caller."""
+    spec, leaves = read_batch((tensor,), {}, CPU)
+    inputs = StaticInputs(spec, leaves)
+    inputs.copy_(leaves)
+    (buffer,) = inputs.args
+    assert torch.equal(buffer, tensor)
+    assert buffer.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or tensor.numel() == 0
+    if 0 not in tensor.stride():
+        assert buffer.stride() == tensor.stride()
+
+
+def test_static_inputs_keep_tree_and_constants() -> None:
+    """The static batch is the tree that the user passed, constants included; bytes count tensors only."""
+    spec, leaves = read_batch(({"a": torch.zeros(4), "n": 3},), {"flag": True}, CPU)
+    inputs = StaticInputs(spec, leaves)
+    assert inputs.args[0]["n"] == 3
+    assert inputs.kwargs == {"flag": True}
+    assert inputs.nbytes == 16

@@ -1,0 +1,431 @@
+"""graphed_step: bitwise the eager steps, captures and replays counted, outputs that stay, rates, stale graphs."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from harness import (
+    ENGINES,
+    OPTIMIZERS,
+    assert_same,
+    boosted_loss,
+    deterministic,
+    make_batches,
+    make_net,
+    training_state,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampkit
+
+Engine = tuple[str, str]
+
+
+def make(engine: Engine, optimizer: str = "adamw", **options: Any) -> tuple[ampkit.GraphedStep, nn.Module, Any]:
+    device, graph = engine
+    model = make_net(device)
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    options = {"policy": "float32", "graph": graph, "on_failure": "raise", **options}
+    return ampkit.graphed_step(options.pop("loss_fn", boosted_loss), model, opt, **options), model, opt
+
+
+def trajectory(engine: Engine, policy: str, optimizer: str, max_norm: float | None, schedule: bool) -> list[Any]:
+    """Return the state after each of 14 calls: overflows before and after capture, a short batch, a changed rate."""
+    device, graph = engine
+    model = make_net(device)
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    scaler = ampkit.GradScaler(device, init_scale=1024.0, growth_interval=3, enabled=policy == "float16")
+    step = ampkit.graphed_step(
+        boosted_loss,
+        model,
+        opt,
+        policy=policy,
+        scaler=scaler,
+        max_norm=max_norm,
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20) if schedule else None,
+        graph=graph,
+        on_failure="raise",
+    )
+    overflows = (1, 8) if policy == "float16" else ()
+    batches = make_batches(device, [16] * 6 + [7] + [16] * 7, overflows)
+    torch.manual_seed(5)
+    history = []
+    for i, batch in enumerate(batches):
+        if i == 10:
+            opt.param_groups[0]["lr"] = 0.003
+        out = step(*batch)
+        history.append((training_state(model, opt, scaler), out._asdict()))
+    if graph != "off":
+        assert (step.captures, step.replays) == (1, 10)
+        assert list(step.report().eager.values()) == [3, 1]
+    assert step.skipped == len(overflows)
+    return history
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("policy", "max_norm"), [("float32", None), ("bfloat16", 0.5), ("float16", None), ("float16", 0.5)]
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("schedule", [False, True])
+def test_bitwise_equal_to_eager(
+    engine: Engine, policy: str, max_norm: float | None, optimizer: str, schedule: bool
+) -> None:
+    """S1, G5: after every call parameters, buffers, moments, scale, rate, random state, outputs are eager's bits."""
+    with deterministic():
+        eager = trajectory((engine[0], "off"), policy, optimizer, max_norm, schedule)
+        graphed = trajectory(engine, policy, optimizer, max_norm, schedule)
+    for i, (left, right) in enumerate(zip(eager, graphed, strict=True)):
+        assert_same(left, right, f"after call {i}")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_equals_a_loop_written_with_torch(engine: Engine) -> None:
+    """S1: within float32 rounding the step is torch's own autocast, scale, unscale, clip, step, update."""
+    batches = make_batches(engine[0], [16] * 8)
+    step, model, _ = make(engine, "sgd", policy="bfloat16", max_norm=0.5, scaler=ampkit.GradScaler(engine[0], 256.0))
+    with deterministic():
+        torch.manual_seed(5)
+        for batch in batches:
+            step(*batch)
+        reference = make_net(engine[0])
+        optimizer = OPTIMIZERS["sgd"](reference.parameters())
+        scaler = torch.amp.GradScaler(engine[0], 256.0)
+        torch.manual_seed(5)
+        for batch in batches:
+            optimizer.zero_grad()
+            with torch.autocast(engine[0], dtype=torch.bfloat16):
+                loss, _ = boosted_loss(reference, *batch)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_outputs_are_never_overwritten(engine: Engine) -> None:
+    """What a call returned keeps its values while later calls replay, and aux keeps its tree."""
+    step, _, _ = make(engine, policy="float16", max_norm=1.0)
+    kept, values = [], []
+    for batch in make_batches(engine[0], [16] * 10, overflow_at=(6,)):
+        out = step(*batch)
+        kept.append(out)
+        values.append(copy.deepcopy(out._asdict()))
+    for out, value in zip(kept, values, strict=True):
+        assert_same(out._asdict(), value)
+    assert [bool(out.skipped) for out in kept] == [i == 6 for i in range(10)]
+    assert len({float(out.loss) for out in kept if not out.skipped}) == 9
+    assert kept[0].aux["correct"].shape == ()
+    assert all(out.loss.dtype is torch.float32 and not out.loss.requires_grad for out in kept)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_first_shape_that_is_warm_is_captured(engine: Engine) -> None:
+    """Shapes warm up one by one; one graph is captured, and every other shape is eager, counted by reason."""
+    step, _, _ = make(engine)
+    for size in (16, 5, 16, 5, 16, 16, 5, 16):
+        step(*make_batches(engine[0], [size])[0])
+    report = step.report()
+    assert (report.captures, report.graphs, report.replays) == (1, 1, 2)
+    (other,) = set(report.eager) - {"warm-up"}
+    assert report.eager == {"warm-up": 5, other: 1}
+    assert other.startswith("batch[0] was (16, 3, 8, 8) float32")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batches_may_be_trees(engine: Engine) -> None:
+    """A dict batch and keyword arguments reach loss_fn as they were passed, from the static buffers too."""
+
+    def loss_fn(model: nn.Module, batch: dict[str, Any], *, weight: Tensor, mean: bool) -> Tensor:
+        losses = F.cross_entropy(model(batch["image"]), batch["label"], reduction="none") * weight
+        return losses.mean() if mean else losses.sum()
+
+    step, _, _ = make(engine, loss_fn=loss_fn)
+    images, labels, _ = make_batches(engine[0], [8])[0]
+    weight = torch.rand(8, device=engine[0])
+    for _ in range(6):
+        step({"image": images, "label": labels}, weight=weight, mean=True)
+    assert step.replays == 3
+    step({"image": images, "label": labels}, weight=weight, mean=False)
+    assert "batch['mean'] was True at capture, now False" in step.report().eager
+    zero = step({"image": images, "label": labels}, weight=torch.zeros_like(weight), mean=True)
+    assert zero.loss == 0.0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["float", "tensor on the host", "tensor on the device", "one element"])
+def test_learning_rate_takes_effect_in_the_next_step(engine: Engine, kind: str) -> None:
+    """A rate that the user assigns is not frozen in the graph, and stays what the user assigned."""
+    step, model, optimizer = make(engine, "sgd")
+    for batch in make_batches(engine[0], [16] * 5):
+        step(*batch)
+    assert step.replays == 2
+    before = copy.deepcopy(dict(model.named_parameters()))
+    rate = {
+        "float": 0.0,
+        "tensor on the host": torch.tensor(0.0),
+        "tensor on the device": torch.tensor(0.0, device=engine[0]),
+        "one element": torch.zeros(1, device=engine[0]),
+    }[kind]
+    optimizer.param_groups[0]["lr"] = rate
+    step(*make_batches(engine[0], [16])[0])
+    assert step.replays == 3
+    assert_same(before, dict(model.named_parameters()))
+    assert optimizer.param_groups[0]["lr"] is rate
+    if isinstance(rate, Tensor):
+        rate.fill_(0.1)
+        step(*make_batches(engine[0], [16])[0])
+        assert not torch.equal(before["head.weight"], model.head.weight)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_groups_keep_their_own_rates(engine: Engine) -> None:
+    """Each param group has a rate of its own, in the graph too."""
+    model = make_net(engine[0])
+    groups = [{"params": model.conv.parameters(), "lr": 0.0}, {"params": model.head.parameters(), "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups, fused=True)
+    step = ampkit.graphed_step(boosted_loss, model, optimizer, graph=engine[1], on_failure="raise")
+    frozen, moving = model.conv.weight.detach().clone(), model.head.weight.detach().clone()
+    for batch in make_batches(engine[0], [16] * 5):
+        step(*batch)
+    assert torch.equal(frozen, model.conv.weight)
+    assert not torch.equal(moving, model.head.weight)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scheduler_runs_on_the_host(engine: Engine) -> None:
+    """The schedule is computed in Python floats, as without ampkit, and checkpoints hold floats."""
+    model = make_net(engine[0])
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20, cycle_momentum=False)
+    step = ampkit.graphed_step(boosted_loss, model, optimizer, scheduler=scheduler, graph=engine[1], on_failure="raise")
+    twin_optimizer = OPTIMIZERS["sgd"](make_net("cpu").parameters())
+    twin = torch.optim.lr_scheduler.OneCycleLR(twin_optimizer, 0.1, total_steps=20, cycle_momentum=False)
+    for batch in make_batches(engine[0], [16] * 10):
+        step(*batch)
+        twin_optimizer.step()
+        twin.step()
+        assert scheduler.get_last_lr() == twin.get_last_lr()
+    assert step.replays == 7
+    assert type(optimizer.state_dict()["param_groups"][0]["lr"]) is float
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("load optimizer", "the optimizer's state was replaced"),
+        ("momentum", "a hyperparameter, the loss"),
+        ("eval", "train/eval mode"),
+        ("freeze", "train/eval mode or requires_grad"),
+        ("growth interval", "the loss-scale rule"),
+        ("autocast around", "the autocast around the step"),
+        ("new storage", "a parameter, buffer or module was replaced"),
+        ("new buffer", "a parameter, buffer or module was replaced"),
+        ("add group", "a param group"),
+    ],
+)
+def test_stale_graphs_are_dropped(engine: Engine, change: str, says: str) -> None:
+    """G10: what a graph has frozen is noticed when it changes: one warning, warm-up, a new capture, eager's bits."""
+    device = engine[0]
+
+    def run(graph: str) -> list[Any]:
+        model = make_net(device)
+        optimizer = torch.optim.SGD(
+            [*model.conv.parameters(), *model.head.parameters()], 0.05, momentum=0.9, fused=True
+        )
+        step = ampkit.graphed_step(
+            boosted_loss, model, optimizer, policy=policy, scaler=scaler(), graph=graph, on_failure="raise"
+        )
+        batches = iter(make_batches(device, [16] * 12))
+        history = []
+        torch.manual_seed(5)
+        for batch in itertools.islice(batches, 6):
+            history.append(step(*batch).loss)
+        context = apply(change, model, optimizer, step.scaler)
+        with context:
+            if graph == "off":
+                history.append(step(*next(batches)).loss)
+            else:
+                with pytest.warns(ampkit.CaptureWarning, match=says):
+                    history.append(step(*next(batches)).loss)
+            for batch in batches:
+                history.append(step(*batch).loss)
+        if graph != "off":
+            assert (step.captures, step.replays) == (2, 3 + 3)
+        return [history, training_state(model, optimizer, step.scaler)]
+
+    policy = None if change == "autocast around" else "float16"
+
+    def scaler() -> ampkit.GradScaler:
+        return ampkit.GradScaler(device, init_scale=128.0)
+
+    with deterministic():
+        assert_same(run("off"), run(engine[1]))
+
+
+def apply(change: str, model: Any, optimizer: torch.optim.Optimizer, scaler: ampkit.GradScaler) -> Any:
+    """Do what a user might do in mid-training; return a context for the steps after it."""
+    device = next(model.parameters()).device
+    if change == "load optimizer":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif change == "momentum":
+        optimizer.param_groups[0]["momentum"] = 0.5
+    elif change == "eval":
+        model.eval()
+    elif change == "freeze":
+        model.conv.weight.requires_grad_(False)
+    elif change == "growth interval":
+        scaler.set_growth_interval(2)
+    elif change == "new storage":
+        model.head.weight.data = model.head.weight.data.clone()
+    elif change == "new buffer":
+        model.norm.running_mean = torch.ones_like(model.norm.running_mean)
+    elif change == "add group":
+        optimizer.add_param_group({"params": model.norm.parameters(), "lr": 0.01})
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=change == "autocast around")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_model_state_may_be_loaded_in_mid_training(engine: Engine) -> None:
+    """load_state_dict copies in place: the graph stays and trains on from the loaded weights."""
+    step, model, _ = make(engine, "sgd")
+    batches = make_batches(engine[0], [16] * 6)
+    for batch in batches[:5]:
+        step(*batch)
+    zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(zeros)
+    out = step(*batches[5])
+    torch.testing.assert_close(out.loss.cpu(), torch.tensor(10.0).log())  # all logits 0
+    assert (step.captures, step.replays) == (1, 3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_are_gone_after_a_step(engine: Engine) -> None:
+    """A captured gradient lives in the graph's pool; nobody must find it in param.grad, or accumulate into it."""
+    step, model, _ = make(engine)
+    for batch in make_batches(engine[0], [16] * 5):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 1e6)
+        step(*batch)
+        assert all(param.grad is None for param in model.parameters())
+    assert all(param.abs().max() < 10 for param in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_output_dtype_is_the_policys(engine: Engine) -> None:
+    """Floating tensors are returned in policy.output, others as they are."""
+
+    def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> tuple[Tensor, Any]:
+        logits = model(images)
+        return F.cross_entropy(logits, labels), (logits, labels, None)
+
+    policy = ampkit.Policy.parse("compute=bfloat16,output=bfloat16")
+    step, _, _ = make(engine, loss_fn=loss_fn, policy=policy)
+    for batch in make_batches(engine[0], [16] * 5):
+        out = step(*batch)
+    logits, labels, nothing = out.aux
+    assert (out.loss.dtype, logits.dtype, labels.dtype, nothing) == (torch.bfloat16, torch.bfloat16, torch.int64, None)
+    assert logits.shape == (16, 10)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_grad_norm(engine: Engine) -> None:
+    """The norm is reported where it was computed: always with scaling, otherwise with max_norm; inf measures only."""
+    batches = make_batches(engine[0], [16] * 5)
+    none, _, _ = make(engine)
+    measured, _, _ = make(engine, max_norm=float("inf"))
+    for batch in batches:
+        with deterministic():
+            torch.manual_seed(1)
+            assert none(*batch).grad_norm is None
+            torch.manual_seed(1)
+            norm = measured(*batch).grad_norm
+        assert norm is not None
+        assert norm > 0
+    assert measured.replays == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_close_gives_up_the_graph(engine: Engine) -> None:
+    """After close the step works on: warm-up and capture start again."""
+    step, _, _ = make(engine)
+    batches = make_batches(engine[0], [16] * 10)
+    for batch in batches[:5]:
+        step(*batch)
+    step.close()
+    assert (step.report().graphs, step.report().bytes) == (0, 0)
+    for batch in batches[5:]:
+        step(*batch)
+    assert (step.captures, step.replays) == (2, 4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_report_reads_like_a_sentence(engine: Engine) -> None:
+    """The printed report has every count; to_dict is JSON."""
+    step, _, _ = make(engine, policy="float16")
+    for batch in make_batches(engine[0], [16] * 5 + [3], overflow_at=(4,)):
+        step(*batch)
+    text = str(step.report())
+    assert text.startswith("6 steps: 2 replayed, 4 eager, 1 skipped; 1 graph(s), ")
+    assert "eager x3: warm-up" in text
+    assert "eager x1: batch[0] was (16, 3, 8, 8)" in text
+    assert step.report().to_dict()["replays"] == 2
+
+
+@pytest.mark.cuda
+def test_a_replayed_step_never_waits() -> None:
+    """No host read anywhere in a call, with clipping, a schedule, float16 and an overflow."""
+    model = make_net("cuda")
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    step = ampkit.graphed_step(
+        boosted_loss, model, optimizer, policy="float16", max_norm=1.0, scheduler=scheduler, on_failure="raise"
+    )
+    batches = make_batches("cuda", [16] * 12, overflow_at=(8,))
+    for batch in batches[:5]:
+        step(*batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[5:]:
+            step(*batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (step.replays, step.skipped) == (9, 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_resnet18_bitwise() -> None:
+    """A whole ResNet-18 in channels_last, float16, clip, cosine schedule, two overflows: eager's bits after 12."""
+    torchvision = pytest.importorskip("torchvision")
+
+    def run(graph: str) -> Any:
+        torch.manual_seed(0)
+        model = torchvision.models.resnet18(num_classes=10).to("cuda", memory_format=torch.channels_last)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        step = ampkit.graphed_step(
+            boosted_loss,
+            model,
+            optimizer,
+            policy="float16",
+            max_norm=1.0,
+            scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12),
+            graph=graph,
+            on_failure="raise",
+        )
+        made = torch.Generator().manual_seed(2)
+        losses = []
+        for i in range(12):
+            images = torch.randn(16, 3, 64, 64, generator=made).to("cuda", memory_format=torch.channels_last)
+            labels = torch.randint(10, (16,), generator=made).cuda()
+            losses.append(step(images, labels, torch.tensor(float("inf") if i in (1, 7) else 1.0).cuda()).loss)
+        return losses, training_state(model, optimizer, step.scaler), step.skipped
+
+    with deterministic():
+        assert_same(run("off"), run("auto"))

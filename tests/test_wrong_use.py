@@ -1,0 +1,188 @@
+"""Wrong use of graphed_step: each mistake is named with its argument, its value and the remedy."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampkit
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def make(**options: Any) -> ampkit.GraphedStep:
+    model = options.pop("model", None) or nn.Linear(4, 2)
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    return ampkit.graphed_step(options.pop("loss_fn", loss_fn), model, optimizer, **{"graph": "emulate", **options})
+
+
+BATCH = (torch.ones(3, 4), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_norm": -1}, r"graphed_step\(max_norm=-1\): must be a number > 0, or None"),
+        ({"policy": "float17"}, r"Policy.parse\('float17'\): .*Legal: float32, float16, bfloat16"),
+        ({"policy": "16-true"}, r"parameter weight is torch.float32. Use model.to\(torch.float16\), or a policy with"),
+        ({"warmup": 0}, r"graphed_step\(warmup=0\): expected an int of at least 1"),
+        ({"warmup": True}, r"graphed_step\(warmup=True\)"),
+        ({"graph": "on"}, r"graphed_step\(graph='on'\): expected one of 'auto', 'emulate', 'off'"),
+        ({"on_failure": "ignore"}, r"graphed_step\(on_failure='ignore'\): expected one of 'eager', 'raise'"),
+        (
+            {"scaler": torch.amp.GradScaler("cpu")},
+            r"torch.amp.grad_scaler.GradScaler\): it waits for the device. Pass an",
+        ),
+        ({"model": nn.ReLU(), "optimizer": torch.optim.SGD([torch.ones(1)])}, "found no parameters"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], says: str) -> None:
+    """An argument that cannot work is a ValueError at construction."""
+    with pytest.raises(ValueError, match=says):
+        make(**options)
+
+
+@pytest.mark.parametrize("option", [{"accumulate": 2}, {"buckets": 1}, {"after_step": print}, {"verify": 3}])
+def test_options_to_come_are_refused(option: dict[str, Any]) -> None:
+    """What has no implementation yet says so instead of doing nothing."""
+    with pytest.raises(NotImplementedError, match=rf"graphed_step\({next(iter(option))}=.*not implemented yet"):
+        make(**option)
+
+
+def test_optimizer_of_other_parameters() -> None:
+    """The usual cause is an optimizer made before model.to(device) or for another model."""
+    optimizer = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\] holds 2 parameters that are not the model's.*shape \(2, 4\)"
+    ):
+        make(optimizer=optimizer)
+
+
+@pytest.mark.parametrize("policy", ["16-true", "bf16-true"])
+def test_torchs_broken_kernel_is_refused(policy: str) -> None:
+    """pytorch#191763: fused SGD on the CPU skips low-precision parameters. Training would stand still in silence."""
+    probe = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
+    probe.grad = torch.ones_like(probe)
+    torch.optim.SGD([probe], lr=1.0, fused=True).step()
+    if not probe.any():
+        pytest.skip("this torch has the fix")
+    model = nn.Linear(4, 2).to(ampkit.Policy.parse(policy).params)
+    with pytest.raises(
+        ValueError, match=r"does not update torch.b?float16 parameters with fused SGD on the CPU. Use AdamW"
+    ):
+        make(model=model, policy=policy)
+    make(model=model, policy=policy, optimizer=torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def test_scheduler_that_needs_a_metric() -> None:
+    """ReduceLROnPlateau cannot be stepped without its metric."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau\): it needs a metric; call its step\(metric\) yourself"):
+        make(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def test_batch_on_the_wrong_device() -> None:
+    """The leaf is named, with both devices and what to write."""
+    with pytest.raises(ampkit.InputMismatch, match=r"batch\[1\] is on meta, but the model is on cpu.*ampkit.prefetch"):
+        make()(BATCH[0], BATCH[1].to("meta"))
+
+
+@pytest.mark.cuda
+def test_cpu_batch_for_a_cuda_model() -> None:
+    """The same, for the mistake that everybody makes."""
+    model = nn.Linear(4, 2).cuda()
+    with pytest.raises(ampkit.InputMismatch, match=r"batch\[0\] is on cpu, but the model is on cuda:0"):
+        make(model=model)(*BATCH)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (
+            lambda m, x, y: (m(x) - y).square(),
+            r"a loss of shape \(3, 2\) and dtype torch.float32.*Reduce it with .mean",
+        ),
+        (lambda m, x, y: (m(x) - y).argmax(), r"a loss of shape \(\) and dtype torch.int64"),
+        (
+            lambda m, x, y: m(x).sum().item(),
+            r"loss_fn returned a float; expected the loss as a tensor, or \(loss, aux\)",
+        ),
+        (lambda m, x, y: None, r"loss_fn returned a NoneType"),
+        (lambda m, x, y: (x - 1).sum(), r"a loss without grad.*torch.no_grad\(\) or from .detach\(\)"),
+        (lambda m, x, y: m(x).sum().detach(), r"a loss without grad"),
+        (lambda m, x, y: (m(x).sum(), {"n": 3}), r"returned a int \(3\) in aux.*Return tensors"),
+    ],
+)
+def test_bad_losses(wrong: Any, says: str) -> None:
+    """What loss_fn returns is checked in the first call."""
+    with pytest.raises(ValueError, match=says):
+        make(loss_fn=wrong)(*BATCH)
+
+
+def test_an_error_of_loss_fn_is_the_users_own() -> None:
+    """An exception in loss_fn comes through as it is, and leaves learning rates as the user set them."""
+
+    def broken(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        raise KeyError("mask")
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    with pytest.raises(KeyError, match="mask"):
+        make(model=model, optimizer=optimizer, loss_fn=broken)(*BATCH)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), r"SGD reads the device or the host.*SGD\(..., fused=True\)"),
+        (lambda p: torch.optim.RMSprop(p), r"RMSprop cannot skip a step on the device. Use AdamW"),
+    ],
+)
+def test_uncapturable_optimizer_trains_eagerly(optimizer: Any, says: str) -> None:
+    """An optimizer that no graph can hold: one warning that says what to write, the same training, a reason."""
+    steps = []
+    for graph in ("off", "emulate"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        if graph == "off":
+            step = make(model=model, optimizer=optimizer(model.parameters()), graph=graph)
+        else:
+            with pytest.warns(ampkit.CaptureWarning, match=says):
+                step = make(model=model, optimizer=optimizer(model.parameters()), graph=graph)
+        steps.append([step(*BATCH).loss for _ in range(6)])
+    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
+    report = step.report()
+    assert (report.replays, sum(report.eager.values())) == (0, 6)
+    assert "fused=True" in str(report.failure)
+    with pytest.raises(ampkit.CaptureError, match=says):
+        make(optimizer=optimizer(model.parameters()), model=model, on_failure="raise")
+
+
+def test_auto_on_the_cpu_says_so() -> None:
+    """G1: asking for a graph without CUDA gives eager training and one warning, or an error if the user wants that."""
+    with pytest.warns(ampkit.CaptureWarning, match=r"the model is on cpu, and CUDA graphs need a CUDA device"):
+        step = make(graph="auto")
+    step(*BATCH)
+    assert "CUDA graphs need a CUDA device" in str(step.report())
+    with pytest.raises(ampkit.CaptureError, match="CUDA graphs need a CUDA device"):
+        make(graph="auto", on_failure="raise")
+
+
+def test_ddp_capture_is_not_there_yet(tmp_path: Any) -> None:
+    """Capture of DDP needs more than this engine does now: it says so, and graph="off" works."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+        with pytest.raises(NotImplementedError, match=r"DistributedDataParallel is not implemented. Pass graph='off'"):
+            make(model=model, graph="auto")
+        step = make(model=model, graph="off")
+        assert step(*BATCH).loss.isfinite()
+    finally:
+        torch.distributed.destroy_process_group()

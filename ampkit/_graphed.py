@@ -111,6 +111,8 @@ class Graphed:
         self._captured: _Captured | None = None
         self._generation: Generation | None = None
         self._warm: Counter[Spec] = Counter()
+        self._warm_up = WARM_UP
+        self._stale = False  # warned already
         self._eager: Counter[str] = Counter()
         self.captures = 0
         self.replays = 0
@@ -136,7 +138,7 @@ class Graphed:
         if self._captured is None:
             if self._warm[spec] < self._warmup:
                 self._warm[spec] += 1
-                return self._run(WARM_UP, args, kwargs)
+                return self._run(self._warm_up, args, kwargs)
             if not self._capture(spec, leaves):
                 return self._run(self._refused, args, kwargs)
         assert self._captured is not None  # set by _capture
@@ -180,11 +182,14 @@ class Graphed:
     def _drop_if_stale(self) -> None:
         generation = self._state.generation()
         if self._generation is not None and generation != self._generation:
-            if self._captured is not None:
+            changes = self._generation.changes(generation)
+            self._warm_up = f"{WARM_UP} again: {changes}"
+            if not self._stale:
                 message = (
-                    f"{self._name}: {self._generation.changes(generation)}; the graph is captured anew after warm-up."
+                    f"{self._name}: {changes}. Each such change takes {self._warmup} eager steps and a new capture."
                 )
                 warnings.warn(message, CaptureWarning, stacklevel=4)
+            self._stale = True
             self.close()
         self._generation = generation
 

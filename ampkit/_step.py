@@ -222,13 +222,15 @@ class _Recipe:
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         self._drop_gradients()
-        loss, aux = self._forward(args, kwargs)
-        self.scaler.scale(loss).backward()
-        with self.groups.applied() if self._capturable else nullcontext():
-            self.scaler.step(self._optimizer, max_norm=self._max_norm)
-        self.scaler.update()
-        # Dropped here as well, for a captured gradient lives in the graph's pool and must not be seen outside.
-        self._drop_gradients()
+        try:
+            loss, aux = self._forward(args, kwargs)
+            self.scaler.scale(loss).backward()
+            with self.groups.applied() if self._capturable else nullcontext():
+                self.scaler.step(self._optimizer, max_norm=self._max_norm)
+            self.scaler.update()
+        finally:
+            # A captured gradient lives in the graph's pool and must not be seen outside.
+            self._drop_gradients()
         skipped = self._never if self.scaler.found_inf is None else self.scaler.found_inf > 0
         return StepOutput(self._output(loss), self._outputs(aux), self.scaler.grad_norm, skipped)
 

@@ -220,14 +220,14 @@ def test_scheduler_runs_on_the_host(engine: Engine) -> None:
     ("change", "says"),
     [
         ("load optimizer", "the optimizer's state was replaced"),
-        ("momentum", "a hyperparameter, the loss"),
+        ("momentum", r"param_groups\[0\]\['momentum'\] changed"),
         ("eval", "train/eval mode"),
         ("freeze", "train/eval mode or requires_grad"),
-        ("growth interval", "the loss-scale rule"),
-        ("autocast around", "the autocast around the step"),
-        ("new storage", "a parameter, buffer or module was replaced"),
+        ("growth interval", "growth interval changed"),
+        ("autocast around", r"autocast around the step changed"),
+        ("new storage", "a parameter or buffer was moved to other memory"),
         ("new buffer", "a parameter, buffer or module was replaced"),
-        ("add group", "a param group"),
+        ("add group", "a param group was added"),
     ],
 )
 def test_stale_graphs_are_dropped(engine: Engine, change: str, says: str) -> None:
@@ -429,3 +429,20 @@ def test_resnet18_bitwise() -> None:
 
     with deterministic():
         assert_same(run("off"), run("auto"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cycled_hyperparameter_is_said_once(engine: Engine) -> None:
+    """OneCycleLR cycles momentum by default: every step is eager and right, with one warning and the reason counted."""
+    model = make_net(engine[0])
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    step = ampkit.graphed_step(boosted_loss, model, optimizer, scheduler=scheduler, graph=engine[1])
+    batches = make_batches(engine[0], [16] * 8)
+    step(*batches[0])
+    with pytest.warns(ampkit.CaptureWarning, match=r"\['momentum'\] changed. .* 3 eager steps and a new capture"):
+        step(*batches[1])
+    for batch in batches[2:]:
+        step(*batch)
+    assert (step.captures, step.replays) == (0, 0)
+    assert step.report().eager == {"warm-up": 1, "warm-up again: param_groups[0]['momentum'] changed": 7}

@@ -29,9 +29,10 @@ def main(argv: list[str] | None = None) -> None:
     bench.add_argument("--policy", type=_policy, default="float16", help="dtypes, see ampkit.Policy")
     bench.add_argument("--repeats", type=int, default=7)
     bench.add_argument("--json", type=Path, default=None, help="also write the figures to this file")
+    bench.add_argument("--plot", type=Path, default=None, help="also draw them into this image file")
     args = parser.parse_args(argv)
     try:
-        _bench.run(args.model, args.batch_size, args.policy, args.repeats, args.json)
+        _bench.run(args.model, args.batch_size, args.policy, args.repeats, args.json, args.plot)
     except _bench.NoDeviceError as error:
         sys.exit(f"python -m ampkit bench: {error}")
 

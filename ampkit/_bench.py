@@ -96,7 +96,9 @@ CASES = {
 }
 
 
-def run(models: list[str], batch_sizes: list[int], policy: Policy, repeats: int, json_path: Path | None) -> None:
+def run(
+    models: list[str], batch_sizes: list[int], policy: Policy, repeats: int, json_path: Path | None, plot: Path | None
+) -> None:
     """Print a table for every model and batch size: torch AMP, bare capture, graphed_step.
 
     All three do dynamic loss scaling (if `policy` needs it) and SGD with momentum on equal weights and batches. torch
@@ -121,9 +123,47 @@ def run(models: list[str], batch_sizes: list[int], policy: Policy, repeats: int,
                 _progress("")
                 print(timings[-1].row(timings[0].ms))
             results.append({"model": name, "batch": batch, "timings": [asdict(timing) for timing in timings]})
+    setting = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "policy": str(policy)}
+    figures = {**setting, "date": time.strftime("%Y-%m-%d"), "repeats": repeats, "results": results}
     if json_path is not None:
-        setting = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "policy": str(policy)}
-        json_path.write_text(json.dumps({**setting, "repeats": repeats, "results": results}, indent=2) + "\n")
+        json_path.write_text(json.dumps(figures, indent=2) + "\n")
+    if plot is not None:
+        draw(figures, plot)
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Draw one panel of bars per model and batch size: milliseconds per step, whiskers from fastest to slowest repeat.
+
+    Args:
+        figures: what `--json` writes.
+        path: the image file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install 'ampkit[plots]'") from error
+    results = figures["results"]
+    figure = Figure(figsize=(3.6 * len(results), 3.8), dpi=120, layout="constrained")
+    figure.suptitle(
+        f"Time of a training step, {figures['gpu']}, torch {figures['torch']}, {figures['date']}", fontsize=11
+    )
+    for axes, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
+        timings = result["timings"]
+        names, times = [timing["variant"] for timing in timings], [timing["ms"] for timing in timings]
+        whiskers = [[t["ms"] - t["fastest"] for t in timings], [t["slowest"] - t["ms"] for t in timings]]
+        axes.bar(names, times, yerr=whiskers, capsize=4, color=["tab:gray", "tab:blue", "tab:green"])
+        for i, ms in enumerate(times):
+            axes.text(
+                i, ms + whiskers[1][i], f"{ms:.2f} ms\n{times[0] / ms:.1f}x", ha="center", va="bottom", fontsize=9
+            )
+        axes.set_ylim(0, 1.25 * max(t["slowest"] for t in timings))
+        axes.set_title(f"{result['model']}, batch {result['batch']}", fontsize=10)
+        axes.set_ylabel("ms per step, median")
+        axes.tick_params(axis="x", labelsize=8)
+    figure.savefig(path)
 
 
 def _progress(text: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ampkit import _bench
 from ampkit.__main__ import main
 
 
@@ -14,6 +15,23 @@ def test_without_cuda_says_so() -> None:
     """There is nothing to measure, and no traceback of torch's to decipher."""
     with pytest.raises(SystemExit, match="there is no CUDA device to measure"):
         main(["bench"])
+
+
+def test_plot_of_saved_figures(tmp_path: Path) -> None:
+    """The figures that --json writes can be drawn, one panel per model."""
+    pytest.importorskip("matplotlib")
+    timings = [
+        {"variant": name, "ms": ms, "fastest": ms * 0.9, "slowest": ms * 1.2, "loss": 1.0}
+        for name, ms in (("torch AMP, eager", 9.8), ("bare capture", 2.0), ("graphed_step", 2.1))
+    ]
+    results = [
+        {"model": "mlp", "batch": 64, "timings": timings},
+        {"model": "resnet50", "batch": 32, "timings": timings},
+    ]
+    _bench.draw({"gpu": "a GPU", "torch": "2", "date": "2026-11-21", "results": results}, tmp_path / "bench.png")
+    header = (tmp_path / "bench.png").read_bytes()
+    assert header.startswith(b"\x89PNG")
+    assert len(header) > 10_000
 
 
 def test_unknown_policy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

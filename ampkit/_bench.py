@@ -113,7 +113,7 @@ def run(
     device = torch.device("cuda", torch.cuda.current_device())
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {policy}, median of {repeats} repeats")
     results = []
-    with torch.backends.cudnn.flags(benchmark=True):
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         for name, batch in itertools.product(models, batch_sizes):
             print(f"\n{name}, batch {batch}\n{'variant':<22} {'ms/step':>8}  {'spread':<18} {'vs AMP':>7}  {'loss':>9}")
             timings: list[Timing] = []

@@ -28,9 +28,12 @@ def why_not_capturable(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     if is_one_pass(optimizer):
         return ""
-    if isinstance(optimizer, _FUSED):
+    on_cuda = any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
+    if isinstance(optimizer, _FUSED) and not (
+        isinstance(optimizer, Adagrad) and on_cuda
+    ):  # torch 2.11 refuses that one
         return f"{name} reads the device or the host in every step. Write {name}(..., fused=True)."
-    return f"{name} cannot skip a step on the device. Use AdamW, Adam, SGD or Adagrad with fused=True."
+    return f"{name} cannot skip a step on the device. Use AdamW, Adam or SGD with fused=True."
 
 
 def broken_kernel(optimizer: Optimizer) -> str:

@@ -35,7 +35,7 @@ import ampkit
 # --------------------------------------------------------------------------------------------------------- options
 
 MODELS = ["resnet8", *torchvision.models.list_models(torchvision.models, include=["resnet*", "resnext*", "wide_*"])]
-DEFAULT_LR = {"sgd": 0.1, "adam": 2e-3, "adamw": 2e-3}
+DEFAULT_LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -112,9 +112,9 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
 def add_optimizer_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--epochs", type=positive, default=20, metavar="N", help="passes over the training images")
     group.add_argument("--opt", choices=list(DEFAULT_LR), default="sgd", help="optimizer, in its fused form")
-    group.add_argument("--lr", type=float, help="learning rate; None: 0.1 for sgd, 0.002 for adam and adamw")
+    group.add_argument("--lr", type=float, help="learning rate; None: 0.05 for sgd, 0.001 for adam and adamw")
     group.add_argument("--momentum", type=float, default=0.9, metavar="M", help="momentum of sgd")
-    group.add_argument("--weight-decay", type=float, default=5e-4, metavar="W", help="weight decay")
+    group.add_argument("--weight-decay", type=float, default=1e-4, metavar="W", help="weight decay")
     group.add_argument("--label-smoothing", type=float, default=0.0, metavar="S", help="label smoothing, 0 to 1")
     group.add_argument("--clip-grad", type=float, metavar="NORM", help="clip the gradient norm; None: no clipping")
     group.add_argument(
@@ -482,6 +482,7 @@ def plot_curves(args: argparse.Namespace, training: Training, history: list[dict
     speed.bar(range(1, len(history) + 1), curves["images_per_second"], width=0.6, color="tab:green", alpha=0.7)
     median = statistics.median(curves["images_per_second"])
     speed.axhline(median, color="black", linestyle="--", linewidth=1)
+    speed.yaxis.set_major_formatter("{x:,.0f}")
     speed.set(title=f"Training speed, median {median:,.0f} images/s", ylabel="images/s")
     for axes in (loss, accuracy, scale, speed):
         axes.set_xlabel("epoch")

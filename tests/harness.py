@@ -1,5 +1,6 @@
 """What several test files share: devices, a model with all kinds of state, bitwise comparison of training state."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,12 +21,24 @@ ENGINES = [("cpu", "emulate"), pytest.param(("cuda", "auto"), marks=pytest.mark.
 def deterministic() -> Iterator[None]:
     """Make kernels repeatable bit by bit, as comparisons of eager and replayed steps need it."""
     before = torch.are_deterministic_algorithms_enabled()
-    with torch.backends.cudnn.flags(benchmark=False, deterministic=True):
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
         torch.use_deterministic_algorithms(True, warn_only=False)
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Make every operation that waits for the device an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Net(nn.Module):
@@ -55,6 +68,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, fused=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, fused=True),
 }
+
+
+def skip_without_kernel(device: str, optimizer: str) -> None:
+    """Skip what torch does not have: test_scaler.py has a test that tells when it does."""
+    if device == "cuda" and optimizer == "adagrad":
+        pytest.skip("torch refuses fused Adagrad on CUDA")
 
 
 def boosted_loss(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

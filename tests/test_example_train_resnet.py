@@ -157,7 +157,7 @@ def test_resume_refuses_other_options(train: Any, tmp_path: Path) -> None:
     train()
     checkpoint = str(tmp_path / "run" / "checkpoint.pth")
     with pytest.raises(
-        SystemExit, match=r"that run had --epochs 1 \(now 4\), --lr 0\.1 \(now 0\.5\)\. Give it the same"
+        SystemExit, match=r"that run had --epochs 1 \(now 4\), --lr 0\.05 \(now 0\.5\)\. Give it the same"
     ):
         train("--resume", checkpoint, "--lr", "0.5", "--epochs", "4")
 

@@ -19,9 +19,12 @@ from ._errors import AmpkitError
 from ._graph import CudaGraph
 from ._policy import Policy
 from ._prefetch import prefetch
+from ._scaler import GradScaler
 from ._step import graphed_step
 
 MAX_NORM = 1.0
+# The first step must not overflow: torch's own scaler would go on from uninitialised momentum (see seed_momentum).
+INIT_SCALE = 1024.0
 WARM_UP_STEPS = 20  # capture after 3, the rest lets cudnn.benchmark and the clocks settle
 Steps = Callable[[int], Tensor]  # does that many training steps and returns the last loss
 
@@ -202,13 +205,12 @@ def _torch_amp(case: Case, batch: int, policy: Policy, device: torch.device) -> 
     torch.manual_seed(0)
     model = case.build().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-    scaler = TorchScaler("cuda", enabled=policy.needs_scaling)
+    scaler = TorchScaler("cuda", INIT_SCALE, enabled=policy.needs_scaling)
     scheduler = _schedule(optimizer)
     batches = HostBatches(case, batch)
 
     def steps(n: int) -> Tensor:
-        for on_host in batches.take(n):
-            images, labels = (part.to(device, non_blocking=True) for part in on_host)
+        for images, labels in prefetch(batches.take(n), device):
             optimizer.zero_grad()
             with policy.autocast("cuda"):
                 loss = F.cross_entropy(model(images), labels)
@@ -228,7 +230,7 @@ def _bare_capture(case: Case, batch: int, policy: Policy, device: torch.device) 
     model, optimizer = _parts(case, device)
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(group["lr"], device=device)
-    scaler = TorchScaler("cuda", enabled=policy.needs_scaling)
+    scaler = TorchScaler("cuda", INIT_SCALE, enabled=policy.needs_scaling)
     scaler.scale(torch.zeros((), device=device))  # makes the scale outside the capture
     images, labels = (part.to(device) for part in next(HostBatches(case, batch).take(1)))
 
@@ -265,6 +267,7 @@ def _graphed(case: Case, batch: int, policy: Policy, device: torch.device) -> St
         model,
         optimizer,
         policy=policy,
+        scaler=GradScaler("cuda", INIT_SCALE, enabled=policy.needs_scaling),
         max_norm=MAX_NORM,
         scheduler=_schedule(optimizer),
         on_failure="raise",

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import linecache
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -198,7 +199,7 @@ def describe_failure(error: BaseException) -> str:
     return f"capture failed{f' at {line}' if line else ''}: {reason}.{advice}"
 
 
-_NOT_THE_USERS = tuple(str(Path(module).parent) for module in (torch.__file__, __file__))
+_NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
 
 
 def user_line(error: BaseException) -> str:

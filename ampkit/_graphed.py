@@ -174,10 +174,11 @@ class Graphed:
             return _copied(self._fn(*args, **kwargs))
         # The same stream for warm-up, capture and stragglers: what autograd and cuBLAS keep per stream exists once.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            outputs = _copied(self._fn(*args, **kwargs))
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return outputs
+        try:
+            with torch.cuda.stream(self._stream):
+                return _copied(self._fn(*args, **kwargs))
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _drop_if_stale(self) -> None:
         generation = self._state.generation()

@@ -21,10 +21,10 @@ from ._optim import (
 class GradScaler(upstream.GradScaler):
     """A `torch.amp.GradScaler` that never waits for the device with a fused optimizer.
 
-    With `Adam`, `AdamW`, `SGD` or `Adagrad` built with `fused=True`, `step` reads the gradients once, for their norm.
-    A norm that is not finite makes the optimizer's kernel return without a change; otherwise the kernel divides by
-    `scale / clip_coefficient` as it reads the gradients. With any other optimizer `step` does what torch does, which
-    reads `found_inf` on the host.
+    With `Adam`, `AdamW`, `SGD` or (CPU only) `Adagrad` built with `fused=True`, `step` reads the gradients once, for
+    their norm. A norm that is not finite makes the optimizer's kernel return without a change; otherwise the kernel
+    divides by `scale / clip_coefficient` as it reads the gradients. With any other optimizer `step` does what torch
+    does, which reads `found_inf` on the host.
 
     Takes the arguments of `torch.amp.GradScaler`, and exchanges `state_dict` with it in both directions.
 

@@ -69,7 +69,7 @@ def graphed_step(
             aux a tree of tensors. Captured once and not called again in a replay: it must compute everything from its
             inputs on the device.
         model: all parameters on one device. Put it there, and load its state, before the first call.
-        optimizer: over parameters of `model`. To be captured it is Adam, AdamW, SGD or Adagrad with `fused=True`.
+        optimizer: over parameters of `model`. To be captured it is Adam, AdamW or SGD with `fused=True`.
         policy: dtypes, see `Policy`. None leaves autocast as the caller has it.
         scaler: dynamic loss scale. None makes one if the policy computes in float16.
         max_norm: clip the 2-norm over all gradients to this. `float("inf")` measures without clipping. None does

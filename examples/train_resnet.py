@@ -135,7 +135,7 @@ def add_speed_options(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="float32, bfloat16, float16, or any other ampkit policy, such as bf16-true or "
         "params=float32,compute=float16,output=float32; auto: float16 on CUDA, float32 elsewhere "
-        "(bfloat16 is faster there only if the CPU has bfloat16 instructions)",
+        "(on a CPU, bfloat16 is faster only where it has instructions for it, and float16 is slow)",
     )
     group.add_argument(
         "--cuda-graph",
@@ -192,7 +192,8 @@ def load_data(args: argparse.Namespace) -> Data:
         if args.dataset not in WHAT_TO_PUT_WHERE:
             raise
         hint = WHAT_TO_PUT_WHERE[args.dataset].format(path=args.data_path)
-        raise SystemExit(f"--dataset {args.dataset} --data-path {args.data_path}: {error}\n{hint}") from error
+        problem = str(error).split(". ")[0]  # the rest is advice for callers of torchvision
+        raise SystemExit(f"--dataset {args.dataset} --data-path {args.data_path}: {problem}.\n{hint}") from error
 
 
 WHAT_TO_PUT_WHERE = {
@@ -406,7 +407,7 @@ def evaluate(args: argparse.Namespace, training: Training, loader: DataLoader[An
 
 # ------------------------------------------------------------------------------------------------------ checkpoint
 
-# Options that a resumed run may change and still end with the same weights.
+# Options that do not say what is trained: a resumed run may have others.
 FREE_OPTIONS = {"resume", "output_dir", "json", "print_freq", "data_path", "device", "cuda_graph"}
 
 
@@ -532,7 +533,7 @@ def summarize(
         "model": args.model,
         "dataset": args.dataset,
         "policy": str(training.policy),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
         "epochs": len(history),
         "batch_size": args.batch_size,

@@ -234,7 +234,7 @@ def test_small_images_get_the_cifar_stem(example: ModuleType, image_size: int, s
 
 def test_policy_with_low_precision_parameters(train: Any) -> None:
     """bf16-true trains too: weights and images are cast, without autocast."""
-    summary, _ = train("--policy", "bf16-true")
+    summary, _ = train("--policy", "bf16-true", "--opt", "adamw")
     assert summary["policy"] == "params=bfloat16,compute=bfloat16,output=bfloat16"
 
 

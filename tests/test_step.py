@@ -312,11 +312,12 @@ def test_model_state_may_be_loaded_in_mid_training(engine: Engine) -> None:
 def test_gradients_are_gone_after_a_step(engine: Engine) -> None:
     """A captured gradient lives in the graph's pool; nobody must find it in param.grad, or accumulate into it."""
     step, model, _ = make(engine)
-    for batch in make_batches(engine[0], [16] * 5):
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 1e6)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e6)
+    for batch in make_batches(engine[0], [16] * 6):
         step(*batch)
         assert all(param.grad is None for param in model.parameters())
+    assert step.replays == 3
     assert all(param.abs().max() < 10 for param in model.parameters())
 
 

@@ -5,7 +5,13 @@ from ._errors import AmpkitWarning as AmpkitWarning
 from ._errors import CaptureError as CaptureError
 from ._errors import CaptureWarning as CaptureWarning
 from ._errors import InputMismatch as InputMismatch
+from ._explain import Explanation as Explanation
+from ._explain import explain as explain
+from ._function import custom_bwd as custom_bwd
+from ._function import custom_fwd as custom_fwd
 from ._graphed import Report as Report
+from ._op_table import OpTable as OpTable
+from ._op_table import op_table as op_table
 from ._policy import Policy as Policy
 from ._prefetch import prefetch as prefetch
 from ._scaler import GradScaler as GradScaler
@@ -19,12 +25,18 @@ __all__ = [
     "AmpkitWarning",
     "CaptureError",
     "CaptureWarning",
+    "Explanation",
     "GradScaler",
     "GraphedStep",
     "InputMismatch",
+    "OpTable",
     "Policy",
     "Report",
     "StepOutput",
+    "custom_bwd",
+    "custom_fwd",
+    "explain",
     "graphed_step",
+    "op_table",
     "prefetch",
 ]

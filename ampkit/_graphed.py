@@ -117,16 +117,16 @@ class Graphed:
         self.captures = 0
         self.replays = 0
         if graph == "auto" and device.type != "cuda":
-            blocker = f"the model is on {device}, and CUDA graphs need a CUDA device"
+            blocker = f"the model is on {device}, and CUDA graphs need a CUDA device."
         if blocker and graph != "off":
             self._refuse(blocker)
 
     def _refuse(self, reason: str) -> None:
         """Never capture, for this reason: warn once and stay eager, or raise if the user asked for that."""
         if self._on_failure == "raise":
-            raise CaptureError(f"{self._name}: {reason}.")
+            raise CaptureError(f"{self._name}: {reason}")
         self._refused = self._failure = reason
-        message = f"{self._name}: {reason}. Training goes on eagerly; graph='off' says so without a warning."
+        message = f"{self._name}: {reason} Training goes on eagerly; graph='off' says so without a warning."
         warnings.warn(message, CaptureWarning, stacklevel=4)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from ._torch import foreach_norm
+from ._torch import (
+    can_init_optimizer_state,
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sub_,
+    init_optimizer_state,
+)
 
-# Their fused kernels divide by `optimizer.grad_scale`, return if `optimizer.found_inf` is 1, and take a tensor
-# learning rate.
+# Their fused kernels divide by `optimizer.grad_scale`, return if `optimizer.found_inf` is 1, and take a tensor learning
+# rate.
 _FUSED = (Adam, AdamW, SGD, Adagrad)
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 
@@ -23,17 +31,25 @@ def is_one_pass(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _FUSED) and all(group["fused"] for group in optimizer.param_groups)
 
 
+def is_revocable(optimizer: Optimizer) -> bool:
+    """Return whether a step can be undone on the device: nothing that it changes is on the host."""
+    if isinstance(optimizer, SGD):
+        return True  # momentum is all it has
+    on_device = all(group.get("capturable") for group in optimizer.param_groups)
+    return on_device and can_init_optimizer_state(optimizer)
+
+
 def why_not_capturable(optimizer: Optimizer) -> str:
     """Return why a graph cannot hold `optimizer.step()` and what to write instead, or "" if it can."""
     name = type(optimizer).__name__
-    if is_one_pass(optimizer):
+    if is_one_pass(optimizer) or all("capturable" in group for group in optimizer.param_groups):
         return ""
     on_cuda = any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
     if isinstance(optimizer, _FUSED) and not (
         isinstance(optimizer, Adagrad) and on_cuda
     ):  # torch 2.11 refuses that one
-        return f"{name} reads the device or the host in every step. Write {name}(..., fused=True)."
-    return f"{name} cannot skip a step on the device. Use AdamW, Adam or SGD with fused=True."
+        return f"{name} reads its learning rate or its step count on the host. Write {name}(..., fused=True)."
+    return f"{name} has no form that a graph can hold. Use one that has: AdamW, Adam or SGD with fused=True."
 
 
 def broken_kernel(optimizer: Optimizer) -> str:
@@ -59,24 +75,27 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def total_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the 2-norm over all gradients as a float32 tensor of shape () on `device`.
+def total_norm(grads: Sequence[Tensor], device: torch.device, norm_type: float = 2.0) -> Tensor:
+    """Return the norm over all gradients as a float32 tensor of shape () on `device`.
 
-    It is inf or nan exactly if some element is, save that squares of magnitudes above 1.8e19 overflow float32 too.
+    It is inf or nan exactly if some element is, save that powers that overflow float32 do so too: for the 2-norm
+    those of magnitudes above 1.8e19.
 
     Args:
-        grads: dense floating tensors of any shape, dtype and device. float16 is summed in float32.
+        grads: dense tensors of any shape and device, floating or complex. float16 is summed in float32.
         device: where the result goes.
+        norm_type: order of the norm, above 0; inf is the largest magnitude.
 
     Sync: none. Aliasing: none.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in grads:
-        groups[grad.device, grad.dtype].append(grad)
-    norms: list[Tensor] = []
+        if grad.numel():
+            groups[grad.device, grad.dtype].append(torch.view_as_real(grad) if grad.is_complex() else grad)
+    norms = [torch.zeros((), device=device)] if not groups else []
     for group in groups.values():
-        norms += (norm.to(device, non_blocking=True) for norm in foreach_norm(group, 2.0, dtype=torch.float32))
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        norms += (norm.to(device, non_blocking=True) for norm in foreach_norm(group, norm_type, dtype=torch.float32))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm
 
 
@@ -85,7 +104,9 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0)
 
 
-def step_clipped(optimizer: Optimizer, max_norm: float | None, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
+def step_clipped(
+    optimizer: Optimizer, max_norm: float | None, norm_type: float, *args: Any, **kwargs: Any
+) -> tuple[Any, Tensor | None]:
     """Step, clipping the global gradient norm to `max_norm`: in the optimizer's kernel where it is fused.
 
     Returns:
@@ -97,11 +118,73 @@ def step_clipped(optimizer: Optimizer, max_norm: float | None, *args: Any, **kwa
     if max_norm is None or not grads:
         return optimizer.step(*args, **kwargs), None
     if not is_one_pass(optimizer):
-        norm = torch.nn.utils.clip_grad_norm_((p for g in optimizer.param_groups for p in g["params"]), max_norm)
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         return optimizer.step(*args, **kwargs), norm
-    norm = total_norm(grads, grads[0].device)
+    norm = total_norm(grads, grads[0].device, norm_type)
     with kernel_scaling(optimizer, clip_coefficient(norm, max_norm).reciprocal(), None):
         return optimizer.step(*args, **kwargs), norm
+
+
+def multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients by a float32 tensor of shape (), in place. One kernel per device and dtype; no sync."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        groups[grad.device, grad.dtype].append(grad)
+    for (device, _), group in groups.items():
+        foreach_mul_(group, factor.to(device, non_blocking=True))
+
+
+def revocable_step(optimizer: Optimizer, found_inf: Tensor, **kwargs: Any) -> float | None:
+    """Step, and undo the step bit by bit on the device where `found_inf` is 1.
+
+    For optimizers without a kernel that skips. Zero gradients would not do: moments decay and weights shrink on them.
+    The tensors are backed up, stepped, and put back by integer arithmetic on their bits, which nan cannot pass
+    through: `new + (old - new) * found_inf`. Three passes over parameters and state beside the optimizer's own.
+
+    Args:
+        optimizer: one for which `is_revocable` holds, with gradients that are unscaled already.
+        found_inf: 0.0 or 1.0, float32, shape ().
+        **kwargs: passed on to `optimizer.step`.
+
+    Returns:
+        What `optimizer.step` returned.
+
+    Sync: none.
+    """
+    with torch.no_grad():
+        init_optimizer_state(optimizer)  # what the first step would make could not be undone
+        changing = [_as_integers(tensor) for tensor in _changed_by_step(optimizer)]
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for tensor in changing:
+            groups[tensor.device, tensor.dtype].append(tensor)
+        backups = {key: [torch.empty_like(tensor) for tensor in group] for key, group in groups.items()}
+        for key, group in groups.items():
+            foreach_copy_(backups[key], group)
+        result: float | None = optimizer.step(**kwargs)
+        for key, group in groups.items():
+            device, dtype = key
+            skip = found_inf.to(device, non_blocking=True).to(dtype)
+            foreach_sub_(backups[key], group)
+            foreach_mul_(backups[key], skip)
+            foreach_add_(group, backups[key])
+    return result
+
+
+def _changed_by_step(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                yield param.detach()
+                yield from (value for value in optimizer.state[param].values() if isinstance(value, Tensor))
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    floats = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return floats.view(_INTEGERS[floats.element_size()])
 
 
 @contextmanager
@@ -173,13 +256,22 @@ class CapturableGroups:
     def applied(self) -> Iterator[None]:
         """Let the groups have a tensor learning rate inside, and the flag without which Adam refuses to be captured."""
         groups = self._optimizer.param_groups
+        on_cuda = self._device.type == "cuda"
+        if on_cuda:
+            self._move_step_counts()
         given: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
-            if "capturable" in group:
-                group["capturable"] = True  # true of every fused kernel: its step count is on the device
+            if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
+                group["capturable"] = True
         try:
             yield
         finally:
             for group, values in zip(groups, given, strict=True):
                 group.update(values)
+
+    def _move_step_counts(self) -> None:
+        """Put step counts on the device that were made, or loaded, without the flag. They are float32 either way."""
+        for state in self._optimizer.state.values():
+            if isinstance(step := state.get("step"), Tensor) and step.device != self._device:
+                state["step"] = step.to(self._device)

@@ -1,52 +1,139 @@
 """The loss scale, kept on the device: scale, unscale, clip, skip, update. Never reads a tensor from the host."""
 
-from typing import Any
+import math
+import sys
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 from torch.amp.grad_scaler import OptState
 
+from ._errors import AmpkitWarning
 from ._optim import (
     clip_coefficient,
     gradients,
     is_one_pass,
+    is_revocable,
     kernel_scaling,
+    multiply_,
+    revocable_step,
     seed_momentum,
     step_clipped,
     total_norm,
 )
+from ._torch import foreach_add_, supports_amp_scaling
+
+
+class ScalerStats(NamedTuple):
+    """What `GradScaler.stats` returns: host numbers.
+
+    Attributes:
+        steps: optimizer steps that were asked for.
+        skipped: those of them that were skipped.
+        scale: the loss scale.
+        grad_norm: norm of the unscaled gradients of the last step before clipping, None if none was computed.
+    """
+
+    steps: int
+    skipped: int
+    scale: float
+    grad_norm: float | None
 
 
 class GradScaler(upstream.GradScaler):
-    """A `torch.amp.GradScaler` that never waits for the device with a fused optimizer.
+    """A `torch.amp.GradScaler` that never waits for the device, and whose rule can be bounded.
 
-    With `Adam`, `AdamW`, `SGD` or (CPU only) `Adagrad` built with `fused=True`, `step` reads the gradients once, for
-    their norm. A norm that is not finite makes the optimizer's kernel return without a change; otherwise the kernel
-    divides by `scale / clip_coefficient` as it reads the gradients. With any other optimizer `step` does what torch
-    does, which reads `found_inf` on the host.
+    `step` reads the gradients once, for their norm; a norm that is not finite skips the step, on the device:
+
+    - `Adam`, `AdamW`, `SGD` and (CPU only) `Adagrad` with `fused=True`: the kernel itself returns without a change, and
+      otherwise divides by `scale / clip_coefficient` as it reads the gradients.
+    - Any optimizer with `capturable=True`, and `SGD`: the gradients are unscaled and clipped in one pass, and the step
+      is undone bit by bit (`_optim.revocable_step`).
+    - Others (their step count or rule lives on the host): `found_inf` is read on the host, as torch does, with one
+      warning on CUDA.
 
     Takes the arguments of `torch.amp.GradScaler`, and exchanges `state_dict` with it in both directions.
+
+    Args:
+        *args: as in torch: device, init_scale, growth_factor, backoff_factor, growth_interval, enabled.
+        hysteresis: how many overflows since the scale last grew it takes to back off; from then on each one does.
+            They are skipped all the same. 1 is torch's rule; Megatron-LM uses 2.
+        min_scale: the scale does not fall below this.
+        max_scale: the scale does not grow above this.
+        dynamic: False keeps the scale constant. Steps that overflow are still skipped.
+        **kwargs: as `args`, by name.
+
+    Raises:
+        ValueError: a rule that contradicts itself; the message names the argument.
 
     Attributes:
         grad_norm: the norm of the unscaled gradients of the last `step`, before clipping: float32, shape (), on the
             device. None before the first step, and where no norm was computed.
         found_inf: 1.0 if the last `step` was skipped, else 0.0: float32, shape (), on the device. None if disabled.
-        skipped: how many optimizer steps were skipped so far: float64, shape (), on the device. None before the first
-            `scale`. Read it with `int(scaler.skipped)`, which waits for the device.
+        steps: how many optimizer steps were asked for, float64, shape (), on the device. None before the first `scale`.
+        skipped: how many of them were skipped; likewise.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        hysteresis: int = 1,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        dynamic: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._hysteresis, self._min_scale, self._max_scale, self._dynamic = hysteresis, min_scale, max_scale, dynamic
         self.grad_norm: Tensor | None = None
         self.found_inf: Tensor | None = None
+        self.steps: Tensor | None = None
         self.skipped: Tensor | None = None
-        self._init_skipped = 0.0
+        self._patience: Tensor | None = None  # overflows left until the scale backs off
+        self._init_counts = (0.0, 0.0)
+        self._init_patience = hysteresis
+        self._warned = False
+        if self._enabled:
+            self._check_rule()
+
+    def _check_rule(self) -> None:
+        low, high = self._bounds()
+        if isinstance(self._hysteresis, bool) or not isinstance(self._hysteresis, int) or self._hysteresis < 1:
+            raise ValueError(f"GradScaler(hysteresis={self._hysteresis!r}): expected an int of at least 1.")
+        if not 0 < low <= high:
+            raise ValueError(
+                f"GradScaler(min_scale={self._min_scale!r}, max_scale={self._max_scale!r}): "
+                "expected 0 < min_scale <= max_scale."
+            )
+        if not low <= self._init_scale <= high:
+            raise ValueError(
+                f"GradScaler(init_scale={self._init_scale!r}): it lies outside min_scale={self._min_scale!r} and "
+                f"max_scale={self._max_scale!r}."
+            )
+
+    def _bounds(self) -> tuple[float, float]:
+        low = sys.float_info.min if self._min_scale is None else self._min_scale
+        return low, math.inf if self._max_scale is None else self._max_scale
+
+    def rule(self) -> dict[str, Any]:
+        """Return what decides how the scale moves, by name: host values, which a captured step has frozen."""
+        return {
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "hysteresis": self._hysteresis,
+            "min_scale": self._min_scale,
+            "max_scale": self._max_scale,
+            "dynamic": self._dynamic,
+        }
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         # float64, so that `+= found_inf` is one kernel and counts are exact to 2**53.
-        self.skipped = torch.full((), self._init_skipped, dtype=torch.float64, device=dev)
+        self.steps, self.skipped = (torch.full((), n, dtype=torch.float64, device=dev) for n in self._init_counts)
+        self._patience = torch.full((), self._init_patience, dtype=torch.int32, device=dev)
 
     def materialize(self, device: torch.device) -> None:
         """Create scale and counters on `device` now rather than in the first `scale`.
@@ -57,34 +144,39 @@ class GradScaler(upstream.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
 
     def step(
-        self, optimizer: torch.optim.Optimizer, *args: Any, max_norm: float | None = None, **kwargs: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        **kwargs: Any,
     ) -> float | None:
         """Unscale the gradients, clip their global norm, and step; change nothing if a gradient is not finite.
 
         Args:
             optimizer: its gradients are scaled, or unscaled by `unscale_(optimizer)` before. A tensor that the user put
-                in `optimizer.grad_scale` divides the gradients too, as in torch.
+                in `optimizer.grad_scale` divides the gradients of a fused optimizer too, as in torch.
             *args: passed on to `optimizer.step`.
-            max_norm: clip the norm of all unscaled gradients to this; None does not clip. Folded into the kernel, so
-                that `param.grad` keeps its norm.
+            max_norm: clip the norm of all unscaled gradients to this; None does not clip. Where it is folded into a
+                fused kernel, `param.grad` keeps its norm.
+            norm_type: order of the norm, above 0; inf is the largest magnitude.
             **kwargs: passed on to `optimizer.step`.
 
         Returns:
             What `optimizer.step` returned.
 
         Raises:
-            ValueError: `max_norm` is not above 0, or no parameter has a gradient.
+            ValueError: `max_norm` or `norm_type` is not above 0, or no parameter has a gradient.
             RuntimeError: a second `step` without `update` in between, or a closure.
 
-        Sync: none with a fused optimizer; torch's own with others. A skipped step leaves parameters, moments and step
-        counts as they were.
+        Sync: none but for the third kind of optimizers above. A skipped step leaves parameters, moments and step counts
+        as they were.
         """
-        check_max_norm("GradScaler.step", max_norm)
+        check_positive("GradScaler.step", "max_norm", max_norm, "None to disable clipping")
+        check_positive("GradScaler.step", "norm_type", norm_type, "inf for the largest magnitude")
         if not self._enabled:
-            result, self.grad_norm = step_clipped(optimizer, max_norm, *args, **kwargs)
+            result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, *args, **kwargs)
             return result  # type: ignore[no-any-return]  # the optimizer's own type
-        if not is_one_pass(optimizer):
-            return self._step_two_passes(optimizer, max_norm, *args, **kwargs)
         if args or "closure" in kwargs:
             raise RuntimeError(
                 "GradScaler.step: a closure cannot be used with an enabled scaler. Call backward() first."
@@ -92,91 +184,176 @@ class GradScaler(upstream.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("GradScaler.step: step() has already been called since the last update().")
-        divisor, found_inf = self._fold(optimizer, state, max_norm)
-        stepped: float | None = None
-        if seed_momentum(optimizer) or not found_inf.item():  # sync: first steps of SGD with dampening only
-            with kernel_scaling(optimizer, divisor, found_inf):
-                stepped = optimizer.step(**kwargs)
+        grads = _require_gradients(optimizer)
+        if any(grad.is_sparse for grad in grads) or (supports_amp_scaling(optimizer) and not is_one_pass(optimizer)):
+            return self._step_as_torch(optimizer, max_norm, norm_type, **kwargs)
+        divisor = self._check(optimizer, grads, state, norm_type)
+        stepped = self._step_on_device(optimizer, grads, divisor, max_norm, **kwargs)
         state["stage"] = OptState.STEPPED
-        self._count_skip(found_inf)
+        self._count()
         return stepped
 
-    def _fold(self, optimizer: Any, state: dict[str, Any], max_norm: float | None) -> tuple[Tensor | None, Tensor]:
-        """Return what the fused kernel takes: the divisor of the gradients and `found_inf`. Sets `grad_norm` too."""
+    def _check(self, optimizer: Any, grads: list[Tensor], state: dict[str, Any], norm_type: float) -> Tensor | None:
+        """Set `grad_norm` and `found_inf`; return what the gradients are still to be divided by."""
         scale, _ = self._check_scale_growth_tracker("step")
-        grads = _require_gradients(optimizer)
         unscaled = state["stage"] is OptState.UNSCALED
-        preset = getattr(optimizer, "grad_scale", None)
         divisor = None if unscaled else scale
+        preset = getattr(optimizer, "grad_scale", None) if is_one_pass(optimizer) else None
         if preset is not None:
             preset = preset.reshape(()).to(scale.device, non_blocking=True)
             divisor = preset if divisor is None else divisor * preset
-        self.grad_norm = None
-        if not unscaled or max_norm is not None:
-            norm = total_norm(grads, scale.device)
-            self.grad_norm = norm if divisor is None else norm / divisor
+        norm = total_norm(grads, scale.device, norm_type)
+        self.grad_norm = norm if divisor is None else norm / divisor
         if unscaled:
-            found_inf = _any_device(state["found_inf_per_device"], scale.device)
+            self.found_inf = _any_device(state["found_inf_per_device"], scale.device)
         else:
-            found_inf = torch.where(norm < torch.inf, 0.0, 1.0)  # also 1 for nan; two kernels, isfinite takes four
-            state["found_inf_per_device"] = {scale.device: found_inf}
-        self.found_inf = found_inf
-        if max_norm is None:
-            return divisor, found_inf
-        assert self.grad_norm is not None  # set above
-        coefficient = clip_coefficient(self.grad_norm, max_norm)
-        # nan or 0 comes from a norm that is not finite: the step is skipped, but the divisor must stay a number.
-        coefficient = torch.where(coefficient > 0, coefficient, 1.0)
-        return (coefficient.reciprocal() if divisor is None else divisor / coefficient), found_inf
+            self.found_inf = torch.where(norm < torch.inf, 0.0, 1.0)  # also 1 for nan; two kernels, isfinite takes four
+            state["found_inf_per_device"] = {scale.device: self.found_inf}
+        return divisor
 
-    def _step_two_passes(
-        self, optimizer: torch.optim.Optimizer, max_norm: float | None, *args: Any, **kwargs: Any
+    def _step_on_device(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: list[Tensor],
+        divisor: Tensor | None,
+        max_norm: float | None,
+        **kwargs: Any,
     ) -> float | None:
-        """Torch's way: unscale the gradients in memory, read `found_inf` on the host, step or not."""
+        assert self.found_inf is not None  # set by _check
+        if max_norm is not None:
+            assert self.grad_norm is not None  # likewise
+            coefficient = clip_coefficient(self.grad_norm, max_norm)
+            # nan or 0 comes from a norm that is not finite: the step is skipped, but the divisor must stay a number.
+            coefficient = torch.where(coefficient > 0, coefficient, 1.0)
+            divisor = coefficient.reciprocal() if divisor is None else divisor / coefficient
+        stepped: float | None = None
+        exact = seed_momentum(optimizer)
+        if is_one_pass(optimizer) and exact:
+            with kernel_scaling(optimizer, divisor, self.found_inf):
+                stepped = optimizer.step(**kwargs)
+            return stepped
+        if divisor is not None:
+            multiply_(grads, divisor.reciprocal())
+        if is_revocable(optimizer) and exact:
+            return revocable_step(optimizer, self.found_inf, **kwargs)
+        self._warn_of_read(optimizer, grads)
+        if not self.found_inf.item():  # sync
+            stepped = optimizer.step(**kwargs)
+        return stepped
+
+    def _warn_of_read(self, optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> None:
+        if self._warned or not any(grad.is_cuda for grad in grads):
+            return
+        self._warned = True
+        can = [word for word in ("fused", "capturable") if all(word in group for group in optimizer.param_groups)]
+        name = type(optimizer).__name__
+        remedy = f"Write {name}(..., {can[0]}=True)" if can else "AdamW(..., fused=True) can be"
+        message = f"GradScaler.step({name}): it cannot be skipped on the device, so every step waits for it. {remedy}."
+        warnings.warn(message, AmpkitWarning, stacklevel=5)
+
+    def _step_as_torch(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, norm_type: float, **kwargs: Any
+    ) -> float | None:
+        """Unscale in memory, read `found_inf` on the host: for sparse gradients and for amp support of other makers."""
         scale, _ = self._check_scale_growth_tracker("step")
-        _require_gradients(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY:
+        if state["stage"] is OptState.READY and (max_norm is not None or not supports_amp_scaling(optimizer)):
             self.unscale_(optimizer)
         self.grad_norm = None
         if max_norm is not None:
             params = (p for group in optimizer.param_groups for p in group["params"])
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        result = super().step(optimizer, **kwargs)
         self.found_inf = _any_device(state["found_inf_per_device"], scale.device)
-        result = super().step(optimizer, *args, **kwargs)
-        self._count_skip(self.found_inf)
+        self._count()
         return result
 
-    def _count_skip(self, found_inf: Tensor) -> None:
-        assert self.skipped is not None  # set with the scale
-        self.skipped.add_(found_inf)
+    def _count(self) -> None:
+        assert self.found_inf is not None  # set by step
+        assert self.steps is not None  # made with the scale, as the next
+        assert self.skipped is not None
+        foreach_add_([self.steps, self.skipped], [torch.ones_like(self.found_inf), self.found_inf])
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale by the rule, or set it to `new_scale` (a float or a tensor of shape ()).
+
+        Back off if a step of this iteration was skipped and `hysteresis` is used up; grow after `growth_interval`
+        iterations without an overflow; stay within `min_scale` and `max_scale`. Sync: none.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None or self._plain():
+            super().update(new_scale)
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        assert self._patience is not None  # made with the scale
+        found = _any_device(self._found_in_all(), scale.device)
+        before, count = scale.clone(), tracker.clone()
+        super().update()
+        overflow = found > 0
+        self._patience.sub_(overflow.int())  # may fall below 0: only its sign counts
+        scale.copy_(torch.where(overflow & (self._patience > 0), before, scale))
+        grew = ~overflow & (count + 1 == self._growth_interval)
+        self._patience.copy_(torch.where(grew, self._hysteresis, self._patience))
+        scale.clamp_(*self._bounds()) if self._dynamic else scale.copy_(before)
+
+    def _plain(self) -> bool:
+        return self._dynamic and self._hysteresis == 1 and self._min_scale is None and self._max_scale is None
+
+    def _found_in_all(self) -> dict[Any, Tensor]:
+        states = self._per_optimizer_states.items()
+        return {(key, dev): t for key, state in states for dev, t in state["found_inf_per_device"].items()}
+
+    def stats(self) -> ScalerStats:
+        """Return the counters as host numbers. Waits for the device, once."""
+        if not self._enabled or self._scale is None:
+            return ScalerStats(int(self._init_counts[0]), int(self._init_counts[1]), self.get_scale(), None)
+        assert self.steps is not None  # made with the scale, as the next
+        assert self.skipped is not None
+        norm = torch.full_like(self._scale, math.nan) if self.grad_norm is None else self.grad_norm
+        packed = torch.stack([part.double() for part in (self.steps, self.skipped, self._scale, norm)])
+        steps, skipped, scale, grad_norm = packed.tolist()  # sync
+        return ScalerStats(int(steps), int(skipped), scale, None if self.grad_norm is None else grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's entries and `skipped`, as host numbers. Waits for the device. Empty if disabled."""
-        state = super().state_dict()
-        if self._enabled:
-            state["skipped"] = self._init_skipped if self.skipped is None else self.skipped.item()
-        return state
+        """Return torch's entries, the counters and the rest of the rule, as host numbers. Empty if disabled. Waits."""
+        if not self._enabled:
+            return {}
+        stats = self.stats()
+        patience = self._init_patience if self._patience is None else int(self._patience.item())
+        own = {"steps": stats.steps, "skipped": stats.skipped, "_patience": patience}
+        return {**super().state_dict(), **self.rule(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of this class or of `torch.amp.GradScaler` (which has no `skipped`: 0), in place."""
+        """Load a `state_dict` of this class or of `torch.amp.GradScaler`, in place.
+
+        What torch's does not have keeps its value (the rule) or starts anew (the counters).
+        """
         super().load_state_dict(state_dict)
-        if self._enabled:
-            self._init_skipped = float(state_dict.get("skipped", 0.0))
-            if self.skipped is not None:
-                self.skipped.fill_(self._init_skipped)
+        if not self._enabled:
+            return
+        for name in ("hysteresis", "min_scale", "max_scale", "dynamic"):
+            setattr(self, f"_{name}", state_dict.get(name, getattr(self, f"_{name}")))
+        self._init_counts = (float(state_dict.get("steps", 0)), float(state_dict.get("skipped", 0)))
+        self._init_patience = int(state_dict.get("_patience", self._hysteresis))
+        if self.steps is not None and self.skipped is not None and self._patience is not None:
+            self.steps.fill_(self._init_counts[0])
+            self.skipped.fill_(self._init_counts[1])
+            self._patience.fill_(self._init_patience)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._enabled:
-            state["_init_skipped"] = self._init_skipped if self.skipped is None else self.skipped.item()
-        return {**state, "grad_norm": None, "found_inf": None, "skipped": None}
+            own = self.state_dict()
+            state["_init_counts"] = (float(own["steps"]), float(own["skipped"]))
+            state["_init_patience"] = own["_patience"]
+        return {**state, **dict.fromkeys(("grad_norm", "found_inf", "steps", "skipped", "_patience"))}
 
 
-def check_max_norm(where: str, max_norm: float | None) -> None:
-    """Raise a `ValueError` unless `max_norm` is None or a number above 0 (inf included: measure, do not clip)."""
-    if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
-        raise ValueError(f"{where}(max_norm={max_norm!r}): must be a number > 0, or None to disable clipping.")
+def check_positive(where: str, name: str, value: float | None, otherwise: str) -> None:
+    """Raise a `ValueError` unless `value` is None or a number above 0 (inf included)."""
+    if value is not None and not (isinstance(value, (int, float)) and value > 0):
+        raise ValueError(f"{where}({name}={value!r}): must be a number > 0, or {otherwise}.")
 
 
 def _require_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -189,7 +366,7 @@ def _require_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return grads
 
 
-def _any_device(found_inf: dict[torch.device, Tensor], device: torch.device) -> Tensor:
+def _any_device(found_inf: dict[Any, Tensor], device: torch.device) -> Tensor:
     """Return 1.0 if any is above 0, else 0.0. torch sums them, and its kernels test for 1: two devices would pass."""
     found = [tensor.to(device, non_blocking=True) for tensor in found_inf.values()]
     return torch.stack(found).amax().clamp(max=1.0)

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
-from ._torch import module_tables
+from ._torch import function_modes, module_tables
 
 
 class Generation(NamedTuple):
@@ -47,6 +46,16 @@ class _Identity:
 
     def __hash__(self) -> int:
         return id(self.held)
+
+
+class Scaler(Protocol):
+    """What training state asks of a gradient scaler."""
+
+    def is_enabled(self) -> bool:
+        """Return whether it scales at all."""
+
+    def rule(self) -> dict[str, Any]:
+        """Return the host values that decide how the scale moves, by name."""
 
 
 class _Walk:
@@ -102,7 +111,7 @@ class TrainingState:
         self,
         modules: dict[str, nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        scaler: GradScaler | None = None,
+        scaler: Scaler | None = None,
     ) -> None:
         self.modules = modules
         self.optimizers = tuple(optimizers)
@@ -127,6 +136,10 @@ class TrainingState:
         for kind in ("cuda", "cpu"):
             enabled = torch.is_autocast_enabled(kind)
             named.append((f"{kind} autocast around the step", torch.get_autocast_dtype(kind) if enabled else None))
+        # A policy's rules for operations are a mode of its own type, and its rules for a module are the module's class.
+        named.append(("the policy around the step", tuple(map(type, function_modes()))))
+        assert self._walk is not None  # made by generation
+        named.append(("the policy on the model", tuple(map(type, self._walk.modules))))
         for optimizer in self.optimizers:
             for i, group in enumerate(optimizer.param_groups):
                 named.append((f"the number of parameters in param_groups[{i}]", len(group["params"])))
@@ -134,10 +147,7 @@ class TrainingState:
                 frozen = (key for key in group if key not in _NOT_FROZEN and not isinstance(group[key], Tensor))
                 named.extend((f"param_groups[{i}][{key!r}]", group[key]) for key in frozen)
         if self.scaler is not None and self.scaler.is_enabled():
-            scaler = self.scaler
-            named.append(("the scaler's growth factor", scaler.get_growth_factor()))
-            named.append(("the scaler's backoff factor", scaler.get_backoff_factor()))
-            named.append(("the scaler's growth interval", scaler.get_growth_interval()))
+            named.extend((f"the scaler's {name}", value) for name, value in self.scaler.rule().items())
         return tuple(named)
 
     def tensors(self) -> dict[str, Tensor]:

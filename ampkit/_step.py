@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ._graphed import Graphed, Report
+from ._module_rules import ModuleRules, why_not_applied
 from ._optim import CapturableGroups, broken_kernel, why_not_capturable
 from ._policy import Policy
-from ._scaler import GradScaler, check_max_norm
+from ._scaler import GradScaler, check_positive
 from ._state import TrainingState
 from ._torch import tree_flatten, tree_unflatten
 
@@ -70,7 +71,8 @@ def graphed_step(
             inputs on the device.
         model: all parameters on one device. Put it there, and load its state, before the first call.
         optimizer: over parameters of `model`. To be captured it is Adam, AdamW or SGD with `fused=True`.
-        policy: dtypes, see `Policy`. None leaves autocast as the caller has it.
+        policy: dtypes, see `Policy`. None leaves autocast as the caller has it. One with rules for modules must have
+            been put on the model by `policy.apply(model)`.
         scaler: dynamic loss scale. None makes one if the policy computes in float16.
         max_norm: clip the 2-norm over all gradients to this. `float("inf")` measures without clipping. None does
             neither.
@@ -106,7 +108,7 @@ def graphed_step(
         raise ValueError(
             f"graphed_step(warmup={warmup!r}): expected an int of at least 1; the first steps build state."
         )
-    check_max_norm("graphed_step", max_norm)
+    check_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
     policy = _policy(policy)
     device = _device(model, policy)
     _check_optimizer(optimizer, model)
@@ -159,6 +161,8 @@ class GraphedStep:
         """
         self._recipe.groups.refresh()
         out: StepOutput = self._engine(*args, **kwargs)
+        # Under an autocast of the caller's, torch would keep the casts of weights that this step has changed.
+        torch.clear_autocast_cache()
         if self._scheduler is not None:
             self._scheduler.step()
         return out
@@ -222,6 +226,7 @@ class _Recipe:
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         self._drop_gradients()
+        torch.clear_autocast_cache()  # of an autocast around the step, which has casts that an optimizer outdated
         try:
             loss, aux = self._forward(args, kwargs)
             self.scaler.scale(loss).backward()
@@ -229,8 +234,9 @@ class _Recipe:
                 self.scaler.step(self._optimizer, max_norm=self._max_norm)
             self.scaler.update()
         finally:
-            # A captured gradient lives in the graph's pool and must not be seen outside.
+            # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             self._drop_gradients()
+            torch.clear_autocast_cache()
         skipped = self._never if self.scaler.found_inf is None else self.scaler.found_inf > 0
         return StepOutput(self._output(loss), self._outputs(aux), self.scaler.grad_norm, skipped)
 
@@ -296,7 +302,10 @@ def _device(model: nn.Module, policy: Policy | None) -> torch.device:
         raise ValueError(
             f"graphed_step(model): expected parameters on one device, found {found}. Use model.to(device)."
         )
-    if policy is not None:
+    if policy is not None and policy.modules:
+        if problem := why_not_applied(model, ModuleRules(policy.modules, policy.params, policy.output)):
+            raise ValueError(f"graphed_step(policy={str(policy)!r}): {problem}")
+    elif policy is not None:
         for name, param in model.named_parameters():
             if param.is_floating_point() and param.dtype is not policy.params:
                 raise ValueError(

@@ -1,12 +1,16 @@
 """Every private torch name that ampkit uses, guarded. Checked on torch 2.11.0 (CPU and CUDA 13.0 builds)."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _MISSING = object()
 
@@ -32,10 +36,123 @@ keystr: Callable[[Any], str] = _private(_pytree, "keystr")
 
 # torch._foreach_norm(tensors, ord, dtype): one kernel for the norms of many tensors; clip_grad_norm_ is built on it.
 foreach_norm: Callable[..., list[Tensor]] = _private(torch, "_foreach_norm")
+# In-place arithmetic on many tensors in one kernel, where device and dtype are one.
+foreach_add_: Callable[..., None] = _private(torch, "_foreach_add_")
+foreach_sub_: Callable[..., None] = _private(torch, "_foreach_sub_")
+foreach_mul_: Callable[..., None] = _private(torch, "_foreach_mul_")
+foreach_copy_: Callable[..., None] = _private(torch, "_foreach_copy_")
+
+# torch._C._nn: the builtins below torch.nn.functional. torch.compile inlines some Python functions down to them.
+_nn_builtins = _private(torch._C, "_nn")
+
+
+def nn_builtin(name: str) -> Callable[..., Any] | None:
+    """Return the builtin of this name below torch.nn.functional, or None if there is none."""
+    found: Callable[..., Any] | None = getattr(_nn_builtins, name, None)
+    return found
+
+
+def never_compile_by_itself(function: Callable[..., Any]) -> None:
+    """Keep torch.compile from starting at this function or below. It still traces through it from compiled code.
+
+    Where a compiled function falls back to Python, dynamo compiles the first frame below that is not torch's own: with
+    a function mode around, that would be the mode, at each operation.
+    """
+    dynamo = _private(torch._C._dynamo, "eval_frame")
+    skip = _private(dynamo, "_FrameAction").SKIP
+    strategy = _private(dynamo, "_FrameExecStrategy")(skip, skip)
+    _private(dynamo, "set_code_exec_strategy")(function.__code__, strategy)
+
 
 # What GradScaler inherits from torch.amp.GradScaler and touches by its private name.
 for _name in ("_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker", "_get_growth_tracker"):
     _private(GradScaler, _name)
+
+
+def supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch's GradScaler leaves unscaling and skipping to `optimizer.step`."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+# Operations that read what a tensor is, not what is in it. A dispatch mode sees them only for some fake tensors.
+METADATA_OPS: frozenset[Any] = frozenset({_private(torch.ops.prim, "device").default})
+# The cast of one tensor to another dtype or device, as autocast and `Tensor.to` make it.
+TO_COPY: Any = _private(torch.ops.aten, "_to_copy").default
+
+
+def fake_tensor_mode(**kwargs: Any) -> Any:
+    """Return a new mode in which tensors have everything but data: `torch._subclasses.FakeTensorMode`."""
+    return _private(fake_tensor, "FakeTensorMode")(**kwargs)
+
+
+_LIMITS = tuple(
+    _private(fake_tensor, name)
+    for name in (
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "UnsupportedFakeTensorException",
+        "UnsupportedOperatorException",
+    )
+)
+# In messages of errors that a kernel raises where it finds no device or no data.
+_NO_DEVICE = ("NVIDIA", "CUDA", "cuda devices", "hasPrimaryContext", "data pointer", "storage")
+
+
+def is_limit_of_fake_tensors(error: Exception) -> bool:
+    """Return whether an error says that there is no data or no device, not that the code is wrong."""
+    told = isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_DEVICE)
+    return isinstance(error, _LIMITS) or told
+
+
+@contextmanager
+def autocast_without_cuda() -> Iterator[None]:
+    """Context in which `torch.autocast("cuda")` works without a CUDA device, where it would switch itself off."""
+    common = _private(torch.cuda.amp, "common")
+    before = _private(common, "amp_definitely_not_available"), torch.cuda.is_bf16_supported
+    common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+    try:
+        yield
+    finally:
+        common.amp_definitely_not_available, torch.cuda.is_bf16_supported = before
+
+
+@contextmanager
+def kernels(functions: Mapping[str, Callable[..., Any]], dispatch_keys: Sequence[str]) -> Iterator[None]:
+    """Context in which operations of ATen run these functions, for every thread.
+
+    Args:
+        functions: by name, with the overload unless it is the default one.
+        dispatch_keys: for tensors of which kind.
+    """
+    with _private(torch.library, "_scoped_library")("aten", "IMPL") as library:
+        for name, function in functions.items():
+            for key in dispatch_keys:
+                library.impl(name, function, key)
+        yield
+
+
+def ops_with_kernel(dispatch_key: str) -> list[str]:
+    """Return the names (`aten::sum.dim_IntList`) of all operations with a kernel of their own for a dispatch key."""
+    has_kernel = _private(torch._C, "_dispatch_has_kernel_for_dispatch_key")
+    names = _private(torch._C, "_dispatch_get_all_op_names")()
+    return sorted(name for name in names if has_kernel(name, dispatch_key))
+
+
+def op_overload(name: str) -> Any:
+    """Return the callable of an operation's name as `ops_with_kernel` gives it."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def op_schema(op: Any) -> Any:
+    """Return an overload's schema: `.name`, `.arguments` with `.name`, `.type`, `.kwarg_only`, `.N` and defaults."""
+    return _private(op, "_schema")
+
+
+# The function modes that are entered, outermost first.
+function_modes: Callable[[], list[Any]] = _private(torch.overrides, "_get_current_function_mode_stack")
 
 
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -52,3 +169,19 @@ def drop_capture_from_allocator(device: torch.device, pool: tuple[int, int]) -> 
     assert device.index is not None
     _private(torch._C, "_cuda_endAllocateToPool")(device.index, pool)
     _private(torch._C, "_cuda_releasePool")(device.index, pool)
+
+
+def can_init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `init_optimizer_state` works: for every optimizer of torch.optim but LBFGS and SparseAdam."""
+    return hasattr(optimizer, "_init_group")
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of parameters that have a gradient, as the first `step` would, without stepping.
+
+    torch.optim does that in `_init_group(group, ...)`, which also appends to lists that `step` passes.
+    """
+    init_group = _private(optimizer, "_init_group")
+    lists = len(inspect.signature(init_group).parameters) - 1
+    for group in optimizer.param_groups:
+        init_group(group, *([] for _ in range(lists)))

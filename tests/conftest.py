@@ -1,5 +1,6 @@
 """Every test leaves torch as it found it; tests that need a GPU are skipped where there is none."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,3 +49,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("multigpu") and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    samples = sys.modules.get("autocast_samples")  # imported by the tests that ran, if any did
+    lines = list(samples.summary()) if samples else []
+    if lines:
+        terminalreporter.section("operations with an autocast kernel that ran")
+    for line in lines:
+        terminalreporter.write_line(line)

@@ -1,7 +1,15 @@
 """Policy: parsing, printing, autocast, and what its errors say."""
 
+import pickle
+import re
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from ampkit import Policy
 
@@ -52,6 +60,13 @@ def test_is_frozen() -> None:
         ("compute=float16,dtype=float16", "'dtype' is not a field"),
         ("compute=float16,compute=bfloat16", "'compute' is given twice"),
         ("compute=float8", "Policy(compute='float8')"),
+        ("float16,compute=bfloat16", "'compute' is given twice"),
+        ("float16,bfloat16", "'bfloat16' is not a policy"),
+        ("ops={softmax:float32},ops={}", "'ops' is given twice"),
+        ("ops=softmax:float32", "ops=softmax:float32 is not a list of rules in braces"),
+        ("ops={softmax}", "'softmax' is not a rule"),
+        ("ops={softmax:float32", "a brace is not closed"),
+        ('modules={"head:float32}', "a quote is not closed"),
     ],
 )
 def test_unknown_policy_lists_the_legal_ones(text: str, says: str) -> None:
@@ -66,13 +81,13 @@ def test_unknown_policy_lists_the_legal_ones(text: str, says: str) -> None:
 def test_parse_wants_a_string() -> None:
     """A dtype instead of its name is answered with what came."""
     with pytest.raises(ValueError, match=r"expected a string, got dtype"):
-        Policy.parse(torch.float16)  # type: ignore[arg-type]
+        Policy.parse(torch.float16)
 
 
 def test_float32_compute_over_low_parameters_is_refused() -> None:
     """Autocast only lowers, so such a policy would silently do nothing."""
     with pytest.raises(ValueError, match=r"autocast cannot raise a dtype"):
-        Policy(params="bfloat16", compute="float32")  # type: ignore[arg-type]
+        Policy(params="bfloat16", compute="float32")
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -96,3 +111,99 @@ def test_autocast_of_float32_shuts_out_the_callers() -> None:
     x = torch.ones(2, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16), Policy.parse("float32").autocast("cpu"):
         assert (x @ x).dtype is torch.float32
+
+
+def test_rules_read_as_in_python() -> None:
+    """The text form is documented: names of operations and classes bare, paths and patterns in double quotes."""
+    text = (
+        "params=float32,compute=bfloat16,output=float32,ops={add:promote,softmax:float16},"
+        r'modules={"blocks\.\d+\.mlp":float16,"head":float32,torch.nn.LayerNorm:float32}'
+    )
+    policy = Policy(
+        compute="bfloat16",
+        ops={torch.nn.functional.softmax: "float16", torch.add: "promote"},
+        modules={torch.nn.LayerNorm: "float32", "head": torch.float32, r"blocks\.\d+\.mlp": "float16"},
+    )
+    assert str(policy) == text
+    assert Policy.parse(text) == policy
+    spaced = text.replace(",", " , ").replace("{", "{ ").replace("}", " }").replace(":", " : ").replace("=", " = ")
+    assert Policy.parse(spaced) == policy
+    assert Policy.parse(text.replace("params=float32,compute=bfloat16,output=float32", "bf16-mixed")) == policy
+    assert Policy.parse("bfloat16,ops={},modules={}") == Policy.parse("bfloat16")
+
+
+class Outer:
+    """Holds a class whose name has two dots behind its module's."""
+
+    class Inner(nn.Module):
+        """A module."""
+
+
+@pytest.mark.parametrize(
+    "cls", [nn.Linear, nn.Module, nn.modules.batchnorm._BatchNorm, torch.ao.nn.quantized.Linear, Outer.Inner]
+)
+def test_classes_have_names(cls: type[nn.Module]) -> None:
+    """A class is written with the name under which it is imported again."""
+    policy = Policy(modules={cls: "float32"})
+    assert Policy.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "name", ["LayerNorm", "torch.nn.Layernorm", "torch.nn", "no.such.Thing", "torch.Tensor", "a b.c"]
+)
+def test_unknown_class_says_how_to_write_a_path(name: str) -> None:
+    """A bare word under modules is a class; the message says what a path looks like."""
+    with pytest.raises(
+        ValueError, match=r"is not the full name of a class.* A path or a pattern stands in double quotes"
+    ):
+        Policy.parse(f"modules={{{name}:float32}}")
+
+
+def is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, FutureWarning):  # a warning, which is an error here: [[
+        return False
+    return True
+
+
+CLASSES = st.sampled_from([nn.Linear, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, Outer.Inner])
+PATTERNS = st.one_of(
+    st.text().filter(is_pattern), st.sampled_from(['a"b', r"a\.b{2,3}:x", '""', "", ",}{", " x ", "a\nb"])
+)
+DTYPES = st.sampled_from(["float32", "float16", "bfloat16"])
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.one_of(CLASSES, PATTERNS), DTYPES), st.dictionaries(st.sampled_from(["add", "mm"]), DTYPES))
+def test_any_rules_survive_as_text(modules: Any, ops: dict[str, str]) -> None:
+    """parse(str(policy)) == policy with quotes, braces, commas and colons in the patterns, in whatever order."""
+    policy = Policy(modules=modules, ops=ops)
+    assert Policy.parse(str(policy)) == policy
+    assert Policy(modules=dict(reversed(modules.items())), ops=ops) == policy
+    assert hash(pickle.loads(pickle.dumps(policy))) == hash(policy)
+    assert replace(policy, output="bfloat16").modules == policy.modules
+
+
+@pytest.mark.parametrize(
+    ("modules", "says"),
+    [
+        ({"(": "float32"}, r"\{'\(': 'float32'\}\): not a regular expression: missing \)"),
+        ({int: "float32"}, "expected a class of modules, a path, or a regular expression"),
+        ({nn.Linear(1, 1): "float32"}, "expected a class of modules"),
+        ({"head": "promote"}, "expected one of float32, float16, bfloat16"),
+        ("head", "expected a dict of rules"),
+        ([("head", "float32"), ("head", "float16")], "float32 and float16 for 'head'"),
+    ],
+)
+def test_wrong_module_rules(modules: Any, says: str) -> None:
+    """A rule that can never work is refused when the policy is made."""
+    with pytest.raises(ValueError, match=says):
+        Policy(modules=modules)
+
+
+def test_a_float16_rule_needs_scaling() -> None:
+    """Gradients pass through the dtype of every rule."""
+    assert Policy(compute="bfloat16", ops={"softmax": "float16"}).needs_scaling
+    assert Policy(compute="bfloat16", modules={"head": "float16"}).needs_scaling
+    assert not Policy(compute="bfloat16", ops={"add": "promote"}, modules={"head": "float32"}).needs_scaling

@@ -289,13 +289,13 @@ def test_s6_state_goes_both_ways(device: str) -> None:
         scaler.update()
     theirs = torch.amp.GradScaler(device)
     theirs.load_state_dict(scaler.state_dict())
-    assert theirs.state_dict() == {key: value for key, value in scaler.state_dict().items() if key != "skipped"}
+    assert theirs.state_dict().items() <= scaler.state_dict().items()
     back = ampkit.GradScaler(device)
     backward(model, back, 0)
     address = back._scale.data_ptr()  # type: ignore[union-attr]
     back.load_state_dict(theirs.state_dict())
     assert back._scale.data_ptr() == address  # type: ignore[union-attr]  # a captured graph would still see it
-    assert back.state_dict() == {**scaler.state_dict(), "skipped": 0.0}
+    assert back.state_dict() == {**scaler.state_dict(), "steps": 0, "skipped": 0}
     back.load_state_dict(scaler.state_dict())
     assert back.state_dict() == scaler.state_dict()
 
@@ -320,7 +320,7 @@ def test_s6_pickles() -> None:
 def test_takes_torchs_arguments_by_position() -> None:
     """The constructor is torch's, so that replacing the name is enough."""
     ours, theirs = (cls("cpu", 8.0, 3.0, 0.25, 7, True) for cls in (ampkit.GradScaler, torch.amp.GradScaler))
-    assert {**theirs.state_dict(), "skipped": 0.0} == ours.state_dict()
+    assert theirs.state_dict().items() <= ours.state_dict().items()
     assert isinstance(ours, torch.amp.GradScaler)
 
 

@@ -226,7 +226,7 @@ def test_scheduler_runs_on_the_host(engine: Engine) -> None:
         ("momentum", r"param_groups\[0\]\['momentum'\] changed"),
         ("eval", "train/eval mode"),
         ("freeze", "train/eval mode or requires_grad"),
-        ("growth interval", "growth interval changed"),
+        ("growth interval", "growth_interval changed"),
         ("autocast around", r"autocast around the step changed"),
         ("new storage", "a parameter or buffer was moved to other memory"),
         ("new buffer", "model.norm.running_mean was replaced"),

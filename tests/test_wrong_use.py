@@ -141,8 +141,14 @@ def test_an_error_of_loss_fn_is_the_users_own() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "says"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), r"SGD reads the device or the host.*SGD\(..., fused=True\)"),
-        (lambda p: torch.optim.RMSprop(p), r"RMSprop cannot skip a step on the device. Use AdamW, Adam or SGD"),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            r"SGD reads its learning rate or its step count on the host. Write SGD\(..., fused=True\). Training",
+        ),
+        (
+            lambda p: torch.optim.Adafactor(p),
+            r"Adafactor has no form that a graph can hold.*AdamW, Adam or SGD with fused",
+        ),
     ],
 )
 def test_uncapturable_optimizer_trains_eagerly(optimizer: Any, says: str) -> None:
@@ -161,7 +167,7 @@ def test_uncapturable_optimizer_trains_eagerly(optimizer: Any, says: str) -> Non
     report = step.report()
     assert (report.replays, sum(report.eager.values())) == (0, 6)
     assert "fused=True" in str(report.failure)
-    with pytest.raises(ampkit.CaptureError, match=says):
+    with pytest.raises(ampkit.CaptureError, match=says.removesuffix(" Training")):
         make(optimizer=optimizer(model.parameters()), model=model, on_failure="raise")
 
 

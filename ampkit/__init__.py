@@ -15,6 +15,7 @@ from ._op_table import op_table as op_table
 from ._policy import Policy as Policy
 from ._prefetch import prefetch as prefetch
 from ._scaler import GradScaler as GradScaler
+from ._scaler import ScalerStats as ScalerStats
 from ._step import GraphedStep as GraphedStep
 from ._step import StepOutput as StepOutput
 from ._step import graphed_step as graphed_step
@@ -32,6 +33,7 @@ __all__ = [
     "OpTable",
     "Policy",
     "Report",
+    "ScalerStats",
     "StepOutput",
     "custom_bwd",
     "custom_fwd",

@@ -236,7 +236,8 @@ class GradScaler(upstream.GradScaler):
             multiply_(grads, divisor.reciprocal())
         if is_revocable(optimizer) and exact:
             return revocable_step(optimizer, self.found_inf, **kwargs)
-        self._warn_of_read(optimizer, grads)
+        if exact:  # else it is a first step of SGD with dampening: the second will not be read
+            self._warn_of_read(optimizer, grads)
         if not self.found_inf.item():  # sync
             stepped = optimizer.step(**kwargs)
         return stepped

@@ -70,7 +70,8 @@ def graphed_step(
             aux a tree of tensors. Captured once and not called again in a replay: it must compute everything from its
             inputs on the device.
         model: all parameters on one device. Put it there, and load its state, before the first call.
-        optimizer: over parameters of `model`. To be captured it is Adam, AdamW or SGD with `fused=True`.
+        optimizer: over parameters of `model`. To be captured it is Adam, AdamW or SGD with `fused=True`, or one
+            that has a `capturable` option.
         policy: dtypes, see `Policy`. None leaves autocast as the caller has it. One with rules for modules must have
             been put on the model by `policy.apply(model)`.
         scaler: dynamic loss scale. None makes one if the policy computes in float16.

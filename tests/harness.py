@@ -68,6 +68,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, fused=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, fused=True),
 }
+# Without a fused kernel: a step is undone where it must be skipped, and a graph holds it all the same.
+UNFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
+    "plain adam": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=1e-2),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "radam": lambda params: torch.optim.RAdam(params, lr=1e-2),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=1e-3),
+}
 
 
 def skip_without_kernel(device: str, optimizer: str) -> None:

@@ -39,7 +39,7 @@ class Mixed(nn.Module):
         x = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).transpose(1, 2).flatten(2)
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
             x = self.b(x) * 2 + torch.ones((), device=x.device)
-        return {"out": F.gelu(self.norm(x)), "sum": x.sum(), "max": x.softmax(-1).amax()}
+        return {"out": F.gelu(self.norm(x.float())), "sum": x.sum(), "max": x.softmax(-1).amax()}
 
 
 class Recurrent(nn.Module):

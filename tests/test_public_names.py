@@ -18,6 +18,7 @@ PUBLIC_NAMES = [
     "OpTable",
     "Policy",
     "Report",
+    "ScalerStats",
     "StepOutput",
     "custom_bwd",
     "custom_fwd",

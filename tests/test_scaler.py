@@ -226,6 +226,7 @@ def test_dampening_counts_the_skip() -> None:
     assert (scaler.skipped, scaler.get_scale()) == (1, 1.0)
 
 
+@pytest.mark.filterwarnings(r"ignore:GradScaler.step\(RMSprop\)")  # on CUDA, see test_scaler_optimizers.py
 @pytest.mark.parametrize("device", DEVICES)
 def test_other_optimizers_step_as_torch_does(device: str) -> None:
     """An optimizer without a fused kernel takes torch's path: same bits, a skip included."""

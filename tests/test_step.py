@@ -9,6 +9,7 @@ import torch
 from harness import (
     ENGINES,
     OPTIMIZERS,
+    UNFUSED,
     assert_same,
     boosted_loss,
     deterministic,
@@ -39,7 +40,7 @@ def trajectory(engine: Engine, policy: str, optimizer: str, max_norm: float | No
     device, graph = engine
     skip_without_kernel(device, optimizer)
     model = make_net(device)
-    opt = OPTIMIZERS[optimizer](model.parameters())
+    opt = (OPTIMIZERS | UNFUSED)[optimizer](model.parameters())
     scaler = ampkit.GradScaler(device, init_scale=1024.0, growth_interval=3, enabled=policy == "float16")
     step = ampkit.graphed_step(
         boosted_loss,
@@ -81,6 +82,18 @@ def test_bitwise_equal_to_eager(
     with deterministic():
         eager = trajectory((engine[0], "off"), policy, optimizer, max_norm, schedule)
         graphed = trajectory(engine, policy, optimizer, max_norm, schedule)
+    for i, (left, right) in enumerate(zip(eager, graphed, strict=True)):
+        assert_same(left, right, f"after call {i}")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("policy", "max_norm"), [("float32", None), ("float16", 0.5)])
+@pytest.mark.parametrize("optimizer", UNFUSED)
+def test_optimizers_without_a_fused_kernel(engine: Engine, policy: str, max_norm: float | None, optimizer: str) -> None:
+    """S1, G7: built with torch's defaults they are captured too, skips and schedule included, with eager's bits."""
+    with deterministic():
+        eager = trajectory((engine[0], "off"), policy, optimizer, max_norm, schedule=True)
+        graphed = trajectory(engine, policy, optimizer, max_norm, schedule=True)
     for i, (left, right) in enumerate(zip(eager, graphed, strict=True)):
         assert_same(left, right, f"after call {i}")
 
@@ -447,3 +460,44 @@ def test_a_cycled_hyperparameter_is_said_once(engine: Engine) -> None:
         step(*batch)
     assert (step.captures, step.replays) == (0, 0)
     assert step.report().eager == {"warm-up": 1, "warm-up again: param_groups[0]['momentum'] changed": 7}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_policy_around_the_step_is_noticed(engine: Engine) -> None:
+    """A11: a graph captured under one policy's op rules is not replayed under another's."""
+
+    def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> tuple[Tensor, Tensor]:
+        out = model(images).softmax(-1)
+        return out.float().square().mean(), out
+
+    step, _, _ = make(engine, policy=None, loss_fn=loss_fn)
+    batches = make_batches(engine[0], [16] * 12)
+    first, second = (ampkit.Policy(ops={"softmax": dtype}) for dtype in ("float16", "bfloat16"))
+    for batch in batches[:6]:
+        with first.autocast(engine[0]):
+            out = step(*batch)
+    assert (step.replays, out.aux.dtype) == (3, torch.float16)
+    with second.autocast(engine[0]), pytest.warns(ampkit.CaptureWarning, match="the policy around the step changed"):
+        out = step(*batches[6])
+    assert out.aux.dtype is torch.bfloat16
+    for batch in batches[7:]:
+        with second.autocast(engine[0]):
+            out = step(*batch)
+    assert (step.captures, step.replays, out.aux.dtype) == (2, 6, torch.bfloat16)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_policy_on_the_model_is_noticed(engine: Engine) -> None:
+    """A11: applying other module rules after the capture leads to a new one."""
+    model = make_net(engine[0])
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    first, second = (ampkit.Policy(modules={"head": dtype}) for dtype in ("float16", "bfloat16"))
+    first.apply(model)
+    step = ampkit.graphed_step(boosted_loss, model, optimizer, graph=engine[1], on_failure="raise")
+    batches = make_batches(engine[0], [16] * 6)
+    for batch in batches[:5]:
+        step(*batch)
+    second.apply(model)
+    with pytest.warns(ampkit.CaptureWarning, match="the policy on the model changed"):
+        step(*batches[5])
+    assert (step.captures, step.replays) == (1, 2)

@@ -177,7 +177,7 @@ def _copied(call: _Call, device_type: str, dtype: torch.dtype | None) -> _Call:
         raise ValueError(f"explain: cannot copy {type(model).__name__} without its data: {error}") from error
     if dtype is not None:
         for module in model.modules():  # rules that the copy brought along would undo it
-            if applied := vars(module).get(_module_rules._APPLIED):
+            if applied := vars(module).get(_module_rules.APPLIED):
                 _module_rules.remove(module, applied.rules)
     return model, inputs, kwargs
 

@@ -16,7 +16,7 @@ from ._torch import module_tables, tree_flatten, tree_unflatten
 ModuleKey = type[nn.Module] | str
 
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
-_APPLIED = "_ampkit_applied"  # in the __dict__ of the module that `apply` was called with
+APPLIED = "_ampkit_applied"  # in the __dict__ of the module that `apply` was called with
 
 
 class ModuleRules(NamedTuple):
@@ -105,7 +105,7 @@ def apply(model: nn.Module, wanted: ModuleRules) -> None:
         if tensor.dtype is not dtype:
             before.setdefault(path, tensor.dtype)
             _cast_in_place(tensor, dtype)
-    vars(model)[_APPLIED] = _Applied(wanted, before)
+    vars(model)[APPLIED] = _Applied(wanted, before)
 
 
 def remove(model: nn.Module, rules: ModuleRules) -> None:
@@ -114,7 +114,7 @@ def remove(model: nn.Module, rules: ModuleRules) -> None:
     Raises:
         ValueError: these rules are not on it.
     """
-    applied: _Applied | None = vars(model).get(_APPLIED)
+    applied: _Applied | None = vars(model).get(APPLIED)
     if applied is None or applied.rules != rules:
         other = "another policy is" if applied else "no policy is"
         raise ValueError(f"Policy.remove({_name(model)}): {other} applied to this module.")
@@ -127,7 +127,7 @@ def remove(model: nn.Module, rules: ModuleRules) -> None:
 
 def why_not_applied(model: nn.Module, wanted: ModuleRules) -> str:
     """Return what keeps `model`, or a module that it wraps, from following these rules, or "" if nothing does."""
-    found = [(module, vars(module)[_APPLIED]) for module in model.modules() if _APPLIED in vars(module)]
+    found = [(module, vars(module)[APPLIED]) for module in model.modules() if APPLIED in vars(module)]
     if not found:
         return "its module rules are not on the model. Call policy.apply(model) first."
     for module, applied in found:
@@ -279,7 +279,7 @@ def _take_off(model: nn.Module) -> dict[str, torch.dtype]:
     """Give every module its own class back; return the dtypes from before any policy, by path."""
     before: dict[str, torch.dtype] = {}
     for prefix, module in model.named_modules():
-        applied = vars(module).pop(_APPLIED, None)
+        applied = vars(module).pop(APPLIED, None)
         if applied is not None:
             for path, dtype in applied.dtypes.items():
                 before.setdefault(f"{prefix}.{path}".lstrip("."), dtype)

@@ -25,7 +25,7 @@ def blocks(text: str) -> list[Block]:
     ]
 
 
-def run(page: Path) -> None:
+def assert_runs(page: Path) -> None:
     namespace = {"__name__": page.stem}
     for block in blocks(page.read_text()):
         # The newlines put the code on the page's own line numbers, in tracebacks and in ampkit's messages.
@@ -45,7 +45,7 @@ PAGES = [page for page in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run(page)
+    assert_runs(page)
 
 
 def test_blocks_of_a_page():
@@ -59,4 +59,4 @@ def test_failure_names_page_and_line(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# T\n\n```python\na = 1\n```\n\n```python\nb = a\n\nb / 0\n```\n")
     with pytest.raises(pytest.fail.Exception, match=r"page\.md:10: ZeroDivisionError"):
-        run(page)
+        assert_runs(page)

@@ -1,7 +1,7 @@
 """What capture asks of an optimizer: gradient norm, clipping, skipping and learning rate, all on the device."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,9 +45,8 @@ def why_not_capturable(optimizer: Optimizer) -> str:
     if is_one_pass(optimizer) or all("capturable" in group for group in optimizer.param_groups):
         return ""
     on_cuda = any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
-    if isinstance(optimizer, _FUSED) and not (
-        isinstance(optimizer, Adagrad) and on_cuda
-    ):  # torch 2.11 refuses that one
+    refused = isinstance(optimizer, Adagrad) and on_cuda  # by torch 2.11, which has the kernel
+    if isinstance(optimizer, _FUSED) and not refused:
         return f"{name} reads its learning rate or its step count on the host. Write {name}(..., fused=True)."
     return f"{name} has no form that a graph can hold. Use one that has: AdamW, Adam or SGD with fused=True."
 
@@ -88,10 +87,8 @@ def total_norm(grads: Sequence[Tensor], device: torch.device, norm_type: float =
 
     Sync: none. Aliasing: none.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        if grad.numel():
-            groups[grad.device, grad.dtype].append(torch.view_as_real(grad) if grad.is_complex() else grad)
+    filled = (grad for grad in grads if grad.numel())
+    groups = _grouped(torch.view_as_real(grad) if grad.is_complex() else grad for grad in filled)
     norms = [torch.zeros((), device=device)] if not groups else []
     for group in groups.values():
         norms += (norm.to(device, non_blocking=True) for norm in foreach_norm(group, norm_type, dtype=torch.float32))
@@ -128,10 +125,7 @@ def step_clipped(
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients by a float32 tensor of shape (), in place. One kernel per device and dtype; no sync."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        groups[grad.device, grad.dtype].append(grad)
-    for (device, _), group in groups.items():
+    for (device, _), group in _grouped(grads).items():
         foreach_mul_(group, factor.to(device, non_blocking=True))
 
 
@@ -154,21 +148,25 @@ def revocable_step(optimizer: Optimizer, found_inf: Tensor, **kwargs: Any) -> fl
     """
     with torch.no_grad():
         init_optimizer_state(optimizer)  # what the first step would make could not be undone
-        changing = [_as_integers(tensor) for tensor in _changed_by_step(optimizer)]
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for tensor in changing:
-            groups[tensor.device, tensor.dtype].append(tensor)
+        groups = _grouped(map(_as_integers, _changed_by_step(optimizer)))
         backups = {key: [torch.empty_like(tensor) for tensor in group] for key, group in groups.items()}
         for key, group in groups.items():
             foreach_copy_(backups[key], group)
         result: float | None = optimizer.step(**kwargs)
-        for key, group in groups.items():
-            device, dtype = key
-            skip = found_inf.to(device, non_blocking=True).to(dtype)
-            foreach_sub_(backups[key], group)
-            foreach_mul_(backups[key], skip)
-            foreach_add_(group, backups[key])
+        for (device, dtype), group in groups.items():
+            difference = backups[device, dtype]
+            foreach_sub_(difference, group)
+            foreach_mul_(difference, found_inf.to(device, non_blocking=True).to(dtype))
+            foreach_add_(group, difference)
     return result
+
+
+def _grouped(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Return the tensors by what a foreach kernel takes together."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return groups
 
 
 def _changed_by_step(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -228,9 +228,10 @@ class GradScaler(upstream.GradScaler):
             divisor = coefficient.reciprocal() if divisor is None else divisor / coefficient
         stepped: float | None = None
         exact = seed_momentum(optimizer)
-        if is_one_pass(optimizer) and exact:
+        if is_one_pass(optimizer):
             with kernel_scaling(optimizer, divisor, self.found_inf):
-                stepped = optimizer.step(**kwargs)
+                if exact or not self.found_inf.item():  # sync: only for a first step of SGD with dampening
+                    stepped = optimizer.step(**kwargs)
             return stepped
         if divisor is not None:
             multiply_(grads, divisor.reciprocal())

@@ -87,6 +87,16 @@ def skip_without_kernel(device: str, optimizer: str) -> None:
         pytest.skip("torch refuses fused Adagrad on CUDA")
 
 
+def scaled_backward(model: nn.Linear, scaler: torch.amp.GradScaler, seed: int, bad: float | None = None) -> None:
+    """Give a linear layer of 6 inputs new gradients of a scaled loss, the first of them `bad`."""
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(model.weight.device)
+    model.zero_grad()
+    scaler.scale(model(x).square().mean()).backward()
+    if bad is not None:
+        assert model.weight.grad is not None
+        model.weight.grad[0, 0] = bad
+
+
 def boosted_loss(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross-entropy times `boost`, by which a batch makes its gradients overflow but not BatchNorm's buffers."""
     logits = model(images)

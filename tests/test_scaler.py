@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DEVICES, OPTIMIZERS, assert_same, no_sync, skip_without_kernel
+from harness import DEVICES, OPTIMIZERS, assert_same, no_sync, scaled_backward, skip_without_kernel
 from torch import Tensor, nn
 
 import ampkit
@@ -23,15 +23,6 @@ def make(
     return model, OPTIMIZERS[optimizer](model.parameters()), ampkit.GradScaler(device, **scaler)
 
 
-def backward(model: nn.Linear, scaler: torch.amp.GradScaler, seed: int, bad: float | None = None) -> None:
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(model.weight.device)
-    model.zero_grad()
-    scaler.scale(model(x).square().mean()).backward()
-    if bad is not None:
-        assert model.weight.grad is not None
-        model.weight.grad[0, 0] = bad
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_s1_growth_backoff_skip(device: str, name: str) -> None:
@@ -39,7 +30,7 @@ def test_s1_growth_backoff_skip(device: str, name: str) -> None:
     model, optimizer, scaler = make(device, name, init_scale=8.0, growth_interval=2)
     scales, trackers = [], []
     for i, bad in enumerate([None, None, math.inf, None, math.nan, None, None]):
-        backward(model, scaler, i, bad)
+        scaled_backward(model, scaler, i, bad)
         before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         scaler.step(optimizer, max_norm=1.0)
         scaler.update()
@@ -64,11 +55,11 @@ def test_s1_skip_in_the_very_first_step(device: str, name: str) -> None:
     for overflow_first in (True, False):
         model, optimizer, scaler = make(device, name, init_scale=16.0 if overflow_first else 8.0)
         if overflow_first:
-            backward(model, scaler, 99, math.inf)
+            scaled_backward(model, scaler, 99, math.inf)
             scaler.step(optimizer)
             scaler.update()
         for i in range(3):
-            backward(model, scaler, i)
+            scaled_backward(model, scaler, i)
             scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == 8.0
@@ -87,7 +78,7 @@ def test_one_pass_agrees_with_torch(device: str, name: str, max_norm: float | No
         reference = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=3)
         for i in range(20):
             used = scaler if ours else reference
-            backward(model, used, i, math.inf if i in (3, 7) else None)
+            scaled_backward(model, used, i, math.inf if i in (3, 7) else None)
             if ours:
                 scaler.step(optimizer, max_norm=max_norm)
             else:
@@ -126,7 +117,7 @@ def test_s3_preset_grad_scale(device: str, name: str, unscale_first: bool) -> No
 def test_grad_norm_is_unscaled_and_unclipped(device: str) -> None:
     """The norm that is reported is the one that clip_grad_norm_ would return."""
     model, optimizer, scaler = make(device, init_scale=512.0)
-    backward(model, scaler, 0)
+    scaled_backward(model, scaler, 0)
     expected = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm() / 512
     scaler.step(optimizer, max_norm=0.1)
     torch.testing.assert_close(scaler.grad_norm, expected)
@@ -137,7 +128,7 @@ def test_user_may_unscale_and_clip_before_step(device: str) -> None:
     """After unscale_ the user's own clipping stands, and a skip is still decided on the device."""
     model, optimizer, scaler = make(device, init_scale=4.0)
     for bad in (None, math.inf):
-        backward(model, scaler, 0, bad)
+        scaled_backward(model, scaler, 0, bad)
         scaler.unscale_(optimizer)
         before = model.weight.detach().clone()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -164,11 +155,11 @@ def test_float16_gradients(device: str) -> None:
 def test_found_inf_is_one_after_several_infinities(device: str) -> None:
     """torch sums found_inf and its kernels test for 1; two infinite gradient tensors must still skip."""
     model, optimizer, scaler = make(device, "adamw", init_scale=2.0)
-    backward(model, scaler, 0)
+    scaled_backward(model, scaler, 0)
     scaler.step(optimizer)
     scaler.update()
     steps = [state["step"].item() for state in optimizer.state.values()]
-    backward(model, scaler, 1, math.inf)
+    scaled_backward(model, scaler, 1, math.inf)
     assert model.bias.grad is not None
     model.bias.grad[0] = math.nan
     scaler.unscale_(optimizer)
@@ -215,6 +206,20 @@ def test_dampening_keeps_torchs_first_step(device: str) -> None:
     assert_same(*weights)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_dampening_honours_a_preset_grad_scale(device: str) -> None:
+    """S3: the first step of SGD with dampening divides by the user's grad_scale once, and uses it up."""
+    weight = torch.ones(1, device=device, requires_grad=True)
+    weight.grad = torch.full_like(weight, 15.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, dampening=0.5, fused=True)
+    scaler = ampkit.GradScaler(device, init_scale=5.0)
+    scaler.scale(torch.ones(5, device=device))
+    optimizer.grad_scale = torch.tensor([3.0], device=device)  # type: ignore[attr-defined]
+    scaler.step(optimizer)
+    assert weight == 0.0
+    assert not hasattr(optimizer, "grad_scale")
+
+
 def test_dampening_counts_the_skip() -> None:
     """The first step that is skipped on the host is counted as the others are."""
     weight = torch.ones(4, requires_grad=True)
@@ -237,7 +242,7 @@ def test_other_optimizers_step_as_torch_does(device: str) -> None:
         optimizer = torch.optim.RMSprop(model.parameters())
         scaler = cls(device, init_scale=64.0)
         for i in range(4):
-            backward(model, scaler, i, math.inf if i == 2 else None)
+            scaled_backward(model, scaler, i, math.inf if i == 2 else None)
             scaler.step(optimizer)
             scaler.update()
         results.append((model.state_dict(), scaler.get_scale()))
@@ -266,8 +271,8 @@ def test_s7_disabled_is_an_identity(device: str, max_norm: float | None) -> None
     loss = torch.ones((), device=device)
     assert scaler.scale(loss) is loss
     for i in range(3):
-        backward(model, scaler, i)
-        backward(twin, scaler, i)
+        scaled_backward(model, scaler, i)
+        scaled_backward(twin, scaler, i)
         if max_norm is not None:
             nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
         scaler.unscale_(optimizer)
@@ -285,14 +290,14 @@ def test_s6_state_goes_both_ways(device: str) -> None:
     """S6: torch's scaler loads our state and we load torch's, in mid-training, without moving the scale tensor."""
     model, optimizer, scaler = make(device, init_scale=32.0, growth_interval=5)
     for i in range(3):
-        backward(model, scaler, i, math.inf if i == 0 else None)
+        scaled_backward(model, scaler, i, math.inf if i == 0 else None)
         scaler.step(optimizer)
         scaler.update()
     theirs = torch.amp.GradScaler(device)
     theirs.load_state_dict(scaler.state_dict())
     assert theirs.state_dict().items() <= scaler.state_dict().items()
     back = ampkit.GradScaler(device)
-    backward(model, back, 0)
+    scaled_backward(model, back, 0)
     address = back._scale.data_ptr()  # type: ignore[union-attr]
     back.load_state_dict(theirs.state_dict())
     assert back._scale.data_ptr() == address  # type: ignore[union-attr]  # a captured graph would still see it
@@ -306,7 +311,7 @@ def test_s6_pickles() -> None:
     model, optimizer, scaler = make("cpu", init_scale=32.0)
     fresh = pickle.loads(pickle.dumps(scaler))
     assert fresh.state_dict() == scaler.state_dict()
-    backward(model, scaler, 0, math.inf)
+    scaled_backward(model, scaler, 0, math.inf)
     scaler.step(optimizer)
     scaler.update()
     file = io.BytesIO()
@@ -331,7 +336,7 @@ def test_s5_clear_errors() -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(ValueError, match=r"no parameter of the optimizer has a gradient. Call scaler.scale"):
         scaler.step(optimizer)
-    backward(model, scaler, 0)
+    scaled_backward(model, scaler, 0)
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
         scaler.unscale_(optimizer)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DEVICES, assert_same, no_sync
+from harness import DEVICES, assert_same, no_sync, scaled_backward
 from torch import Tensor, nn
 
 import ampkit
@@ -53,15 +53,6 @@ def make(name: str, device: str) -> tuple[nn.Linear, torch.optim.Optimizer]:
     return model, OPTIMIZERS[name](model.parameters(), device == "cuda")
 
 
-def backward(model: nn.Linear, scaler: torch.amp.GradScaler, seed: int, bad: float | None = None) -> None:
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(model.weight.device)
-    model.zero_grad()
-    scaler.scale(model(x).square().mean()).backward()
-    if bad is not None:
-        assert model.weight.grad is not None
-        model.weight.grad[0, 0] = bad
-
-
 def initialised(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return its state without the entries that are still empty."""
     return {"state": {i: s for i, s in optimizer.state_dict()["state"].items() if s}}
@@ -77,7 +68,7 @@ def test_agrees_with_torch(device: str, name: str, max_norm: float | None) -> No
         model, optimizer = make(name, device)
         scaler = cls(device, init_scale=1024.0, growth_interval=3)
         for i in range(12):
-            backward(model, scaler, i, math.inf if i in (2, 7) else None)
+            scaled_backward(model, scaler, i, math.inf if i in (2, 7) else None)
             if isinstance(scaler, ampkit.GradScaler):
                 scaler.step(optimizer, max_norm=max_norm)
             else:
@@ -102,11 +93,11 @@ def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad: float) -> 
     model, optimizer = make(name, device)
     scaler = ampkit.GradScaler(device, init_scale=8.0)
     for i in range(2):
-        backward(model, scaler, i)
+        scaled_backward(model, scaler, i)
         scaler.step(optimizer)
         scaler.update()
     before = copy.deepcopy((model.state_dict(), initialised(optimizer)))
-    backward(model, scaler, 2, bad)
+    scaled_backward(model, scaler, 2, bad)
     scaler.step(optimizer, max_norm=1.0)
     scaler.update()
     assert_same(before, (model.state_dict(), initialised(optimizer)))
@@ -121,7 +112,7 @@ def test_revocable_step_on_the_host(name: str, found: float) -> None:
     twin, twin_optimizer = make(name, "cpu")
     for i in range(3):
         for one in (model, twin):
-            backward(one, torch.amp.GradScaler("cpu", enabled=False), i, math.nan if found else None)
+            scaled_backward(one, torch.amp.GradScaler("cpu", enabled=False), i, math.nan if found else None)
         before = copy.deepcopy(model.state_dict())
         revocable_step(optimizer, torch.tensor(found))
         twin_optimizer.step()
@@ -164,11 +155,11 @@ def test_others_warn_once_on_cuda() -> None:
     model = nn.Linear(6, 3).cuda()
     optimizer = torch.optim.RMSprop(model.parameters())
     scaler = ampkit.GradScaler("cuda", init_scale=8.0)
-    backward(model, scaler, 0)
+    scaled_backward(model, scaler, 0)
     with pytest.warns(ampkit.AmpkitWarning, match=r"every step waits for it. Write RMSprop\(..., capturable=True\)"):
         scaler.step(optimizer)
     scaler.update()
-    backward(model, scaler, 1)
+    scaled_backward(model, scaler, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler.step(optimizer)

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler as TorchScaler
 from torch.nn import functional as F
 
 from ._errors import AmpkitError
-from ._graph import CudaGraph
+from ._graph import CudaGraph, Pool
 from ._policy import Policy
 from ._prefetch import prefetch
 from ._scaler import GradScaler
@@ -248,7 +248,7 @@ def _bare_capture(case: Case, batch: int, policy: Policy, device: torch.device) 
         for _ in range(3):
             body()
     optimizer.zero_grad()
-    graph = CudaGraph(stream)
+    graph = CudaGraph(stream, Pool())
     graph.capture(body)
 
     def steps(n: int) -> Tensor:

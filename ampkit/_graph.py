@@ -28,25 +28,52 @@ class Graph(Protocol):
     def reset(self) -> None:
         """Give back the graph and its memory."""
 
+
+class Pool:
+    """Device memory that several graphs share, so that the largest of them sets its size.
+
+    What one graph uses while it runs, another may use when it runs: they must not overlap in time, and nobody may read
+    a graph's outputs after another graph of the pool was replayed. The memory is returned when the last graph is reset.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None  # torch's token
+        self._graphs = 0
+
+    def enter(self) -> Any:
+        """Count a graph in and return the handle to capture it with."""
+        if self._graphs == 0:
+            # torch gives up a pool with its last graph and fails an internal assertion if it is named again.
+            self._handle = torch.cuda.graph_pool_handle()
+        self._graphs += 1
+        return self._handle
+
+    def leave(self) -> None:
+        """Count a graph out."""
+        self._graphs -= 1
+
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that only this graph uses."""
+        """Bytes of its segments. Reads the allocator, not the device."""
+        segments = torch.cuda.memory_snapshot() if self._graphs else []
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._handle))
 
 
 class CudaGraph:
-    """A CUDA graph in a memory pool of its own.
+    """A CUDA graph.
 
     Args:
         stream: the side stream to capture on. Work that `fn` needs warmed up (cuBLAS workspaces, autograd's streams)
             must have run on it before.
+        pool: where what `fn` allocates comes from.
         generators: CUDA generators beside the default one that `fn` draws from. An unregistered one cannot be captured.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, stream: torch.cuda.Stream, pool: Pool, generators: Sequence[torch.Generator] = ()) -> None:
         self._stream = stream
+        self._pool = pool
         self._generators = tuple(generators)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._pool: tuple[int, int] | None = None
         self._outputs: Any = None
 
     def capture(self, fn: Callable[[], Any]) -> None:
@@ -62,20 +89,20 @@ class CudaGraph:
         torch.cuda.synchronize(self._stream.device)
         gc.collect()  # a cycle freed in mid-capture would free its tensors into the capture
         torch.cuda.empty_cache()
-        graph, pool = self._new_graph(), torch.cuda.graph_pool_handle()
+        graph, handle = self._new_graph(), self._pool.enter()
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             try:
                 # thread_local: a data loader or another thread of the user may allocate and pin memory meanwhile.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
                 self._outputs = fn()
                 _end(graph)
             except BaseException as error:
                 self._outputs = None
-                self._recover(graph, pool)
+                self._recover(graph, handle)
                 if not isinstance(error, Exception):
                     raise  # KeyboardInterrupt and the like are not the step's fault
                 raise CaptureError(describe_failure(error)) from error
-        self._graph, self._pool = graph, pool
+        self._graph = graph
 
     def replay(self) -> Any:
         """Launch the graph on the current stream. Sync: none. Aliasing: the outputs are the graph's own memory."""
@@ -84,17 +111,13 @@ class CudaGraph:
         return self._outputs
 
     def reset(self) -> None:
-        """Release the graph and its pool. Waits for the device, which may still be replaying."""
+        """Release the graph, and the pool with its last one. Waits for the device, which may still be replaying."""
+        self._outputs = None
         if self._graph is not None:
             torch.cuda.synchronize(self._stream.device)
             self._graph.reset()
-        self._graph = self._pool = self._outputs = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the segments of the graph's pool."""
-        segments = torch.cuda.memory_snapshot() if self._pool is not None else []
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool or ()))
+            self._graph = None
+            self._pool.leave()
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -102,7 +125,7 @@ class CudaGraph:
             graph.register_generator_state(generator)
         return graph
 
-    def _recover(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    def _recover(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
         """Bring the process back to where it was before `capture_begin`. Measured on torch 2.11, H100."""
         try:
             with warnings.catch_warnings():
@@ -111,9 +134,10 @@ class CudaGraph:
         except RuntimeError:
             # The capture was invalid (a host sync): capture_end gave up half-way and left two things behind.
             with contextlib.suppress(RuntimeError):  # raised where capture_end got as far as doing it itself
-                drop_capture_from_allocator(self._stream.device, pool)
+                drop_capture_from_allocator(self._stream.device, handle)
             self._end_generators()
         graph.reset()
+        self._pool.leave()
         torch.cuda.empty_cache()
 
     def _end_generators(self) -> None:
@@ -148,11 +172,6 @@ class EmulatedGraph:
         """Forget the function."""
         self._fn = None
 
-    @property
-    def nbytes(self) -> int:
-        """None of its own."""
-        return 0
-
 
 def _end(graph: torch.cuda.CUDAGraph) -> None:
     with warnings.catch_warnings(record=True) as caught:
@@ -179,6 +198,14 @@ _ADVICE = (
         "An operation that waits for the device or copies to it raised within the step, and a try/except caught it.",
     ),
     (
+        "fail_on_recompile",
+        "torch.compile had not compiled this part of the step for this input. Raise warmup, or call it before.",
+    ),
+    (
+        "AccumulateGrad",
+        "Make DistributedDataParallel under a side stream: with torch.cuda.stream(torch.cuda.Stream()): ...",
+    ),
+    (
         "out of memory",
         "The graph needs a pool beside the memory of eager steps. Reduce the batch, or pass graph='off'.",
     ),
@@ -199,12 +226,12 @@ def describe_failure(error: BaseException) -> str:
     return f"capture failed{f' at {line}' if line else ''}: {reason}.{advice}"
 
 
-_NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
+NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
 
 
 def user_line(error: BaseException) -> str:
     """Return `file:line: source` of the innermost frame that is neither torch's nor ampkit's, "" if there is none."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
     if not frames:
         return ""
     frame = frames[-1]

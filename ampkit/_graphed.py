@@ -1,232 +1,240 @@
-"""One call of a captured function: same input? warm-up, capture, replay, or eager; and the count of each."""
+"""The function that a user declares: what it may change, and what is kept from it between calls."""
 
-import warnings
-from collections import Counter
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ._errors import CaptureError, CaptureWarning
-from ._graph import CudaGraph, EmulatedGraph, Graph
-from ._inputs import Spec, StaticInputs, describe_change, read_batch
-from ._state import Generation, TrainingState
-from ._torch import tree_flatten, tree_unflatten
-
-WARM_UP = "warm-up"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What happened to the calls of a step so far.
-
-    Attributes:
-        graphs: graphs that are alive.
-        captures: graphs captured so far, those that were dropped since included.
-        replays: calls that were one graph launch.
-        eager: eager calls by reason.
-        bytes: device memory that only graphs use: pools and static inputs.
-        skipped: optimizer steps that the loss scale skipped.
-        failure: why capture was given up, or None.
-    """
-
-    graphs: int
-    captures: int
-    replays: int
-    eager: dict[str, int]
-    bytes: int
-    skipped: int
-    failure: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that `json` takes."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        calls = self.replays + sum(self.eager.values())
-        head = (
-            f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
-            f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
-        )
-        reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]
-        return "\n".join([head, *reasons, *([f"  not captured: {self.failure}"] if self.failure else [])])
+from ._distributed import Ranks
+from ._engine import Engine, Options, Report
+from ._optim import CapturableGroups, broken_kernel, why_not_capturable
+from ._scaler import GradScaler, check_positive
+from ._state import TrainingState
+from ._torch import cudagraphs_of_its_own, tree_flatten, tree_unflatten
 
 
-class _Captured:
-    """A graph and what it was captured for."""
+def graphed(
+    *,
+    modules: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    scaler: GradScaler | None = None,
+    warmup: int = 3,
+    verify: int = 0,
+    on_failure: str = "eager",
+    graph: str = "auto",
+    generators: Sequence[torch.Generator] = (),
+    max_graphs: int = 16,
+    memory_budget: int | None = None,
+) -> "Callable[[Callable[..., Any]], GraphedFunction]":
+    """Decorate a function of tensors, so that after `warmup` calls a call is a single CUDA graph launch.
 
-    def __init__(self, graph: Graph, inputs: StaticInputs) -> None:
-        self.graph = graph
-        self.inputs = inputs
+    For a step that is not one loss and one optimizer (`graphed_step` is for that): a GAN, several losses, an update
+    written by hand, an evaluation without gradients. The function may do whatever a training step does (`zero_grad`,
+    autocast, `backward`, `scaler.step`, `scaler.update`, changes in place), as long as it computes everything from its
+    arguments and the declared state, and changes only declared state.
 
-    @property
-    def nbytes(self) -> int:
-        return self.graph.nbytes + self.inputs.nbytes
-
-
-class Graphed:
-    """Calls `fn(*args, **kwargs)`, first eagerly, then by replaying a graph of it.
-
-    The first input layout that was called `warmup` times is captured at its next call. Other layouts run eagerly. If
-    the state was changed from outside (see `Generation`), the graph is dropped and warm-up starts again.
+    ```python
+    @ampkit.graphed(modules=(gen, disc), optimizers=(opt_g, opt_d), scaler=scaler)
+    def train_step(real, noise): ...
+    ```
 
     Args:
-        fn: function of tensors that changes only `state`; returns a tree of tensors and None.
-        state: what it may change.
-        device: where the inputs must be.
-        graph: "auto", "emulate" or "off".
-        warmup: eager calls before a capture.
-        on_failure: "eager" or "raise".
-        generators: CUDA generators beside the default one.
-        blocker: why `fn` cannot be captured, if that is known already; else "".
-        name: what messages call it.
+        modules: every module whose parameters or buffers it reads or changes, on one device.
+        optimizers: every optimizer it steps, over parameters of these modules; capturable ones, see `graphed_step`.
+        scaler: the gradient scaler it uses, if any.
+        warmup: see `graphed_step`, as all that follow.
+        verify: likewise. It also finds changes to state that is not declared.
+        on_failure: likewise.
+        graph: likewise.
+        generators: likewise.
+        max_graphs: likewise.
+        memory_budget: likewise.
+
+    Returns:
+        A decorator that makes a `GraphedFunction`.
+
+    Raises:
+        ValueError: an argument that cannot work; the message says what to pass.
+        CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
     """
+    for name, value, least in (("warmup", warmup, 1), ("verify", verify, 0), ("max_graphs", max_graphs, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"graphed({name}={value!r}): expected an int of at least {least}.")
+    for name, text, legal in (
+        ("graph", graph, ("auto", "emulate", "off")),
+        ("on_failure", on_failure, ("eager", "raise")),
+    ):
+        if text not in legal:
+            raise ValueError(f"graphed({name}={text!r}): expected one of {', '.join(map(repr, legal))}.")
+    check_positive("graphed", "memory_budget", memory_budget, "None for no limit")
+    device = _device(modules)
+    _check_optimizers(optimizers, modules)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"graphed(scaler={type(scaler).__module__}.{type(scaler).__name__}): expected an ampkit.GradScaler, which "
+            "takes the same arguments and never waits for the device."
+        )
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget)
+    return lambda fn: GraphedFunction(fn, modules, optimizers, scaler, device, options)
+
+
+class GraphedFunction:
+    """A function whose calls are graph launches. Made by `graphed`. A context manager: leaving it closes it."""
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        state: TrainingState,
-        *,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: GradScaler | None,
         device: torch.device,
-        graph: str,
-        warmup: int,
-        on_failure: str,
-        generators: Sequence[torch.Generator],
-        blocker: str,
-        name: str,
+        options: Options,
     ) -> None:
-        self._fn = fn
-        self._state = state
-        self._device = device
-        self._kind = graph
-        self._warmup = warmup
-        self._on_failure = on_failure
-        self._generators = generators
-        self._name = name
-        self._stream = torch.cuda.Stream(device) if graph == "auto" and device.type == "cuda" else None
-        self._refused = "graph='off'" if graph == "off" else ""
-        self._failure: str | None = None
-        self._captured: _Captured | None = None
-        self._generation: Generation | None = None
-        self._warm: Counter[Spec] = Counter()
-        self._warm_up = WARM_UP
-        self._stale = False  # warned already
-        self._eager: Counter[str] = Counter()
-        self.captures = 0
-        self.replays = 0
-        if graph == "auto" and device.type != "cuda":
-            blocker = f"the model is on {device}, and CUDA graphs need a CUDA device."
-        if blocker and graph != "off":
-            self._refuse(blocker)
-
-    def _refuse(self, reason: str) -> None:
-        """Never capture, for this reason: warn once and stay eager, or raise if the user asked for that."""
-        if self._on_failure == "raise":
-            raise CaptureError(f"{self._name}: {reason}")
-        self._refused = self._failure = reason
-        message = f"{self._name}: {reason} Training goes on eagerly; graph='off' says so without a warning."
-        warnings.warn(message, CaptureWarning, stacklevel=4)
+        functools.update_wrapper(self, fn)
+        name = f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
+        self._scaler = scaler
+        if scaler is not None:
+            scaler.materialize(device)  # inside a capture its fill would reset the scale in every replay
+        for part in (fn, *modules):
+            if options.graph != "off" and cudagraphs_of_its_own(part):
+                raise ValueError(
+                    f"{name}: a part of it is compiled with CUDA graphs of its own, which cannot be captured in "
+                    "another one. Compile in the default mode, torch.compile(model), or pass graph='off'."
+                )
+        blockers = [blocker for optimizer in optimizers if (blocker := why_not_capturable(optimizer))]
+        self._groups = [CapturableGroups(optimizer, device) for optimizer in optimizers]
+        self._engine = Engine(
+            _Body(fn, modules, [] if blockers else self._groups, name),
+            TrainingState(
+                {f"modules[{i}]": module for i, module in enumerate(modules)},
+                optimizers,
+                scaler,
+                finds_gradients=True,
+            ),
+            device=device,
+            options=options,
+            ranks=Ranks(nn.ModuleList(modules), device),
+            blocker=blockers[0] if blockers else "",
+            name=name,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `fn` returns, in tensors of its own."""
-        spec, leaves = read_batch(args, kwargs, self._device)
-        if self._refused:
-            return self._run(self._refused, args, kwargs)
-        self._drop_if_stale()
-        if self._captured is None:
-            if self._warm[spec] < self._warmup:
-                self._warm[spec] += 1
-                return self._run(self._warm_up, args, kwargs)
-            if not self._capture(spec, leaves):
-                return self._run(self._refused, args, kwargs)
-        assert self._captured is not None  # set by _capture
-        if self._captured.inputs.spec != spec:
-            return self._run(describe_change(self._captured.inputs.spec, spec), args, kwargs)
-        self._captured.inputs.copy_(leaves)
-        outputs = self._captured.graph.replay()
-        self.replays += 1
-        return _copied(outputs)
+        """Call the function.
 
-    def report(self, skipped: int = 0) -> Report:
-        """Return the counts so far. Reads the allocator, not the device."""
-        return Report(
-            graphs=int(self._captured is not None),
-            captures=self.captures,
-            replays=self.replays,
-            eager=dict(self._eager),
-            bytes=self._captured.nbytes if self._captured else 0,
-            skipped=skipped,
-            failure=self._failure,
-        )
+        Args:
+            *args: trees of tensors on the modules' device, which do not require grad, and of hashable constants. A
+                constant is part of the layout: another value is another layout.
+            **kwargs: likewise.
+
+        Returns:
+            What the function returned, a tree of tensors and None, detached.
+
+        Raises:
+            InputMismatch: a tensor on another device, a sparse one, one that requires grad, or an unhashable leaf.
+            ValueError: the function returned something else.
+
+        Gradients that the function makes are gone after the call; `param.grad` that was there before is there after,
+        and what was added to it in place. Sync: none. Aliasing: the arguments are copied, and written back to only
+        where the function changes them in place; the outputs belong to the caller.
+        """
+        for groups in self._groups:
+            groups.refresh()
+        outputs = self._engine(args, kwargs)
+        # Under an autocast of the caller's, torch would keep the casts of weights that this call has changed.
+        torch.clear_autocast_cache()
+        if self._scaler is not None:
+            # What a capture left there is memory of one graph, which says nothing about a replay of another.
+            self._scaler.grad_norm = self._scaler.found_inf = None
+        return outputs
+
+    def report(self) -> Report:
+        """Return graphs, replays, eager calls and why, bytes, skipped steps so far. Waits for the device."""
+        skipped = None if self._scaler is None else self._scaler.skipped
+        return self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured."""
+        return self._engine.captures
+
+    @property
+    def replays(self) -> int:
+        """How many calls were a graph launch."""
+        return self._engine.replays
 
     def close(self) -> None:
-        """Drop the graph and give its memory back. The next call warms up and captures again."""
-        if self._captured is not None:
-            self._captured.graph.reset()
-        self._captured = None
-        self._warm.clear()
+        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device."""
+        self._engine.close()
 
-    def _run(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._eager[reason] += 1
-        if self._stream is None:
-            return _copied(self._fn(*args, **kwargs))
-        # The same stream for warm-up, capture and stragglers: what autograd and cuBLAS keep per stream exists once.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def __enter__(self) -> "GraphedFunction":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Body:
+    """The user's function as the engine calls it: optimizers ready for capture, gradients and casts cleared away."""
+
+    def __init__(
+        self, fn: Callable[..., Any], modules: Sequence[nn.Module], groups: Sequence[CapturableGroups], name: str
+    ) -> None:
+        self._fn = fn
+        self._modules = tuple(modules)
+        self._groups = groups
+        self._name = name
+
+    def __call__(self, phase: object, *args: Any, **kwargs: Any) -> Any:
+        params = [param for module in self._modules for param in module.parameters()]
+        given = [param.grad for param in params]
+        torch.clear_autocast_cache()  # of an autocast around the call, which has casts that an optimizer outdated
         try:
-            with torch.cuda.stream(self._stream):
-                return _copied(self._fn(*args, **kwargs))
+            with ExitStack() as stack:
+                for groups in self._groups:
+                    stack.enter_context(groups.applied())
+                return self._detached(self._fn(*args, **kwargs))
         finally:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
+            for param, grad in zip(params, given, strict=True):
+                param.grad = grad
+            torch.clear_autocast_cache()
 
-    def _drop_if_stale(self) -> None:
-        generation = self._state.generation()
-        if self._generation is not None and generation != self._generation:
-            changes = self._generation.changes(generation)
-            self._warm_up = f"{WARM_UP} again: {changes}"
-            if not self._stale:
-                message = (
-                    f"{self._name}: {changes}. Each such change takes {self._warmup} eager steps and a new capture."
+    def _detached(self, outputs: Any) -> Any:
+        leaves, tree = tree_flatten(outputs)
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise ValueError(
+                    f"{self._name} returned a {type(leaf).__name__} ({leaf!r}), which a replay cannot compute anew. "
+                    "Return tensors."
                 )
-                warnings.warn(message, CaptureWarning, stacklevel=4)
-            self._stale = True
-            self.close()
-        self._generation = generation
-
-    def _capture(self, spec: Spec, leaves: list[Any]) -> bool:
-        """Capture for this layout; on failure leave everything as before the call and return False, or raise."""
-        inputs = StaticInputs(spec, leaves)
-        graph: Graph = EmulatedGraph() if self._stream is None else CudaGraph(self._stream, self._generators)
-        before = self._state.tensors()
-        try:
-            graph.capture(lambda: self._fn(*inputs.args, **inputs.kwargs))
-            _refuse_rebound(self._state.rebound_since(before))
-        except CaptureError as error:
-            graph.reset()
-            self._state.rebind(before)
-            self._give_up(error)
-            return False
-        self._captured = _Captured(graph, inputs)
-        self.captures += 1
-        return True
-
-    def _give_up(self, error: CaptureError) -> None:
-        if self._on_failure == "raise":
-            raise CaptureError(f"{self._name}: {error}") from error
-        self._failure = str(error)
-        self._refused = "capture failed"
-        warnings.warn(f"{self._name}: {error} Training goes on eagerly.", CaptureWarning, stacklevel=5)
+        return tree_unflatten([leaf if leaf is None else leaf.detach() for leaf in leaves], tree)
 
 
-def _refuse_rebound(paths: list[str]) -> None:
-    if paths:
-        raise CaptureError(
-            f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the new "
-            "value. Change tensors in place (copy_, add_), and make them before the step."
+def _device(modules: Sequence[nn.Module]) -> torch.device:
+    if isinstance(modules, nn.Module) or not all(isinstance(module, nn.Module) for module in modules):
+        raise ValueError(f"graphed(modules={type(modules).__name__}): expected a tuple of torch.nn.Module.")
+    devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) != 1:
+        found = ", ".join(map(str, devices)) or "no parameters"
+        raise ValueError(
+            f"graphed(modules): expected parameters and buffers on one device, found {found}. Use module.to(device)."
         )
+    return devices.pop()
 
 
-def _copied(tree: Any) -> Any:
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:
+    if isinstance(optimizers, torch.optim.Optimizer):
+        raise ValueError("graphed(optimizers): expected a tuple of optimizers, got one. Write optimizers=(optimizer,).")
+    known = {param for module in modules for param in module.parameters()}
+    for i, optimizer in enumerate(optimizers):
+        if broken := broken_kernel(optimizer):
+            raise ValueError(f"graphed(optimizers): optimizers[{i}]: {broken}")
+        strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+        if strangers:
+            raise ValueError(
+                f"graphed(optimizers): optimizers[{i}] holds {len(strangers)} parameters of no module in modules, the "
+                f"first of shape {tuple(strangers[0].shape)}. Pass the module that has them in modules=(...)."
+            )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._errors import InputMismatch
-from ._torch import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ._torch import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten, version
 
 
 class TensorSpec(NamedTuple):
@@ -39,6 +39,9 @@ class Spec(NamedTuple):
 
     tree: TreeSpec
     leaves: tuple[TensorSpec | Constant, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.leaves)) or "no input"
 
 
 def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Spec, list[Any]]:
@@ -98,6 +101,16 @@ class StaticInputs:
         """Copy a batch of the same spec into the buffers, on the current stream. Sync: none."""
         for i in self._tensors:
             self._held[i].copy_(leaves[i], non_blocking=True)
+
+    def versions(self) -> list[int]:
+        """Return a number per buffer that every change in place raises. A replay does not."""
+        return [version(self._held[i]) for i in self._tensors]
+
+    def copy_back(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
+        """Copy buffers that the step changed in place to the caller's tensors, as an eager step would. Sync: none."""
+        for i, was_changed in zip(self._tensors, changed, strict=True):
+            if was_changed:
+                leaves[i].copy_(self._held[i], non_blocking=True)
 
     @property
     def nbytes(self) -> int:

@@ -112,6 +112,9 @@ def step_clipped(
     Sync: none beyond the optimizer's own.
     """
     grads = gradients(optimizer)
+    if any(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]):
+        # torch 2.11's fused SGD raises a TypeError where a parameter gets its first gradient later than others did.
+        seed_momentum(optimizer)
     if max_norm is None or not grads:
         return optimizer.step(*args, **kwargs), None
     if not is_one_pass(optimizer):
@@ -226,7 +229,7 @@ class CapturableGroups:
     """What a captured step must find in `optimizer.param_groups`, put there for the step alone.
 
     `group["lr"]` stays what the user made it: schedulers, checkpoints and assignments see a float and need no device.
-    Within a step it is a float32 tensor of shape () on the device, into which a changed float is filled before.
+    Within a step it is a tensor of shape () on the device, into which a changed float is filled before.
     (A float goes into a CUDA graph as a constant: set to 0 later, a replay still moved the parameter by 1.0.)
     """
 
@@ -240,7 +243,9 @@ class CapturableGroups:
         """Bring the tensors up to date with `group["lr"]`. One kernel per group whose rate changed; no sync."""
         for i, group in enumerate(self._optimizer.param_groups):
             if i == len(self._rates):
-                self._rates.append(torch.empty((), dtype=torch.float32, device=self._device))
+                # What the kernels read: float32 on CUDA; on the CPU they take any, and float64 is what a float is.
+                dtype = torch.float32 if self._device.type == "cuda" else torch.float64
+                self._rates.append(torch.empty((), dtype=dtype, device=self._device))
                 self._filled.append(None)
             rate = group["lr"]
             if isinstance(rate, Tensor) and rate.device.type != "cpu":

@@ -129,6 +129,17 @@ class GradScaler(upstream.GradScaler):
             "dynamic": self._dynamic,
         }
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return scale and counters by name, {} before the first `scale`. Aliasing: the live tensors."""
+        named = {
+            "scale": self._scale,
+            "growth_tracker": self._growth_tracker,
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "patience": self._patience,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         # float64, so that `+= found_inf` is one kernel and counts are exact to 2**53.

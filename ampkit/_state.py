@@ -16,21 +16,36 @@ class Generation(NamedTuple):
     containers: tuple["_Identity", ...]  # optimizer.state and param_groups: load_state_dict replaces them
     walk: "_Walk"  # the parameters, buffers and child modules themselves
     addresses: tuple[int, ...]  # of parameters and buffers: `.data =` and module.to() move them
-    modes: tuple[bool, ...]  # requires_grad per parameter and buffer, training per module
-    host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, autocast around the call, by name
+    sizes: tuple[int, ...]  # parameters per param group
+    settings: "Settings"
 
-    def changes(self, new: "Generation") -> str:
-        """Return in words what differs from `new`, or "" if nothing does."""
+    def replaced_in(self, new: "Generation") -> str:
+        """Return in words which memory of this generation `new` has given up, so that no graph of it may run again."""
         words = (
             ("the optimizer's state was replaced (load_state_dict)", self.containers, new.containers),
             (self.walk.first_change(new.walk), self.walk, new.walk),
             ("a parameter or buffer was moved to other memory", self.addresses, new.addresses),
-            ("train/eval mode or requires_grad changed", self.modes, new.modes),
-            ("a param group was added", len(self.host), len(new.host)),
+            ("a param group was added", len(self.sizes), len(new.sizes)),
+            ("a parameter was added to a param group", self.sizes, new.sizes),
         )
-        coarse = [text for text, old, now in words if old != now]
-        if coarse:
-            return coarse[0]  # the others follow from it
+        return next((text for text, old, now in words if old != now), "")
+
+
+class Settings(NamedTuple):
+    """What a captured graph has frozen, but which may change back: a graph of its own for each."""
+
+    modes: tuple[bool, ...]  # requires_grad per parameter and buffer, training per module
+    gradients: tuple[int, ...]  # addresses of gradients that the step finds, where it may find any
+    host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, autocast around the call, by name
+
+    def changes(self, new: "Settings") -> str:
+        """Return in words what differs from `new`, or "" if nothing does."""
+        if self.modes != new.modes:
+            return "train/eval mode or requires_grad changed"
+        if self.gradients != new.gradients:
+            return "gradients were made, replaced or set to None outside of the step"
+        if len(self.host) != len(new.host):
+            return "the options of a param group changed"
         pairs = zip(self.host, new.host, strict=True)
         return ", ".join(f"{name} changed" for (name, old), (_, now) in pairs if old != now)
 
@@ -56,6 +71,9 @@ class Scaler(Protocol):
 
     def rule(self) -> dict[str, Any]:
         """Return the host values that decide how the scale moves, by name."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return scale and counters by name, {} before they are made."""
 
 
 class _Walk:
@@ -105,6 +123,8 @@ class TrainingState:
         modules: modules by the name that messages use.
         optimizers: optimizers over parameters of these modules.
         scaler: the gradient scaler, or None.
+        own: tensors of ampkit's own that a step changes, by name; may grow.
+        finds_gradients: whether `param.grad` may hold something when the step begins.
     """
 
     def __init__(
@@ -112,10 +132,15 @@ class TrainingState:
         modules: dict[str, nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         scaler: Scaler | None = None,
+        *,
+        own: dict[str, Tensor] | None = None,
+        finds_gradients: bool = False,
     ) -> None:
         self.modules = modules
         self.optimizers = tuple(optimizers)
         self.scaler = scaler
+        self.own = {} if own is None else own
+        self._finds_gradients = finds_gradients
         self._walk: _Walk | None = None
 
     def generation(self) -> Generation:
@@ -127,8 +152,12 @@ class TrainingState:
             containers=tuple(_Identity(part) for opt in self.optimizers for part in (opt.state, opt.param_groups)),
             walk=walk,
             addresses=tuple([tensor.data_ptr() for tensor in walk.tensors]),
-            modes=tuple([t.requires_grad for t in walk.tensors] + [m.training for m in walk.modules]),
-            host=self._host(),
+            sizes=tuple([len(group["params"]) for opt in self.optimizers for group in opt.param_groups]),
+            settings=Settings(
+                modes=tuple([t.requires_grad for t in walk.tensors] + [m.training for m in walk.modules]),
+                gradients=tuple(map(_gradient_address, walk.tensors)) if self._finds_gradients else (),
+                host=self._host(),
+            ),
         )
 
     def _host(self) -> tuple[tuple[str, Any], ...]:
@@ -142,7 +171,6 @@ class TrainingState:
         named.append(("the policy on the model", tuple(map(type, self._walk.modules))))
         for optimizer in self.optimizers:
             for i, group in enumerate(optimizer.param_groups):
-                named.append((f"the number of parameters in param_groups[{i}]", len(group["params"])))
                 # A tensor is read when the graph is replayed, and a float learning rate is fed through one (_optim.py).
                 frozen = (key for key in group if key not in _NOT_FROZEN and not isinstance(group[key], Tensor))
                 named.extend((f"param_groups[{i}][{key!r}]", group[key]) for key in frozen)
@@ -151,8 +179,14 @@ class TrainingState:
         return tuple(named)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of modules and optimizers by a path that a user can read. Aliasing: the live tensors."""
-        return {path: table[key] for path, table, key in self._cells()}
+        """Return every tensor of modules, optimizers and scaler by a path that a user can read.
+
+        Aliasing: the live tensors.
+        """
+        named = {path: table[key] for path, table, key in self._cells()}
+        if self.scaler is not None and self.scaler.is_enabled():
+            named.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
+        return named
 
     def rebound_since(self, before: dict[str, Tensor]) -> list[str]:
         """Return the paths that hold another tensor than in `before`, an earlier result of `tensors`."""
@@ -175,11 +209,22 @@ class TrainingState:
                         if tensor is not None:
                             owners[tensor] = f"{prefix}.{key}"
                             yield owners[tensor], table, key
+                attributes = vars(module)
+                for key, value in attributes.items():
+                    # One that requires grad is derived from parameters and made anew in each forward (weight_norm).
+                    if isinstance(value, Tensor) and not value.requires_grad:
+                        yield f"{prefix}.{key}", attributes, key
         for i, optimizer in enumerate(self.optimizers):
             for param, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, Tensor):
                         yield f"optimizer[{i}].{owners.get(param, '?')}.{key}", state, key
+        for name in self.own:
+            yield name, self.own, name
+
+
+def _gradient_address(tensor: Tensor) -> int:
+    return 0 if tensor.grad is None else tensor.grad.data_ptr()
 
 
 _NOT_FROZEN = ("params", "lr", "initial_lr")

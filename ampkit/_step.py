@@ -1,37 +1,23 @@
-"""What a training step does: forward, backward, unscale, clip, optimizer, scale update, schedule."""
+"""The training step that a user calls: its arguments, what they must be, and the window of micro-batches it is in."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ._graphed import Graphed, Report
+from ._average import capturable
+from ._buckets import Buckets
+from ._distributed import Ranks, why_not_sharded
+from ._engine import Engine, Options, Report
+from ._errors import CaptureError, InputMismatch
 from ._module_rules import ModuleRules, why_not_applied
-from ._optim import CapturableGroups, broken_kernel, why_not_capturable
+from ._optim import broken_kernel, why_not_capturable
 from ._policy import Policy
+from ._recipe import Phase, Recipe, StepOutput
 from ._scaler import GradScaler, check_positive
 from ._state import TrainingState
-from ._torch import tree_flatten, tree_unflatten
-
-
-class StepOutput(NamedTuple):
-    """What a step returns. Tensors on the device, detached, never overwritten by a later step. Reading one waits for
-    it.
-
-    Attributes:
-        loss: the unscaled loss, shape (), in the policy's output dtype.
-        aux: what `loss_fn` returned beside the loss, floating tensors in the policy's output dtype; None if nothing.
-        grad_norm: 2-norm of the unscaled gradients before clipping, float32, shape (). None without scaling and
-            `max_norm`.
-        skipped: True if a gradient was not finite and the step changed nothing but the loss scale; bool, shape ().
-    """
-
-    loss: Tensor
-    aux: Any
-    grad_norm: Tensor | None
-    skipped: Tensor
+from ._torch import cudagraphs_of_its_own, is_sharded
 
 
 class Scheduler(Protocol):
@@ -51,13 +37,15 @@ def graphed_step(
     max_norm: float | None = None,
     accumulate: int = 1,
     scheduler: Scheduler | None = None,
-    buckets: None = None,
+    buckets: Buckets | None = None,
     warmup: int = 3,
-    after_step: None = None,
+    after_step: Callable[[nn.Module], object] | None = None,
     verify: int = 0,
     on_failure: str = "eager",
     graph: str = "auto",
     generators: Sequence[torch.Generator] = (),
+    max_graphs: int = 16,
+    memory_budget: int | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
 
@@ -69,7 +57,9 @@ def graphed_step(
         loss_fn: `loss_fn(model, *batch, **batch)` returns the loss (a floating tensor of shape ()) or `(loss, aux)`,
             aux a tree of tensors. Captured once and not called again in a replay: it must compute everything from its
             inputs on the device.
-        model: all parameters on one device. Put it there, and load its state, before the first call.
+        model: all parameters on one device. Put it there, and load its state, before the first call. Or a
+            `DistributedDataParallel` made under a side stream (docs/capture.md): then all ranks decide together, and
+            `warmup` is at least 12.
         optimizer: over parameters of `model`. To be captured it is Adam, AdamW or SGD with `fused=True`, or one
             that has a `capturable` option.
         policy: dtypes, see `Policy`. None leaves autocast as the caller has it. One with rules for modules must have
@@ -77,77 +67,103 @@ def graphed_step(
         scaler: dynamic loss scale. None makes one if the policy computes in float16.
         max_norm: clip the 2-norm over all gradients to this. `float("inf")` measures without clipping. None does
             neither.
-        accumulate: not implemented yet: 1.
-        scheduler: stepped once per call, skipped or not. It works on `group["lr"]`, which stays a float; the step
-            reads it through a device tensor.
-        buckets: not implemented yet: None.
-        warmup: eager calls per input layout before it may be captured, at least 1. They are training steps like any
-            other.
-        after_step: not implemented yet: None.
-        verify: not implemented yet: 0.
+        accumulate: calls (micro-batches) per optimizer step. Gradients are those of the mean of their losses: each loss
+            is divided by `accumulate` before its backward. Clipping, skipping and the schedule see the whole window.
+        scheduler: stepped once per optimizer step, skipped or not. It works on `group["lr"]`, which stays a float; the
+            step reads it through a device tensor.
+        buckets: sizes to pad batches to, see `Buckets`.
+        warmup: eager calls per input layout before it is captured, at least 1. They are training steps like any other;
+            the last of them is watched for what cannot be captured.
+        after_step: called with the model behind the optimizer, under `no_grad`, and captured: an EMA update
+            (`averaged.update_parameters` of torch's `AveragedModel`), a constraint on weights.
+        verify: compare the first so many replays with eager steps from the same state, bit by bit; on a difference name
+            the tensor and go on eagerly (or raise). Each takes two steps' time and a few copies of the state.
         on_failure: "eager": if the step cannot be captured, warn once and go on eagerly. "raise": raise `CaptureError`.
         graph: "auto": a CUDA graph if the model is on CUDA. "emulate": the same engine, re-running `loss_fn` instead
             of a graph, on any device. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.
+        max_graphs: how many graphs are kept, one per input layout (and per place in the window, with `accumulate`);
+            then the least recently used one goes.
+        memory_budget: bytes that all graphs may take together (`report().bytes`), None without limit. While a graph is
+            captured, more may be taken. A layout whose graph alone takes more stays eager.
 
     Returns:
-        A `GraphedStep`: call it with a batch, on the model's device. Only one input layout is captured, the first that
-        was called `warmup` times; others, such as the short last batch of an epoch, run eagerly and are counted in
-        `report()`.
+        A `GraphedStep`: call it with a batch, on the model's device.
 
     Raises:
         ValueError: an argument that cannot work; the message says what to pass.
-        NotImplementedError: an option that has no implementation yet.
+        NotImplementedError: a model whose parameters are sharded over processes (`fully_shard`), unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
 
-    Sync: none in a call, but one wait for the device when the graph is captured.
+    Sync: none in a call, but one wait for the device when a graph is captured.
     """
-    _not_yet(accumulate=(accumulate, 1), buckets=(buckets, None), after_step=(after_step, None), verify=(verify, 0))
     _choice("graph", graph, ("auto", "emulate", "off"))
     _choice("on_failure", on_failure, ("eager", "raise"))
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
-        raise ValueError(
-            f"graphed_step(warmup={warmup!r}): expected an int of at least 1; the first steps build state."
-        )
+    _at_least("warmup", warmup, 1, "the first steps build state")
+    _at_least("accumulate", accumulate, 1, "the number of calls per optimizer step")
+    _at_least("verify", verify, 0, "the number of replays to compare with eager steps")
+    _at_least("max_graphs", max_graphs, 1, "graph='off' is for none")
+    check_positive("graphed_step", "memory_budget", memory_budget, "None for no limit")
     check_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise ValueError(f"graphed_step(buckets={buckets!r}): expected ampkit.Buckets(batch=(16, 32, 64)) or None.")
     policy = _policy(policy)
     device = _device(model, policy)
     _check_optimizer(optimizer, model)
-    if graph == "auto" and isinstance(model, nn.parallel.DistributedDataParallel):
-        raise NotImplementedError(
-            "graphed_step: capture of DistributedDataParallel is not implemented. Pass graph='off'."
-        )
+    if graph != "off":
+        _check_capturable(model, loss_fn)
     if scheduler is not None and isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
             "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
         )
     blocker = why_not_capturable(optimizer)
-    recipe = _Recipe(loss_fn, model, optimizer, policy, _scaler(scaler, policy, device), max_norm, device, not blocker)
-    state = TrainingState({"model": model}, [optimizer], recipe.scaler)
-    engine = Graphed(
-        recipe,
-        state,
+    ranks = Ranks(model, device)
+    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
+    recipe = Recipe(
+        loss_fn,
+        model,
+        optimizer,
+        policy=policy,
+        scaler=_scaler(scaler, policy, device),
+        max_norm=max_norm,
+        accumulate=accumulate,
+        after_step=follow_up,
+        wrappers=ranks.wrappers,
         device=device,
-        graph=graph,
-        warmup=warmup,
-        on_failure=on_failure,
-        generators=generators,
+        capturable=not blocker,
+    )
+    modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
+    engine = Engine(
+        recipe,
+        TrainingState(modules, [optimizer], recipe.scaler, own=recipe.gradients),
+        device=device,
+        options=Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget),
+        ranks=ranks,
         blocker=blocker,
         name="graphed_step",
     )
-    return GraphedStep(recipe, engine, scheduler)
+    return GraphedStep(recipe, engine, accumulate, scheduler, buckets)
 
 
 class GraphedStep:
-    """One training step per call. Made by `graphed_step`."""
+    """One training step, or one micro-batch of it, per call. Made by `graphed_step`.
 
-    def __init__(self, recipe: "_Recipe", engine: Graphed, scheduler: Scheduler | None) -> None:
+    A context manager: leaving it closes the step.
+    """
+
+    def __init__(
+        self, recipe: Recipe, engine: Engine, accumulate: int, scheduler: Scheduler | None, buckets: Buckets | None
+    ) -> None:
         self._recipe = recipe
         self._engine = engine
+        self._accumulate = accumulate
         self._scheduler = scheduler
+        self._buckets = buckets
+        self._micro = 0  # micro-batches in this window so far
+        self._held: tuple[int, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
-        """Do one step with this batch.
+        """Do one step with this batch; with `accumulate`, one micro-batch of it.
 
         Args:
             *args: passed on to `loss_fn` behind the model: trees of tensors on the model's device, and of hashable
@@ -158,15 +174,49 @@ class GraphedStep:
             InputMismatch: a tensor on another device, a sparse one, one that requires grad, or an unhashable leaf.
             ValueError: the loss is not a floating tensor of shape () that requires grad.
 
-        Sync: none. Aliasing: the batch is copied, and the outputs belong to the caller.
+        An exception out of `loss_fn` ends the window: what it had accumulated is dropped, for a part of this
+        micro-batch may be in it.
+
+        Sync: none. Aliasing: the batch is copied, and written back to only where `loss_fn` changes it in place; the
+        outputs belong to the caller.
         """
+        if self._buckets is not None:
+            args, kwargs = self._buckets.pad_batch(args, kwargs)
+        last = self._micro + 1 == self._accumulate
         self._recipe.groups.refresh()
-        out: StepOutput = self._engine(*args, **kwargs)
+        try:
+            out, held = self._engine(args, kwargs, Phase(last, self._held))
+        except (InputMismatch, CaptureError):
+            raise  # before anything was done
+        except BaseException:
+            self._micro, self._held = 0, ()
+            raise
         # Under an autocast of the caller's, torch would keep the casts of weights that this step has changed.
         torch.clear_autocast_cache()
+        self._micro, self._held = (0, ()) if last else (self._micro + 1, held)
+        if last:
+            self._stepped(out.grad_norm)
+        return out  # type: ignore[no-any-return]  # what the recipe returns
+
+    def flush(self) -> None:
+        """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
+
+        The gradients stay sums over its micro-batches divided by `accumulate`, as in Lightning and in loops that write
+        `(loss / accumulate).backward()`. Does nothing where the window is empty. Eager, counted as such. Sync: none.
+        """
+        if self._micro == 0:
+            return
+        self._recipe.groups.refresh()
+        held, self._micro, self._held = self._held, 0, ()
+        norm, _ = self._engine.run("flush of a short window", lambda: self._recipe.flush(held))
+        torch.clear_autocast_cache()
+        self._stepped(norm)
+
+    def _stepped(self, grad_norm: Any) -> None:
+        # What a capture left there is memory of one graph, which says nothing about a replay of another.
+        self.scaler.grad_norm, self.scaler.found_inf = grad_norm, None
         if self._scheduler is not None:
             self._scheduler.step()
-        return out
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
@@ -194,97 +244,17 @@ class GraphedStep:
         return 0 if skipped is None else int(skipped.item())  # sync
 
     def close(self) -> None:
-        """Release the graph and its memory. A later call warms up and captures again. Waits for the device."""
+        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device.
+
+        A window of micro-batches goes on where it was. A step that is garbage-collected releases its graphs too.
+        """
         self._engine.close()
 
+    def __enter__(self) -> "GraphedStep":
+        return self
 
-class _Recipe:
-    """The step as one function of the batch, for `Graphed` to call, capture and replay."""
-
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        policy: Policy | None,
-        scaler: GradScaler,
-        max_norm: float | None,
-        device: torch.device,
-        capturable: bool,
-    ) -> None:
-        self._loss_fn = loss_fn
-        self._model = model
-        self._optimizer = optimizer
-        self._policy = policy
-        self.scaler = scaler
-        self._max_norm = max_norm
-        self._device = device
-        self._never = torch.zeros((), dtype=torch.bool, device=device)
-        self.groups = CapturableGroups(optimizer, device)
-        self._capturable = capturable
-        # Outside any capture: a fill inside would reset the scale in every replay.
-        scaler.materialize(device)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
-        self._drop_gradients()
-        torch.clear_autocast_cache()  # of an autocast around the step, which has casts that an optimizer outdated
-        try:
-            loss, aux = self._forward(args, kwargs)
-            self.scaler.scale(loss).backward()
-            with self.groups.applied() if self._capturable else nullcontext():
-                self.scaler.step(self._optimizer, max_norm=self._max_norm)
-            self.scaler.update()
-        finally:
-            # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
-            self._drop_gradients()
-            torch.clear_autocast_cache()
-        skipped = self._never if self.scaler.found_inf is None else self.scaler.found_inf > 0
-        return StepOutput(self._output(loss), self._outputs(aux), self.scaler.grad_norm, skipped)
-
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if self._policy is None:
-            returned = self._loss_fn(self._model, *args, **kwargs)
-        else:
-            with self._policy.autocast(self._device.type):
-                returned = self._loss_fn(self._model, *args, **kwargs)
-        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        _check_loss(loss)
-        return loss, aux
-
-    def _drop_gradients(self) -> None:
-        for param in self._model.parameters():
-            param.grad = None
-
-    def _outputs(self, aux: Any) -> Any:
-        leaves, tree = tree_flatten(aux)
-        for leaf in leaves:
-            if leaf is not None and not isinstance(leaf, Tensor):
-                raise ValueError(
-                    f"graphed_step: loss_fn returned a {type(leaf).__name__} ({leaf!r}) in aux, which a replay cannot "
-                    "compute anew. Return tensors."
-                )
-        return tree_unflatten([leaf if leaf is None else self._output(leaf) for leaf in leaves], tree)
-
-    def _output(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        return tensor.to(self._policy.output) if self._policy is not None and tensor.is_floating_point() else tensor
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"graphed_step: loss_fn returned a {type(loss).__name__}; expected the loss as a tensor, or (loss, aux)."
-        )
-    if loss.dim() != 0 or not loss.is_floating_point():
-        raise ValueError(
-            f"graphed_step: loss_fn returned a loss of shape {tuple(loss.shape)} and dtype {loss.dtype}; expected a "
-            "floating tensor of shape (). Reduce it with .mean() or .sum()."
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "graphed_step: loss_fn returned a loss without grad: it depends on no parameter that requires grad, or was "
-            "made under torch.no_grad() or from .detach(). Compute it from model(...) with gradients on."
-        )
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _policy(policy: Policy | str | None) -> Policy | None:
@@ -314,6 +284,18 @@ def _device(model: nn.Module, policy: Policy | None) -> torch.device:
                     f"Use model.to({policy.params}), or a policy with params={str(param.dtype).removeprefix('torch.')}."
                 )
     return next(iter(devices))
+
+
+def _check_capturable(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+    for name, part in (("model", model), ("loss_fn", loss_fn)):
+        if cudagraphs_of_its_own(part):
+            raise ValueError(
+                f"graphed_step({name}): it is compiled with CUDA graphs of its own, which cannot be captured in "
+                "another one. Compile it in the default mode, torch.compile(model), or pass graph='off'."
+            )
+    for name, param in model.named_parameters():
+        if is_sharded(param):
+            raise NotImplementedError(f"graphed_step(model): {why_not_sharded(name, param)}")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -348,7 +330,6 @@ def _choice(name: str, value: object, legal: tuple[str, ...]) -> None:
         raise ValueError(f"graphed_step({name}={value!r}): expected one of {', '.join(map(repr, legal))}.")
 
 
-def _not_yet(**options: tuple[Any, Any]) -> None:
-    for name, (value, default) in options.items():
-        if value != default:
-            raise NotImplementedError(f"graphed_step({name}={value!r}): not implemented yet; only {default!r} is.")
+def _at_least(name: str, value: object, least: int, why: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"graphed_step({name}={value!r}): expected an int of at least {least}; {why}.")

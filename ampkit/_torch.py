@@ -1,6 +1,8 @@
 """Every private torch name that ampkit uses, guarded. Checked on torch 2.11.0 (CPU and CUDA 13.0 builds)."""
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.utils import _pytree
+from torch.utils import _foreach_utils, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _MISSING = object()
@@ -185,3 +187,71 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     lists = len(inspect.signature(init_group).parameters) - 1
     for group in optimizer.param_groups:
         init_group(group, *([] for _ in range(lists)))
+
+
+def version(tensor: Tensor) -> int:
+    """Return a number that every change of the tensor in place raises; a replayed change does not."""
+    return int(_private(tensor, "_version"))
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return where a tensor's memory starts, 0 where it has none (empty, sparse, fake)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operation writes to, by its schema."""
+    for i, argument in enumerate(op_schema(op).arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
+        yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+@contextmanager
+def fail_on_recompile() -> Iterator[None]:
+    """Context in which torch.compile raises where it would compile: a capture must not hold that."""
+    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and the import takes a second
+        yield
+        return
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
+
+
+def cudagraphs_of_its_own(compiled: object) -> bool:
+    """Return whether torch.compile was asked to capture CUDA graphs itself (mode="reduce-overhead", "max-autotune")."""
+    parts = [compiled]
+    if isinstance(compiled, nn.Module):
+        parts += [part for module in compiled.modules() for part in (module, vars(module).get("_compiled_call_impl"))]
+    configs = (part.get_compiler_config() for part in parts if hasattr(part, "get_compiler_config"))
+    return any(config.get("triton.cudagraphs", False) for config in configs if config)
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Return whether a parameter is a DTensor, as `fully_shard` makes it."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # the import is slow, and a DTensor has made it
+    return tensors is not None and isinstance(param, tensors.DTensor)
+
+
+def call_before_process_group_ends(callback: Callable[[], None]) -> None:
+    """Have `torch.distributed.destroy_process_group` call this first. There is no hook: the function is wrapped."""
+    home = torch.distributed.distributed_c10d
+    original = home.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        callback()
+        original(*args, **kwargs)
+
+    for module in (home, torch.distributed):
+        module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+
+
+# How torch.optim.swa_utils groups tensors for an averaging function, and where it takes foreach kernels to be fast.
+grouped_by_device_and_dtype: Callable[
+    [list[list[Tensor]]], dict[tuple[torch.device, torch.dtype], tuple[list[list[Tensor]], list[int]]]
+] = _private(_foreach_utils, "_group_tensors_by_device_and_dtype")
+devices_with_foreach: Callable[[], list[str]] = _private(_foreach_utils, "_get_foreach_kernels_supported_devices")

@@ -17,6 +17,18 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 ENGINES = [("cpu", "emulate"), pytest.param(("cuda", "auto"), marks=pytest.mark.cuda)]
 
 
+def allow_inductor_warnings(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that compiles: what torch's own inductor warns of is not ours."""
+    for text in (
+        "`torch.jit.script_method` is deprecated",  # it imports something that uses it
+        "bf16 and fp16 are mixed",  # its C++ of the CPU, which then does not vectorise
+        "Please use the new API settings to control TF32",  # on CUDA
+        "TensorFloat32 tensor cores",  # on CUDA
+    ):
+        test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
+    return test
+
+
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Make kernels repeatable bit by bit, as comparisons of eager and replayed steps need it."""

@@ -14,7 +14,7 @@ from harness import ENGINES, assert_same
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._graph import CudaGraph
+from ampkit._graph import CudaGraph, Pool
 
 UNCAPTURABLE = [kind.__name__ for kind in uncapturable.KINDS]
 
@@ -75,27 +75,28 @@ def test_g1_capture_replay_reset_recapture() -> None:
     x = torch.zeros(1 << 20, device="cuda")
     stream = torch.cuda.Stream()
     for round_ in range(2):
-        graph = CudaGraph(stream)
+        pool = Pool()
+        graph = CudaGraph(stream, pool)
         start = float(x[0])
         graph.capture(lambda: x.add_(1).mul(2))
         assert float(x[0]) == start
         for i in range(3):
             out = graph.replay()
             assert float(out[0]) == 2 * (start + i + 1)
-        assert graph.nbytes >= 4 << 20
+        assert pool.nbytes >= 4 << 20
         reserved = torch.cuda.memory_reserved()
         del out
         graph.reset()
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() <= reserved - (4 << 20)
-        assert graph.nbytes == 0
+        assert pool.nbytes == 0
         assert float(x[0]) == 3 * (round_ + 1)
 
 
 @pytest.mark.cuda
 def test_g1_empty_capture_warns() -> None:
     """G1: a function that launches nothing on the device is pointed out."""
-    graph = CudaGraph(torch.cuda.Stream())
+    graph = CudaGraph(torch.cuda.Stream(), Pool())
     with pytest.warns(ampkit.CaptureWarning, match="launched no CUDA kernel"):
         graph.capture(lambda: None)
     graph.replay()
@@ -116,7 +117,7 @@ def test_g5_random_numbers(generators: int) -> None:
         for i, generator in enumerate(own):
             generator.manual_seed(20 + i)
 
-    graph = CudaGraph(torch.cuda.Stream(), own)
+    graph = CudaGraph(torch.cuda.Stream(), Pool(), own)
     graph.capture(draw)
     seed()
     eager = [draw() for _ in range(4)]

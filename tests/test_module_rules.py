@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import DEVICES, ENGINES, assert_same, deterministic
+from harness import DEVICES, ENGINES, allow_inductor_warnings, assert_same, deterministic
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -452,12 +452,7 @@ def test_copies(how: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor imports something that uses it
-@pytest.mark.filterwarnings(
-    "ignore:bf16 and fp16 are mixed"
-)  # inductor's C++ of the CPU, which then does not vectorise
-@pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32")  # inductor on CUDA
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor on CUDA
+@allow_inductor_warnings
 def test_compiled_model_follows_its_policy(backend: str, device: str, fresh_dynamo: None) -> None:
     """A11: one compiled model, policies put on in turns: each time what eager computes, in eager's dtype."""
     model = make_net(device)

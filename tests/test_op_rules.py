@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DEVICES, ENGINES, assert_same, deterministic
+from harness import DEVICES, ENGINES, allow_inductor_warnings, assert_same, deterministic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -360,12 +360,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor imports something that uses it
-@pytest.mark.filterwarnings(
-    "ignore:bf16 and fp16 are mixed"
-)  # inductor's C++ of the CPU, which then does not vectorise
-@pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32")  # inductor on CUDA
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor on CUDA
+@allow_inductor_warnings
 def test_compiled_code_never_serves_the_old_policy(backend: str, device: str, fresh_dynamo: None) -> None:
     """A11: one compiled function, policies alternating: dtypes, results and gradients are eager's each time."""
     runs = 0

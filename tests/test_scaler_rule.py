@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ampkit
-from ampkit._graph import CudaGraph, EmulatedGraph
+from ampkit._graph import CudaGraph, EmulatedGraph, Pool
 
 
 def scale_after(overflows: list[bool], device: str = "cpu", **rule: Any) -> tuple[list[float], ampkit.GradScaler]:
@@ -150,7 +150,7 @@ def test_s2_captured_forward_and_backward(engine: tuple[str, str], kind: dict[st
         gradient.copy_(weight.grad)
         return loss.detach()
 
-    graph: Any = CudaGraph(torch.cuda.Stream()) if device == "cuda" else EmulatedGraph()
+    graph: Any = CudaGraph(torch.cuda.Stream(), Pool()) if device == "cuda" else EmulatedGraph()
     graph.capture(forward_backward)
     expected = ((5, 4.0, 1, 20.0), (20000, 2.0, 0, math.inf), (5, 2.0, 1, 10.0), (40000, 1.0, 0, math.inf))
     for value, scale, tracker, grad in expected:

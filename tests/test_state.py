@@ -32,7 +32,8 @@ def test_training_does_not_change_the_generation() -> None:
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.5
     assert state.generation() == before
-    assert before.changes(state.generation()) == ""
+    assert before.replaced_in(state.generation()) == ""
+    assert before.settings.changes(state.generation().settings) == ""
 
 
 def test_two_loads_in_a_row_are_a_change() -> None:
@@ -58,9 +59,22 @@ def test_rebind_puts_tensors_back() -> None:
     assert "extra" not in optimizer.state[model.head.bias]
 
 
+def test_plain_attributes_that_are_rebound() -> None:
+    """A tensor that a module keeps as a plain attribute is state too; one that is derived from parameters is not."""
+    state, model, _ = make()
+    model.seen = torch.zeros(2)
+    model.derived = model.head.weight * 2
+    before = state.tensors()
+    model.seen = model.seen + 1
+    model.derived = model.head.weight * 3
+    assert state.rebound_since(before) == ["model.seen"]
+    state.rebind(before)
+    assert model.seen is before["model.seen"]
+
+
 def test_shared_modules_are_walked_once() -> None:
     """A module registered under two names, or inside itself by way of a cycle, does not hang or double the walk."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model.append(model[0])
     state = TrainingState({"model": model}, [])
-    assert len(state.generation().modes) == 2 + 2
+    assert len(state.generation().settings.modes) == 2 + 2

@@ -1,0 +1,426 @@
+"""One call of a captured function: same input? warm-up, preflight, capture, replay, or eager; and the count of each."""
+
+import sys
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._cache import Cache, Captured
+from ._distributed import Ranks
+from ._errors import CaptureError, CaptureWarning
+from ._inputs import Spec, StaticInputs, describe_change, read_batch
+from ._preflight import Preflight, describe
+from ._state import Generation, Settings, TrainingState
+from ._torch import fail_on_recompile, tree_flatten, tree_unflatten, version
+from ._verify import Verdict, verified
+
+WARM_UP = "warm-up"
+
+
+class GraphReport(NamedTuple):
+    """One graph that is alive.
+
+    Attributes:
+        layout: the input it serves.
+        bytes: device memory that came with it: what the pool grew by in its capture, and its input buffers. Graphs
+            share a pool, so one that fits into what others brought adds little.
+        replays: how often it was launched.
+    """
+
+    layout: str
+    bytes: int
+    replays: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened to the calls of a step so far.
+
+    Attributes:
+        graphs: graphs that are alive.
+        captures: graphs captured so far, those that were dropped since included.
+        evictions: graphs that were dropped to make room for others.
+        replays: calls that were one graph launch.
+        eager: eager calls by reason.
+        bytes: device memory that only graphs use: their pool and static inputs.
+        per_graph: the graphs that are alive, the least recently used first.
+        skipped: optimizer steps that the loss scale skipped.
+        failure: why capture was given up, or None.
+    """
+
+    graphs: int
+    captures: int
+    evictions: int
+    replays: int
+    eager: dict[str, int]
+    bytes: int
+    per_graph: tuple[GraphReport, ...]
+    skipped: int
+    failure: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict that `json` takes."""
+        return {**asdict(self), "per_graph": [graph._asdict() for graph in self.per_graph]}
+
+    def __str__(self) -> str:
+        calls = self.replays + sum(self.eager.values())
+        head = (
+            f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
+            f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
+        )
+        graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
+        reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]
+        return "\n".join([head, *graphs, *reasons, *([f"  not captured: {self.failure}"] if self.failure else [])])
+
+
+class Options(NamedTuple):
+    """How an engine captures, as the public functions take it."""
+
+    graph: str  # "auto", "emulate" or "off"
+    warmup: int  # eager calls per key
+    on_failure: str  # "eager" or "raise"
+    verify: int  # replays that are compared with eager
+    generators: Sequence[torch.Generator]
+    max_graphs: int
+    memory_budget: int | None
+
+
+class _Key(NamedTuple):
+    spec: Spec
+    phase: Hashable
+    settings: int
+
+
+class _Layout:
+    """What is known of a key that has no graph."""
+
+    def __init__(self, reason: str) -> None:
+        self.warm = 0  # eager calls so far
+        self.evictions = 0
+        self.problem = ""  # what the preflight found
+        self.eager = ""  # why it is never captured, if so
+        self.reason = reason  # of its warm-up
+
+
+class Engine:
+    """Calls `fn(phase, *args, **kwargs)`, first eagerly, then by replaying a graph of it.
+
+    A key is the layout of the input, the phase, and the settings of the state (`Settings`). After `warmup` eager calls
+    of a key, the last of them under the preflight, its next call is captured and from then on replayed. Graphs of all
+    keys share one pool. If memory of the state was replaced (see `Generation`), they are all dropped.
+
+    Args:
+        fn: function of tensors that changes only `state`; returns a tree of tensors and constants, which are the same
+            in every call of a key.
+        state: what it may change.
+        device: where the inputs must be.
+        options: see `Options`.
+        ranks: the processes that must decide alike.
+        blocker: why `fn` cannot be captured, if that is known already; else "".
+        name: what messages call it.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        state: TrainingState,
+        *,
+        device: torch.device,
+        options: Options,
+        ranks: Ranks,
+        blocker: str,
+        name: str,
+    ) -> None:
+        self._fn = fn
+        self._state = state
+        self._device = device
+        self._options = options
+        self._ranks = ranks
+        self._name = name
+        real = options.graph == "auto" and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if real else None
+        self._warmup = max(options.warmup, ranks.warmup) if real else options.warmup
+        self._refused = "graph='off'" if options.graph == "off" else ""
+        self._failure: str | None = None
+        self._warned: set[str] = set()
+        self._cache = Cache(options.max_graphs, options.memory_budget)
+        self._layouts: OrderedDict[_Key, _Layout] = OrderedDict()
+        self._generation: Generation | None = None
+        self._settings: list[Settings] = []
+        self._reason = WARM_UP
+        self._eager: Counter[str] = Counter()
+        self._unverified = options.verify
+        self.captures = 0
+        self.evictions = 0
+        self.replays = 0
+        if options.graph == "auto" and device.type != "cuda":
+            blocker = f"the model is on {device}, and CUDA graphs need a CUDA device."
+        if blocker and options.graph != "off":
+            self._refuse(blocker)
+
+    def _refuse(self, reason: str) -> None:
+        """Never capture, for this reason: warn once and stay eager, or raise if the user asked for that."""
+        if self._options.on_failure == "raise":
+            raise CaptureError(f"{self._name}: {reason}")
+        self._refused = self._failure = reason
+        self._warn(f"{reason} Training goes on eagerly; graph='off' says so without a warning.")
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
+        """Return what `fn` returns, in tensors of its own."""
+        spec, leaves = read_batch(args, kwargs, self._device)
+        if self._refused:
+            return self.run(self._refused, lambda: self._fn(phase, *args, **kwargs))
+        key = _Key(spec, phase, self._observe())
+        captured = self._cache.get(key)
+        if captured is None:
+            layout = self._layout(key)
+            if layout.eager:
+                return self.run(layout.eager, lambda: self._fn(phase, *args, **kwargs))
+            if layout.warm < self._warmup << layout.evictions:
+                return self._warm_up(layout, lambda: self._fn(phase, *args, **kwargs))
+            captured = self._capture(key, layout, leaves)
+            if captured is None:
+                return self.run(self._refused or layout.eager, lambda: self._fn(phase, *args, **kwargs))
+        self.replays += 1
+        captured.replays += 1
+        if self._unverified:
+            return self._verified(captured, phase, leaves)
+        return _copied(captured.replay(leaves))
+
+    def run(self, reason: str, fn: Callable[[], Any], around: AbstractContextManager[Any] | None = None) -> Any:
+        """Return what `fn` returns, called eagerly and counted under this reason."""
+        self._eager[reason] += 1
+        return self._on_stream(fn, nullcontext() if around is None else around)
+
+    def _on_stream(self, fn: Callable[[], Any], around: AbstractContextManager[Any]) -> Any:
+        if self._stream is None:
+            with around:
+                return _copied(fn())
+        # The same stream for warm-up, capture and stragglers: what autograd and cuBLAS keep per stream exists once.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream), around:
+                return _copied(fn())
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def report(self, skipped: int = 0) -> Report:
+        """Return the counts so far. Reads the allocator, not the device."""
+        return Report(
+            graphs=len(self._cache),
+            captures=self.captures,
+            evictions=self.evictions,
+            replays=self.replays,
+            eager=dict(self._eager),
+            bytes=self._cache.nbytes,
+            per_graph=tuple(
+                GraphReport(str(key.spec), captured.nbytes, captured.replays) for key, captured in self._cache
+            ),
+            skipped=skipped,
+            failure=self._failure,
+        )
+
+    def close(self) -> None:
+        """Drop all graphs and give their memory back. The next call warms up and captures again."""
+        self._cache.clear()
+        self._layouts.clear()
+        self._settings.clear()
+        self._generation = None
+
+    # ------------------------------------------------------------------------------------------------------- the key
+
+    def _observe(self) -> int:
+        """Return a number for the settings around this call, having dropped the graphs that the state outlived."""
+        now, before = self._state.generation(), self._generation
+        if now == before:
+            return self._settings.index(now.settings)
+        if before is not None:
+            replaced = before.replaced_in(now)
+            changes = replaced or before.settings.changes(now.settings)
+            if replaced or len(self._settings) > _MAX_SETTINGS:
+                self.close()
+            if now.settings not in self._settings:
+                self._reason = f"{WARM_UP} again: {changes}"
+                self._warn_once(
+                    "changes", f"{changes}. Each such change takes {self._warmup} eager steps and a new capture."
+                )
+        self._generation = now
+        if now.settings not in self._settings:
+            self._settings.append(now.settings)
+        return self._settings.index(now.settings)
+
+    def _layout(self, key: _Key) -> _Layout:
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) == _MAX_LAYOUTS:
+                self._say_that_inputs_vary(key)
+                self._layouts.popitem(last=False)
+            layout = self._layouts[key] = _Layout(self._reason)
+        return layout
+
+    def _say_that_inputs_vary(self, key: _Key) -> None:
+        other = next(reversed(self._layouts))
+        self._warn_once(
+            "layouts",
+            f"{_MAX_LAYOUTS} different inputs so far, the last of them because {describe_change(other.spec, key.spec)}."
+            " Each takes eager steps and a capture of its own. Pass numbers that vary as tensors, and pad shapes that "
+            "vary with ampkit.Buckets.",
+        )
+
+    # ---------------------------------------------------------------------------------------------- warm-up, capture
+
+    def _warm_up(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
+        layout.warm += 1
+        if layout.warm != self._warmup:
+            return self.run(layout.reason, fn)
+        preflight = Preflight(self._device, self._options.generators)
+        outputs = self.run(layout.reason, fn, preflight)
+        if preflight.findings:
+            layout.problem = describe(preflight.findings)
+        return outputs
+
+    def _capture(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
+        """Capture for this key; on failure leave everything as before the call and return None, or raise."""
+        if not self._ranks.agree(not layout.problem):
+            self._give_up(layout, CaptureError(layout.problem or self._ranks.other_found))
+            return None
+        if layout.evictions:
+            self._warn_once(
+                "evictions",
+                f"a graph that was dropped to make room for others is captured again ({key.spec}). Raise max_graphs "
+                "or memory_budget, or pad to fewer shapes with ampkit.Buckets.",
+            )
+        self._evicted(self._cache.make_room())
+        inputs = StaticInputs(key.spec, leaves)
+        versions = inputs.versions()
+        graph = self._cache.new_graph(self._stream, self._options.generators)
+        before, pool_bytes = self._state.tensors(), self._cache.pool_bytes
+        failure: CaptureError | None = None
+        fn = self._fn  # an emulated graph keeps what it is given: with self in it, a cycle would keep the graphs alive
+        try:
+            with fail_on_recompile():
+                graph.capture(lambda: fn(key.phase, *inputs.args, **inputs.kwargs))
+            _refuse_rebound(self._state.rebound_since(before))
+        except CaptureError as error:
+            failure = error
+        if not self._ranks.agree(failure is None):
+            graph.reset()
+            self._state.rebind(before)
+            self._give_up(layout, failure or CaptureError(self._ranks.other_failed))
+            return None
+        if self._stream is not None:
+            self._ranks.close_before_end(self)
+        self.captures += 1
+        changed = [old != new for old, new in zip(versions, inputs.versions(), strict=True)]
+        captured = self._cache.add(key, graph, inputs, changed, pool_bytes)
+        return self._within_budget(key, layout, leaves) if self._cache.over_budget() else captured
+
+    def _within_budget(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
+        """Capture again into a pool that fewer graphs share; give this key up if its graph alone is too large."""
+        budget = self._options.memory_budget
+        assert budget is not None  # or nothing would be over it
+        if len(self._cache) > 1:
+            limit = self._cache.limit
+            self._cache.limit = len(self._cache) - 1
+            self.evictions += len(self._cache) - 1  # they are warm, and captured again at their next call
+            self._cache.clear()
+            captured = self._capture(key, layout, leaves)
+            if captured is None:
+                self._cache.limit = limit
+            return captured
+        layout.eager = f"its graph takes {self._cache.nbytes} bytes, memory_budget is {budget}"
+        self._cache.clear()
+        self._warn_once("budget", f"{key.spec}: {layout.eager}. Training goes on eagerly.")
+        return None
+
+    def _evicted(self, keys: Sequence[Hashable]) -> None:
+        self.evictions += len(keys)
+        for key in keys:
+            assert isinstance(key, _Key)  # what _capture adds
+            layout = self._layout(key)
+            # Shapes that take turns in too few graphs would be captured over and over: each time after twice the wait.
+            layout.warm, layout.evictions = 0, layout.evictions + 1
+            layout.reason = f"{WARM_UP} again: its graph made room for another"
+
+    def _give_up(self, layout: _Layout, error: CaptureError) -> None:
+        if self._options.on_failure == "raise":
+            raise CaptureError(f"{self._name}: {error}") from error
+        self._failure = str(error)
+        layout.eager = "capture failed"
+        if not len(self._cache):
+            self._refused = layout.eager
+        self._warn_once(self._failure, f"{error} Training goes on eagerly.")
+
+    # ---------------------------------------------------------------------------------------------------- verification
+
+    def _verified(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
+        self._unverified -= 1
+        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        last: list[Any] = []
+
+        def eager() -> Any:
+            last[:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+            args, kwargs = tree_unflatten([*last], captured.inputs.spec.tree)
+            return self._fn(phase, *args, **kwargs)
+
+        def replay() -> Any:
+            return captured.replay([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given])
+
+        verdict: Verdict = self._on_stream(
+            lambda: verified(replay, eager, self._state, self._options.generators), nullcontext()
+        )
+        for leaf, used in zip(leaves, last, strict=True):
+            if isinstance(leaf, Tensor) and version(used):  # changed in place
+                leaf.copy_(used)
+        if verdict.noise:
+            self._warn_once("noise", f"verify: {verdict.noise}")
+        if verdict.problem:
+            self.close()
+            self._refused = self._failure = f"verify: {verdict.problem}"
+            if self._options.on_failure == "raise":
+                raise CaptureError(f"{self._name}: {self._failure}")
+            self._warn(f"{self._failure} Training goes on eagerly.")
+        return verdict.outputs
+
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._warn(message)
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=_users_level())
+
+
+_MAX_LAYOUTS = 256  # without a graph; a batch that holds a step number makes one per call
+_MAX_SETTINGS = 32  # OneCycleLR's momentum makes one per call
+_HERE = str(Path(__file__).parent)
+
+
+def _users_level() -> int:
+    """Return the stacklevel by which a warning names the innermost line outside of ampkit."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _refuse_rebound(paths: list[str]) -> None:
+    if paths:
+        raise CaptureError(
+            f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the new "
+            "value. Change tensors in place (copy_, add_), and make them before the step."
+        )
+
+
+def _copied(tree: Any) -> Any:
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

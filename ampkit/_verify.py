@@ -1,0 +1,189 @@
+"""Whether a replay did what the step does: both are run from one saved state and compared bit by bit."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._state import TrainingState
+from ._torch import TorchDispatchMode, keystr, storage_address, tree_flatten, tree_flatten_with_path, written_arguments
+
+NOISE = 10.0  # two runs of a nondeterministic kernel are one sample of its noise; a third may lie further out
+
+
+class Verdict(NamedTuple):
+    """What came of a comparison.
+
+    Attributes:
+        outputs: of the eager run, whose result is the state now.
+        problem: what the replay did wrong, "" if nothing.
+        noise: how far two eager runs are apart, in words, "" if they are equal bit by bit or were not needed.
+    """
+
+    outputs: Any
+    problem: str
+    noise: str
+
+
+def verified(
+    replay: Callable[[], Any], eager: Callable[[], Any], state: TrainingState, generators: Sequence[torch.Generator]
+) -> Verdict:
+    """Replay, go back, run eagerly, and compare state, outputs and random numbers.
+
+    Where they differ, both are repeated. If replays differ among themselves too, kernels are not deterministic, and the
+    replay may be `NOISE` times as far from eager as eager from itself. If only eager differs, Python code is to blame.
+    The state that is left is an eager one.
+
+    Args:
+        replay: does the step; its outputs may be overwritten later.
+        eager: does the same step, from the same state.
+        state: all that the two may change.
+        generators: those that they draw from, beside the default ones.
+
+    Memory: up to four copies of the state. Sync: waits for the device.
+    """
+    start = _Snapshot(state, generators)
+    replayed = _results(replay(), state, generators)
+    start.restore()
+    with _WriteWatch(state) as watch:
+        outputs = eager()
+    watch.undo()
+    expected = _results(outputs, state, generators)
+    if watch.undeclared:
+        return Verdict(outputs, watch.describe(), "")
+    wrong = _differences(expected, replayed)
+    if not wrong:
+        return Verdict(outputs, "", "")
+    repeatable = True
+    for _ in range(2):
+        start.restore()
+        repeatable &= not _differences(replayed, _results(replay(), state, generators))
+    start.restore()
+    outputs = eager()
+    noise = {} if repeatable else _differences(expected, _results(outputs, state, generators))
+    level = max(noise.values(), default=0.0)
+    wrong = {path: size for path, size in wrong.items() if size > NOISE * level}
+    said = ""
+    if noise:
+        said = (
+            f"eager differs from eager by up to {level:.1e} of a tensor's largest value ({next(iter(noise))}), for its "
+            f"kernels are not deterministic; a replay was allowed {NOISE:g} times that."
+        )
+    return Verdict(outputs, _describe(wrong, said) if wrong else "", said)
+
+
+def _describe(wrong: dict[str, float], said: str) -> str:
+    path, size = next(iter(wrong.items()))
+    more = f", and {len(wrong) - 1} more tensors do" if len(wrong) > 1 else ""
+    return (
+        f"{path} is not what eager computes: it differs by {size:.1e} of the tensor's largest value{more}. "
+        f"{said}{' ' if said else ''}The step reads or changes something on the host, or state that it does not "
+        "declare (a tensor attribute that is rebound, a buffer outside of the modules)."
+    )
+
+
+class _Snapshot:
+    """A copy of the state and of the random-number generators."""
+
+    def __init__(self, state: TrainingState, generators: Sequence[torch.Generator]) -> None:
+        self._state = state
+        self._live = state.tensors()
+        self._values = {path: tensor.detach().clone() for path, tensor in self._live.items()}
+        self._generators = _all_generators(generators)
+        self._random = [generator.get_state() for generator in self._generators]
+
+    def restore(self) -> None:
+        """Put everything back, in place."""
+        self._state.rebind(self._live)
+        with torch.no_grad():
+            for path, tensor in self._live.items():
+                tensor.copy_(self._values[path])
+        for generator, state in zip(self._generators, self._random, strict=True):
+            generator.set_state(state)
+
+
+def _all_generators(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
+    on_cuda = list(torch.cuda.default_generators) if torch.cuda.is_available() else []
+    return [torch.default_generator, *on_cuda, *generators]
+
+
+def _results(outputs: Any, state: TrainingState, generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
+    """Return copies of everything that the step computed, by path."""
+    leaves, _ = tree_flatten_with_path(outputs)
+    named = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+    named.update(state.tensors())
+    # Of the generators on the host a replay takes nothing.
+    for i, generator in enumerate(_all_generators(generators)[1:]):
+        named[f"the state of CUDA generator {i}"] = generator.get_state()
+    return {path: tensor.detach().clone() for path, tensor in named.items()}
+
+
+def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
+    """Return the paths that are not equal bit by bit, with the size of the difference by the largest value."""
+    differences = {}
+    for path, left in expected.items():
+        right = got.get(path)
+        if right is None or right.shape != left.shape or right.dtype != left.dtype:
+            differences[path] = float("inf")
+        elif not torch.equal(_bits(left), _bits(right)):  # sync
+            size, scale = (left.double() - right.double()).abs().max(), left.double().abs().max()
+            relative = float(size / scale.clamp_min(torch.finfo(torch.float64).tiny))
+            differences[path] = relative if relative == relative else float("inf")  # nan: one of them is not finite
+    return differences
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    floats = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return floats.contiguous().reshape(-1).view(torch.uint8)
+
+
+class _WriteWatch(TorchDispatchMode):
+    """Notices writes to memory that was there before and is not declared, and can take them back."""
+
+    def __init__(self, state: TrainingState) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {storage_address(tensor) for tensor in state.tensors().values()}
+        self._undeclared: dict[int, tuple[Tensor, Tensor]] = {}
+        self._threads: Any = None
+
+    def __enter__(self) -> "_WriteWatch":
+        self._threads = torch.autograd.set_multithreading_enabled(False)  # the mode sees this thread only
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        self._threads.__exit__(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
+        for tensor in written_arguments(func, args, kwargs):
+            address = storage_address(tensor)
+            if address and address not in self._known and address not in self._undeclared:
+                self._undeclared[address] = (tensor, tensor.clone())
+        result = func(*args, **kwargs)
+        made = {storage_address(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)}
+        self._known |= made - read
+        return result
+
+    @property
+    def undeclared(self) -> list[Tensor]:
+        """Tensors that were written to though the step does not declare them."""
+        return [tensor for tensor, _ in self._undeclared.values()]
+
+    def undo(self) -> None:
+        """Give them the values they had when the watch began."""
+        with torch.no_grad():
+            for tensor, value in self._undeclared.values():
+                tensor.copy_(value)
+
+    def describe(self) -> str:
+        """Return in words what was written to."""
+        tensor = self.undeclared[0]
+        return (
+            f"the step writes to a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that it does not "
+            f"declare, one of {len(self.undeclared)}. Make it a buffer of the model, or pass the module that holds it "
+            "in modules=(...)."
+        )

@@ -1,0 +1,179 @@
+"""graphed_step(accumulate=N): windows of micro-batches, short ones, clipping and skipping over the whole of one."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import (
+    ENGINES,
+    OPTIMIZERS,
+    assert_same,
+    boosted_loss,
+    deterministic,
+    make_batches,
+    make_net,
+    training_state,
+)
+from torch import Tensor, nn
+
+import ampkit
+
+Engine = tuple[str, str]
+RATE = 2.0**-7  # in float32, as the step reads it, exactly what it is in Python
+
+
+def make(engine: Engine, graph: str | None = None, **options: Any) -> tuple[ampkit.GraphedStep, nn.Module, Any]:
+    model = make_net(engine[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    options = {"policy": "float32", "on_failure": "raise", "graph": graph or engine[1], **options}
+    return ampkit.graphed_step(options.pop("loss_fn", boosted_loss), model, optimizer, **options), model, optimizer
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_equals_a_loop_written_with_torch(engine: Engine) -> None:
+    """Bit by bit `(loss / N).backward()` N times, one optimizer step, and a short window that is flushed."""
+    batches = make_batches(engine[0], [8] * 20)
+    with deterministic():
+        step, model, optimizer = make(engine, accumulate=3)
+        torch.manual_seed(5)
+        for i, batch in enumerate(batches):
+            step(*batch)
+            if i == 12:
+                step.flush()
+        state = training_state(model, optimizer, step.scaler)
+        assert step.replays > 5
+
+        reference = make_net(engine[0])
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=RATE, fused=True)
+        torch.manual_seed(5)
+        micro = 0
+        for i, batch in enumerate(batches):
+            loss, _ = boosted_loss(reference, *batch)
+            (loss / 3).backward()
+            micro += 1
+            if micro == 3 or i == 12:
+                optimizer.step()
+                optimizer.zero_grad()
+                micro = 0
+    assert_same(training_state(reference, optimizer, step.scaler), state)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_overflow_skips_the_whole_window(engine: Engine) -> None:
+    """S1: one micro-batch with an overflow, in a replay: nothing moves but the scale, and the next window is clean."""
+    step, model, _ = make(engine, policy="float16", accumulate=2, max_norm=1.0)
+    batches = make_batches(engine[0], [8] * 14, overflow_at=(10,))
+    for batch in batches[:10]:
+        step(*batch)
+    scale, before = step.scaler.get_scale(), {name: p.detach().clone() for name, p in model.named_parameters()}
+    outs = [step(*batch) for batch in batches[10:12]]
+    assert [bool(out.skipped) for out in outs] == [False, True]
+    assert_same(before, {name: p.detach() for name, p in model.named_parameters()})
+    assert step.scaler.get_scale() == scale / 2
+    out = [step(*batch) for batch in batches[12:]][-1]
+    assert not out.skipped
+    assert out.grad_norm is not None
+    assert out.grad_norm.isfinite()
+    assert step.replays == 8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_micro_batch_returns(engine: Engine) -> None:
+    """The loss is the micro-batch's own, the norm is the window's, and the scheduler is stepped once per window."""
+    step, model, optimizer = make(engine, accumulate=4, max_norm=float("inf"), loss_fn=constant_loss)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    step._scheduler = scheduler
+    x = torch.ones(2, device=engine[0])
+    for i in range(20):
+        before = model.head.bias.detach().sum()
+        out = step(x * (i % 4 + 1))
+        assert float(out.loss.detach()) == pytest.approx(float((i % 4 + 1) * before), rel=1e-5)
+        assert (out.grad_norm is None) == (i % 4 != 3)
+        assert all(param.grad is None for param in model.parameters())
+    assert scheduler.get_last_lr() == [RATE * 0.5**5]
+    assert out.grad_norm is not None
+    torch.testing.assert_close(out.grad_norm.cpu(), torch.tensor(10**0.5 * 2.5))  # d/db of the mean of 1, 2, 3, 4 times
+    assert step.report().eager == {"warm-up": 9}  # the two in the middle share a graph
+
+
+def constant_loss(model: Any, x: Tensor) -> Tensor:
+    return model.head.bias.sum() * x.mean()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_with_a_gradient_in_some_micro_batches_only(engine: Engine) -> None:
+    """A layer that only some micro-batches use gets their gradients, whichever comes first, and none from others."""
+
+    def loss_fn(model: Any, x: Tensor, both: bool) -> Tensor:
+        return model[0](x).square().mean() + (model[1](x).square().mean() if both else 0.0)
+
+    def run(graph: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]).to(engine[0])
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        step = ampkit.graphed_step(loss_fn, model, optimizer, accumulate=2, graph=graph, on_failure="raise", warmup=2)
+        x = torch.arange(8.0, device=engine[0]).reshape(2, 4) / 8
+        history = []
+        for i in range(32):
+            out = step(x + i, both=bool((i // 2) & 1 if i % 2 else (i // 4) & 1))
+            history.append((out.loss, training_state(model, optimizer, step.scaler)))
+        assert step.replays == (20 if graph != "off" else 0)
+        return history
+
+    with deterministic():
+        assert_same(run("off"), run(engine[1]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exception_ends_the_window(engine: Engine) -> None:
+    """What loss_fn raises comes out; the window it was in is dropped, for a part of it may be in the gradients."""
+    fail = [False]
+
+    def loss_fn(model: nn.Module, *batch: Tensor) -> Any:
+        if fail[0]:
+            raise KeyError("a mistake of the user")
+        return boosted_loss(model, *batch)
+
+    step, model, _ = make(engine, loss_fn=loss_fn, accumulate=2)
+    batches = make_batches(engine[0], [8] * 3)
+    step(*batches[0])
+    fail[0] = True
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(KeyError, match="a mistake of the user"):
+        step(*batches[1])
+    fail[0] = False
+    step(*batches[2])
+    assert_same(before, {name: p.detach() for name, p in model.named_parameters()})
+    with pytest.raises(ampkit.InputMismatch):
+        step(batches[0][0].to_sparse(), *batches[0][1:])
+    step(*batches[1])  # the second of its window
+    assert not torch.equal(before["head.weight"], model.head.weight)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_flush_of_an_empty_window_does_nothing(engine: Engine) -> None:
+    """flush may be called after every epoch, whether or not the last window was short."""
+    step, model, optimizer = make(engine, accumulate=2)
+    step.flush()
+    for batch in make_batches(engine[0], [8] * 4):
+        step(*batch)
+    before = training_state(model, optimizer, step.scaler)
+    step.flush()
+    assert_same(before, training_state(model, optimizer, step.scaler))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_closing_within_a_window(engine: Engine) -> None:
+    """What was accumulated outlives the graphs: it is in no pool."""
+    with deterministic():
+        histories = []
+        for close in (False, True):
+            step, model, optimizer = make(engine, accumulate=3)
+            torch.manual_seed(5)
+            for i, batch in enumerate(make_batches(engine[0], [8] * 30)):
+                if close and i == 16:
+                    step.close()
+                step(*batch)
+            assert step.captures == (6 if close else 3)
+            histories.append(training_state(model, optimizer, step.scaler))
+    assert_same(*histories)

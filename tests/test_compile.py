@@ -1,0 +1,148 @@
+"""Steps with torch.compile or activation checkpointing inside: captured; with CUDA graphs of their own: refused."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import (
+    ENGINES,
+    OPTIMIZERS,
+    allow_inductor_warnings,
+    assert_same,
+    boosted_loss,
+    deterministic,
+    make_batches,
+    make_net,
+    training_state,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+
+Engine = tuple[str, str]
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def trajectory(engine: Engine, graph: str, wrap: Callable[[nn.Module], Any], loss_fn: Callable[..., Any]) -> list[Any]:
+    model = make_net(engine[0], dropout=0.0)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step = ampkit.graphed_step(
+        loss_fn, wrap(model), optimizer, policy="bfloat16", max_norm=1.0, graph=graph, on_failure="raise"
+    )
+    torch.manual_seed(5)
+    history = []
+    for batch in make_batches(engine[0], [8] * 5 + [6] * 5 + [8, 6]):
+        out = step(*batch)
+        history.append((out.loss, training_state(model, optimizer, step.scaler)))
+    assert step.replays == (6 if graph != "off" else 0)
+    return history
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("part", ["model", "loss"])
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.slow
+@allow_inductor_warnings
+def test_compiled_in_the_default_mode(engine: Engine, part: str) -> None:
+    """A compiled model, or a compiled loss, within the captured step: the compiled eager step's bits, two shapes."""
+    backend = "inductor" if engine[0] == "cuda" else "aot_eager"
+
+    def compiled(thing: Any) -> Any:
+        return torch.compile(thing, backend=backend, dynamic=False)
+
+    with deterministic():
+        histories = []
+        for graph in ("off", engine[1]):
+            loss_fn = compiled(boosted_loss) if part == "loss" else boosted_loss
+            wrap = compiled if part == "model" else lambda model: model
+            histories.append(trajectory(engine, graph, wrap, loss_fn))
+    assert_same(*histories)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(engine: Engine, reentrant: bool) -> None:
+    """A9, G5: layers whose forward is run again in the backward, with dropout, in a graph: eager's bits."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.layer, self.head = nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def inner(h: Tensor) -> Tensor:
+                return F.dropout(self.layer(h).relu(), 0.3)
+
+            return self.head(checkpoint(inner, self.stem(x), use_reentrant=reentrant))
+
+    def run(graph: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = Block().to(engine[0])
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        step = ampkit.graphed_step(
+            lambda m, x: m(x).square().mean(), model, optimizer, policy="bfloat16", graph=graph, on_failure="raise"
+        )
+        torch.manual_seed(5)
+        history = []
+        for i in range(8):
+            out = step(torch.full((16, 8), 0.1 * i, device=engine[0]))
+            history.append((out.loss, training_state(model, optimizer, step.scaler)))
+        assert step.replays == (5 if graph != "off" else 0)
+        return history
+
+    with deterministic():
+        assert_same(run("off"), run(engine[1]))
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("part", ["model", "child", "in place", "loss_fn"])
+@allow_inductor_warnings
+def test_cuda_graphs_of_their_own_are_refused(mode: str, part: str) -> None:
+    """torch.compile(mode="reduce-overhead") captures by itself: refused with the remedy, fine with graph="off"."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    loss_fn: Any = lambda m, x: m(x).square().mean()  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    if part == "model":
+        model = torch.compile(model, mode=mode)
+    elif part == "child":
+        model[0] = torch.compile(model[0], mode=mode)
+    elif part == "in place":
+        model[1].compile(mode=mode)
+    else:
+        loss_fn = torch.compile(loss_fn, mode=mode)
+    with pytest.raises(ValueError, match=r"CUDA graphs of its own.*torch.compile\(model\), or pass graph='off'"):
+        ampkit.graphed_step(loss_fn, model, optimizer, graph="emulate")
+    ampkit.graphed_step(loss_fn, model, optimizer, graph="off")
+    plain = torch.compile(nn.Linear(2, 2), mode="max-autotune-no-cudagraphs")
+    ampkit.graphed_step(lambda m, x: m(x).mean(), plain, torch.optim.SGD(plain.parameters(), fused=True), graph="off")
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("fresh_dynamo")
+@allow_inductor_warnings
+def test_a_compilation_within_the_capture_is_refused() -> None:
+    """What torch.compile would compile during the capture is an error with the remedy, and training goes on."""
+    calls = []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        calls.append(1)
+        return (torch.compile(lambda y: y.square().mean()) if len(calls) > 3 else lambda y: y.square().mean())(model(x))
+
+    model = nn.Linear(4, 4).cuda()
+    step = ampkit.graphed_step(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+    torch.compile(lambda y: y + 1)(torch.ones(2, device="cuda"))  # so that dynamo is there
+    x = torch.ones(2, 4, device="cuda")
+    for _ in range(3):
+        step(x)
+    with pytest.warns(ampkit.CaptureWarning, match="torch.compile had not compiled"):
+        step(x)
+    assert step.report().eager["capture failed"] == 1

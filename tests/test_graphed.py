@@ -1,0 +1,192 @@
+"""ampkit.graphed: functions of tensors that change declared state: a GAN, an evaluation, an update written by hand."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, OPTIMIZERS, assert_same, bits, deterministic, make_batches, make_net
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampkit
+
+Engine = tuple[str, str]
+
+
+def run_gan(engine: Engine, graph: str, verify: int = 0) -> list[Any]:
+    """Train two networks, two optimizers, one scaler, for 14 calls; return everything after each."""
+    device = engine[0]
+    torch.manual_seed(0)
+    gen = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6)).to(device)
+    disc = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Dropout(0.2), nn.Linear(16, 1)).to(device)
+    opt_g = torch.optim.Adam(gen.parameters(), lr=1e-2, fused=True)
+    opt_d = torch.optim.SGD(disc.parameters(), lr=1e-2, momentum=0.9, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt_g, 4, 0.5)
+    scaler = ampkit.GradScaler(device, init_scale=256.0, growth_interval=3)
+
+    @ampkit.graphed(
+        modules=(gen, disc),
+        optimizers=(opt_g, opt_d),
+        scaler=scaler,
+        graph=graph,
+        on_failure="raise",
+        verify=verify,
+    )
+    def train_step(real: Tensor, noise: Tensor, boost: Tensor) -> dict[str, Tensor | None]:
+        with torch.autocast(device, dtype=torch.float16):
+            fake = gen(noise)
+            on_real, on_fake = disc(real), disc(fake.detach())
+            loss_d = F.softplus(-on_real).mean() + F.softplus(on_fake).mean() * boost
+        opt_d.zero_grad()
+        scaler.scale(loss_d).backward()
+        scaler.step(opt_d, max_norm=1.0)
+        with torch.autocast(device, dtype=torch.float16):
+            loss_g = F.softplus(-disc(fake)).mean()
+        opt_g.zero_grad()
+        scaler.scale(loss_g).backward()
+        scaler.step(opt_g)
+        scaler.update()
+        return {"disc": loss_d, "gen": loss_g, "norm": scaler.grad_norm, "nothing": None}
+
+    made = torch.Generator().manual_seed(1)
+    history = []
+    for i in range(14):
+        real, noise = (torch.randn(8, n, generator=made).to(device) for n in (6, 4))
+        boost = torch.tensor(float("inf") if i in (1, 8) else 1.0, device=device)
+        out = train_step(real, noise, boost)
+        scheduler.step()
+        state: dict[str, Any] = {f"gen.{key}": bits(value) for key, value in gen.state_dict().items()}
+        state |= {f"disc.{key}": bits(value) for key, value in disc.state_dict().items()}
+        for optimizer in (opt_g, opt_d):
+            for number, moments in optimizer.state_dict()["state"].items():
+                state |= {f"{type(optimizer).__name__}.{number}.{key}": bits(value) for key, value in moments.items()}
+        history.append((out, state, scaler.state_dict(), bits(torch.rand(2, device=device))))
+    assert all(param.grad is None for module in (gen, disc) for param in module.parameters())
+    assert train_step.replays == (11 if graph != "off" else 0)
+    assert train_step.report().skipped == 2
+    return history
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gan(engine: Engine) -> None:
+    """S4: two optimizers and one scaler in one graph, one skipped and the other not: after every call eager's bits."""
+    with deterministic():
+        eager = run_gan(engine, "off")
+        assert_same(eager, run_gan(engine, engine[1]))
+        assert_same(eager, run_gan(engine, engine[1], verify=2))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_evaluation_without_gradients(engine: Engine) -> None:
+    """No optimizer, no gradient, eval mode, two shapes; sees the weights that a training step makes in between."""
+    device, graph = engine
+    model = make_net(device)
+    step = ampkit.graphed_step(
+        lambda m, x, y, b: F.cross_entropy(m(x), y), model, OPTIMIZERS["sgd"](model.parameters()), graph=graph
+    )
+
+    @ampkit.graphed(modules=(model,), graph=graph, on_failure="raise")
+    def evaluate(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of correct answers, and the logits."""
+        with torch.no_grad():
+            logits = model(images)
+        return (logits.argmax(1) == labels).sum(), logits
+
+    assert evaluate.__name__ == "evaluate"
+    assert evaluate.__doc__ == "Return the number of correct answers, and the logits."
+    for _ in range(6):
+        for images, labels, boost in make_batches(device, [12, 12, 12, 5]):
+            step(images, labels, boost)
+        model.eval()
+        for images, labels, _ in make_batches(device, [16, 16, 4]):
+            correct, logits = evaluate(images, labels)
+            with torch.no_grad():
+                expected = model(images)
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+            assert correct == (logits.argmax(1) == labels).sum()
+        model.train()
+    assert (evaluate.captures, evaluate.replays) == (2, 18 - 6)
+    assert step.captures == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_from_before_are_kept(engine: Engine) -> None:
+    """param.grad that exists before a call is accumulated into in place and stays; None stays None."""
+    device, graph = engine
+
+    def run(graph: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).to(device)
+
+        @ampkit.graphed(modules=(model,), graph=graph, on_failure="raise")
+        def backward(x: Tensor) -> Tensor:
+            loss = model[1](model[0](x)).square().mean()
+            loss.backward()
+            return loss
+
+        held = torch.zeros_like(model[0].weight)
+        history = []
+        for i in range(8):
+            if i % 3 == 0:
+                held.zero_()
+            model[0].weight.grad = held
+            history.append(backward(torch.full((2, 4), 1.0 + i, device=device)))
+            assert model[0].weight.grad is held
+            assert model[0].bias.grad is model[1].weight.grad is None
+            history.append(held.clone())
+        assert backward.replays == (5 if graph != "off" else 0)
+        return history
+
+    with deterministic():
+        assert_same(run("off"), run(graph))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_function_without_reference_cycles(engine: Engine) -> None:
+    """The last reference to the function releases its graphs and modules."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Linear(4, 4).to(engine[0])
+        ref = weakref.ref(model)  # for a closure is a reference too
+        double = ampkit.graphed(modules=(model,), graph=engine[1])(lambda x: x * 2 + ref().bias)
+        with double:
+            for _ in range(5):
+                double(torch.ones(4, device=engine[0]))
+            assert double.report().graphs == 1
+        assert double.report().graphs == 0
+        gone = [weakref.ref(double), weakref.ref(model)]
+        del double, model
+        assert [thing() for thing in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"modules": nn.Linear(2, 2)}, r"graphed\(modules=Linear\): expected a tuple of torch.nn.Module"),
+        ({"modules": ()}, r"graphed\(modules\): expected parameters and buffers on one device, found no parameters"),
+        ({"warmup": 0}, r"graphed\(warmup=0\): expected an int of at least 1"),
+        ({"graph": "on"}, r"graphed\(graph='on'\): expected one of 'auto', 'emulate', 'off'"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, r"torch.amp.grad_scaler.GradScaler\): expected an ampkit.GradScaler"),
+        ({"optimizers": torch.optim.SGD([torch.zeros(1)])}, r"optimizers=\(optimizer,\)"),
+        (
+            {"optimizers": (torch.optim.SGD([torch.zeros(3)], fused=True),)},
+            r"optimizers\[0\] holds 1 parameters of no module in modules, the first of shape \(3,\)",
+        ),
+    ],
+)
+def test_wrong_use(options: dict[str, Any], says: str) -> None:
+    """What cannot work is a ValueError that says what to pass."""
+    with pytest.raises(ValueError, match=says):
+        ampkit.graphed(**{"modules": (nn.Linear(2, 2),), **options})
+
+
+def test_outputs_must_be_tensors() -> None:
+    """A number would be frozen: the message has the function's name and the value."""
+    double = ampkit.graphed(modules=(nn.Linear(2, 2),), graph="emulate")(lambda x: (x, 3))
+    with pytest.raises(ValueError, match=r"graphed\(<lambda>\) returned a int \(3\), which a replay cannot compute"):
+        double(torch.ones(2))

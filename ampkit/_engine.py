@@ -15,6 +15,7 @@ from torch import Tensor
 from ._cache import Cache, Captured
 from ._distributed import Ranks
 from ._errors import CaptureError, CaptureWarning
+from ._graph import capture_stream
 from ._inputs import Spec, StaticInputs, describe_change, read_batch
 from ._preflight import Preflight, describe
 from ._state import Generation, Settings, TrainingState
@@ -145,7 +146,7 @@ class Engine:
         self._ranks = ranks
         self._name = name
         real = options.graph == "auto" and device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if real else None
+        self._stream = capture_stream(device) if real else None
         self._warmup = max(options.warmup, ranks.warmup) if real else options.warmup
         self._refused = "graph='off'" if options.graph == "off" else ""
         self._failure: str | None = None
@@ -154,6 +155,7 @@ class Engine:
         self._layouts: OrderedDict[_Key, _Layout] = OrderedDict()
         self._generation: Generation | None = None
         self._settings: list[Settings] = []
+        self._setting = 0  # the index of the present ones
         self._reason = WARM_UP
         self._eager: Counter[str] = Counter()
         self._unverified = options.verify
@@ -176,18 +178,26 @@ class Engine:
         """Return what `fn` returns, in tensors of its own."""
         spec, leaves = read_batch(args, kwargs, self._device)
         if self._refused:
+            if self._options.graph != "off":
+                self._ranks.decide(wants=False, can=True, settled=True)
             return self.run(self._refused, lambda: self._fn(phase, *args, **kwargs))
         key = _Key(spec, phase, self._observe())
         captured = self._cache.get(key)
+        layout = self._layout(key) if captured is None else None
+        wants = layout is not None and not layout.eager and layout.warm >= self._warmup << layout.evictions
+        problem = layout.problem if layout is not None and wants else ""
+        all_want, all_can = self._ranks.decide(wants, not problem, captured is not None)
         if captured is None:
-            layout = self._layout(key)
-            if layout.eager:
-                return self.run(layout.eager, lambda: self._fn(phase, *args, **kwargs))
-            if layout.warm < self._warmup << layout.evictions:
+            assert layout is not None  # made above
+            if not all_can and not layout.eager:
+                self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
+            if not layout.eager and not wants:
                 return self._warm_up(layout, lambda: self._fn(phase, *args, **kwargs))
-            captured = self._capture(key, layout, leaves)
+            if not layout.eager and all_want:
+                captured = self._capture(key, layout, leaves)
             if captured is None:
-                return self.run(self._refused or layout.eager, lambda: self._fn(phase, *args, **kwargs))
+                reason = self._refused or layout.eager or "another rank is not ready to capture"
+                return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
         self.replays += 1
         captured.replays += 1
         if self._unverified:
@@ -240,7 +250,7 @@ class Engine:
         """Return a number for the settings around this call, having dropped the graphs that the state outlived."""
         now, before = self._state.generation(), self._generation
         if now == before:
-            return self._settings.index(now.settings)
+            return self._setting
         if before is not None:
             replaced = before.replaced_in(now)
             changes = replaced or before.settings.changes(now.settings)
@@ -254,7 +264,8 @@ class Engine:
         self._generation = now
         if now.settings not in self._settings:
             self._settings.append(now.settings)
-        return self._settings.index(now.settings)
+        self._setting = self._settings.index(now.settings)
+        return self._setting
 
     def _layout(self, key: _Key) -> _Layout:
         layout = self._layouts.get(key)
@@ -277,20 +288,21 @@ class Engine:
     # ---------------------------------------------------------------------------------------------- warm-up, capture
 
     def _warm_up(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
-        layout.warm += 1
-        if layout.warm != self._warmup:
-            return self.run(layout.reason, fn)
+        if layout.warm + 1 != self._warmup:
+            outputs = self.run(layout.reason, fn)
+            layout.warm += 1  # behind it: a call that raised has shown nothing
+            return outputs
+        before = self._state.tensors().keys()
         preflight = Preflight(self._device, self._options.generators)
         outputs = self.run(layout.reason, fn, preflight)
-        if preflight.findings:
-            layout.problem = describe(preflight.findings)
+        if preflight.findings and self._state.tensors().keys() != before:
+            return outputs  # what makes optimizer state for the first time may wait: look again in the next call
+        layout.warm += 1
+        layout.problem = describe(preflight.findings)
         return outputs
 
     def _capture(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
         """Capture for this key; on failure leave everything as before the call and return None, or raise."""
-        if not self._ranks.agree(not layout.problem):
-            self._give_up(layout, CaptureError(layout.problem or self._ranks.other_found))
-            return None
         if layout.evictions:
             self._warn_once(
                 "evictions",
@@ -313,20 +325,22 @@ class Engine:
         if not self._ranks.agree(failure is None):
             graph.reset()
             self._state.rebind(before)
-            self._give_up(layout, failure or CaptureError(self._ranks.other_failed))
+            self._give_up(layout, "capture failed", failure or CaptureError(self._ranks.other_failed))
             return None
         if self._stream is not None:
             self._ranks.close_before_end(self)
         self.captures += 1
         changed = [old != new for old, new in zip(versions, inputs.versions(), strict=True)]
         captured = self._cache.add(key, graph, inputs, changed, pool_bytes)
-        return self._within_budget(key, layout, leaves) if self._cache.over_budget() else captured
+        return (
+            captured if self._ranks.agree(not self._cache.over_budget()) else self._within_budget(key, layout, leaves)
+        )
 
     def _within_budget(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
         """Capture again into a pool that fewer graphs share; give this key up if its graph alone is too large."""
         budget = self._options.memory_budget
         assert budget is not None  # or nothing would be over it
-        if len(self._cache) > 1:
+        if len(self._cache) > 1 and not self._ranks.wrappers:
             limit = self._cache.limit
             self._cache.limit = len(self._cache) - 1
             self.evictions += len(self._cache) - 1  # they are warm, and captured again at their next call
@@ -349,11 +363,11 @@ class Engine:
             layout.warm, layout.evictions = 0, layout.evictions + 1
             layout.reason = f"{WARM_UP} again: its graph made room for another"
 
-    def _give_up(self, layout: _Layout, error: CaptureError) -> None:
+    def _give_up(self, layout: _Layout, reason: str, error: CaptureError) -> None:
         if self._options.on_failure == "raise":
             raise CaptureError(f"{self._name}: {error}") from error
         self._failure = str(error)
-        layout.eager = "capture failed"
+        layout.eager = reason
         if not len(self._cache):
             self._refused = layout.eager
         self._warn_once(self._failure, f"{error} Training goes on eagerly.")

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import linecache
 import os
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,6 +28,26 @@ class Graph(Protocol):
 
     def reset(self) -> None:
         """Give back the graph and its memory."""
+
+
+class _Streams(threading.local):
+    """The capture stream of each device, one per thread: two threads may capture at the same time."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, torch.cuda.Stream] = {}
+
+
+_streams = _Streams()
+
+
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which this thread warms up and captures everything on this device.
+
+    cuBLAS keeps a workspace of 32 MiB (on an H100) for good per stream, and per thread that used it.
+    """
+    if device not in _streams.by_device:
+        _streams.by_device[device] = torch.cuda.Stream(device)
+    return _streams.by_device[device]
 
 
 class Pool:

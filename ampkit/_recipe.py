@@ -1,12 +1,13 @@
 """What a training step does: forward, backward, accumulation, unscale, clip, optimizer, scale update, what follows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ._distributed import Ranks
 from ._optim import CapturableGroups
 from ._policy import Policy
 from ._scaler import GradScaler
@@ -58,9 +59,10 @@ class Recipe:
         max_norm: see `graphed_step`.
         accumulate: micro-batches that a loss is the mean over.
         after_step: called with the model behind the optimizer.
-        wrappers: the modules that reduce gradients over processes, but not within a window.
+        ranks: the processes that average gradients, once per window.
         device: where parameters are.
         capturable: whether a graph may hold the optimizer.
+        max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
     """
 
     def __init__(
@@ -74,9 +76,10 @@ class Recipe:
         max_norm: float | None,
         accumulate: int,
         after_step: Callable[[nn.Module], object] | None,
-        wrappers: Sequence[Any],
+        ranks: Ranks,
         device: torch.device,
         capturable: bool,
+        max_value: float | None = None,
     ) -> None:
         self._loss_fn = loss_fn
         self._model = model
@@ -84,9 +87,10 @@ class Recipe:
         self._policy = policy
         self.scaler = scaler
         self._max_norm = max_norm
+        self._max_value = max_value
         self._accumulate = accumulate
         self._after_step = after_step
-        self._wrappers = wrappers
+        self._ranks = ranks
         self._device = device
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         self.groups = CapturableGroups(optimizer, device)
@@ -101,7 +105,7 @@ class Recipe:
         torch.clear_autocast_cache()  # of an autocast around the step, which has casts that an optimizer outdated
         try:
             with ExitStack() as stack:
-                for wrapper in () if phase.last else self._wrappers:
+                for wrapper in () if phase.last else self._ranks.wrappers:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward(args, kwargs)
                 scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
@@ -117,6 +121,7 @@ class Recipe:
     def flush(self, held: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
         """Step the optimizer on what is held; return gradient norm and whether the step was skipped."""
         params = self._take_up(held)
+        self._ranks.average([self.gradients[_name(i)] for i in held])  # DDP does it in the last backward of a window
         try:
             return self._finish()
         finally:
@@ -133,6 +138,10 @@ class Recipe:
         return loss, aux
 
     def _finish(self) -> tuple[Tensor | None, Tensor]:
+        if self._max_value is not None:
+            self.scaler.unscale_(self._optimizer)
+            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+            nn.utils.clip_grad_value_(params, self._max_value)
         with self.groups.applied() if self._capturable else ExitStack():
             self.scaler.step(self._optimizer, max_norm=self._max_norm)
         self.scaler.update()

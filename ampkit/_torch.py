@@ -1,6 +1,5 @@
 """Every private torch name that ampkit uses, guarded. Checked on torch 2.11.0 (CPU and CUDA 13.0 builds)."""
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.utils import _foreach_utils, _pytree
+from torch.utils import _foreach_utils, _python_dispatch, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _MISSING = object()
@@ -236,18 +235,21 @@ def is_sharded(param: Tensor) -> bool:
     return tensors is not None and isinstance(param, tensors.DTensor)
 
 
+class _LastCall:
+    """What `destroy_process_group` takes for one more communicator, which it finalizes before all backends."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.finalize = callback
+
+
 def call_before_process_group_ends(callback: Callable[[], None]) -> None:
-    """Have `torch.distributed.destroy_process_group` call this first. There is no hook: the function is wrapped."""
-    home = torch.distributed.distributed_c10d
-    original = home.destroy_process_group
+    """Have `torch.distributed.destroy_process_group()` of the default group call this first.
 
-    @functools.wraps(original)
-    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
-        callback()
-        original(*args, **kwargs)
-
-    for module in (home, torch.distributed):
-        module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+    There is no hook. A wrapped function would miss `from torch.distributed import destroy_process_group`.
+    """
+    comms = _private(torch.distributed.distributed_c10d, "_world").comms
+    if not any(comm.finalize is callback for comm in comms if isinstance(comm, _LastCall)):
+        comms.append(_LastCall(callback))
 
 
 # How torch.optim.swa_utils groups tensors for an averaging function, and where it takes foreach kernels to be fast.
@@ -255,3 +257,64 @@ grouped_by_device_and_dtype: Callable[
     [list[list[Tensor]]], dict[tuple[torch.device, torch.dtype], tuple[list[list[Tensor]], list[int]]]
 ] = _private(_foreach_utils, "_group_tensors_by_device_and_dtype")
 devices_with_foreach: Callable[[], list[str]] = _private(_foreach_utils, "_get_foreach_kernels_supported_devices")
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the live tables of hooks that run in a call of the module, before, after and in backward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def has_legacy_backward_hooks(module: nn.Module) -> bool:
+    """Return whether the module has hooks of `register_backward_hook`."""
+    return module._is_full_backward_hook is False and bool(module._backward_hooks)
+
+
+# Within a backward pass: whether its caller asked to keep the graph (retain_graph=True).
+keeps_graph: Callable[[], bool] = _private(torch._C._autograd, "_get_current_graph_task_keep_graph")
+
+
+# The function of the Python layer by which every backward enters autograd's engine, and where callers look it up.
+ENGINE_CODE = _private(torch.autograd.graph, "_engine_run_backward").__code__
+ENGINE_ENTRIES = ((torch.autograd, "_engine_run_backward"), (torch.autograd.graph, "_engine_run_backward"))
+_private(torch.autograd, "_engine_run_backward")
+# Within a backward pass: the node of the graph that runs; None outside of one.
+current_node: Callable[[], Any] = _private(torch._C, "_current_autograd_node")
+
+# `Tensor.__repr__` looks this up. It switches dispatch modes off before it reads the tensor.
+PRINT_ENTRY = (_private(torch, "_tensor_str"), "_str")
+_private(*PRINT_ENTRY)
+
+# call(function, types, args, kwargs): calls function(*args, **kwargs) as the C++ of a binding does. What C++ below it
+# warns of is shown when this returns, not when the outermost binding does, which for a backward is at its end.
+call_from_binding: Callable[..., Any] = _private(torch._C, "_disabled_torch_function_impl")
+
+
+def host_waits() -> Iterator[tuple[str, Any, str]]:
+    """Yield the functions that wait for a CUDA device unseen by the sync debug mode: what they are called, the owner
+    and the name under which callers look them up.
+    """
+    yield "torch.cuda.synchronize()", torch._C, "_cuda_synchronize"
+    yield "torch.accelerator.synchronize()", torch._C, "_accelerator_synchronizeDevice"
+    yield "event.synchronize()", torch.cuda.Event, "synchronize"
+
+
+def forward_stack(node: Any) -> list[str]:
+    """Return where a node of the graph was made, as `traceback.format_stack` did there; empty without anomaly mode."""
+    stack: list[str] = node.metadata.get("traceback_", [])
+    return stack
+
+
+def step_aside(mode: TorchDispatchMode) -> None:
+    """Take a dispatch mode off, where it is the innermost one, until autograd has run the node that it is about to."""
+    if _private(_python_dispatch, "_get_current_dispatch_mode")() is mode:
+        _private(_python_dispatch, "_pop_mode")()
+
+
+def is_same_generator(left: torch.Generator, right: torch.Generator) -> bool:
+    """Return whether two objects are one generator: a dispatch mode is given another object than the caller has."""
+    return bool(_private(left, "_cdata") == _private(right, "_cdata"))
+
+
+def is_fake(kind: type) -> bool:
+    """Return whether tensors of this class have everything but data."""
+    return issubclass(kind, _private(fake_tensor, "FakeTensor"))

@@ -143,6 +143,7 @@ class _WriteWatch(TorchDispatchMode):
 
     def __init__(self, state: TrainingState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._state = state
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, tuple[Tensor, Tensor]] = {}
         self._threads: Any = None
@@ -169,19 +170,21 @@ class _WriteWatch(TorchDispatchMode):
         return result
 
     @property
-    def undeclared(self) -> list[Tensor]:
-        """Tensors that were written to though the step does not declare them."""
-        return [tensor for tensor, _ in self._undeclared.values()]
+    def undeclared(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors that were written to though the step does not declare them, and what was in them before."""
+        # Not those that became state in the step: a tensor can be made past the mode.
+        declared = {storage_address(tensor) for tensor in self._state.tensors().values()}
+        return [pair for address, pair in self._undeclared.items() if address not in declared]
 
     def undo(self) -> None:
         """Give them the values they had when the watch began."""
         with torch.no_grad():
-            for tensor, value in self._undeclared.values():
+            for tensor, value in self.undeclared:
                 tensor.copy_(value)
 
     def describe(self) -> str:
         """Return in words what was written to."""
-        tensor = self.undeclared[0]
+        tensor, _ = self.undeclared[0]
         return (
             f"the step writes to a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that it does not "
             f"declare, one of {len(self.undeclared)}. Make it a buffer of the model, or pass the module that holds it "

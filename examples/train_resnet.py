@@ -2,10 +2,11 @@
 
     python examples/train_resnet.py                        # scikit-learn's handwritten digits: nothing to download
     python examples/train_resnet.py --dataset cifar10 --data-path data --model resnet18
+    torchrun --nproc-per-node=2 examples/train_resnet.py   # one process per GPU: DistributedDataParallel
     python examples/train_resnet.py --help
 
-The file reads top to bottom: options, data, model, one epoch, checkpoint, results, main. What ampkit changes in an
-ordinary training script is in two places: `make_step` builds the training step, `train_epoch` calls it.
+The file reads top to bottom: options, processes, data, model, one epoch, checkpoint, results, main. What ampkit changes
+in an ordinary training script is in two places: `make_step` builds the training step, `train_epoch` calls it.
 """
 
 import argparse
@@ -15,17 +16,20 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torchvision
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchvision import transforms
 from torchvision.models.resnet import BasicBlock
 from tqdm import tqdm
@@ -92,7 +96,9 @@ def add_data_options(group: argparse._ArgumentGroup) -> None:
         "synthetic: random images, to time a model",
     )
     group.add_argument("--data-path", default="data", metavar="DIR", help="folder of cifar10 or imagefolder")
-    group.add_argument("-b", "--batch-size", type=positive, default=64, metavar="N", help="images per training step")
+    group.add_argument(
+        "-b", "--batch-size", type=positive, default=64, metavar="N", help="images per training step, in each process"
+    )
     group.add_argument(
         "-j", "--workers", type=int, metavar="N", help="loader processes; None: 0 for data in memory, else 4"
     )
@@ -172,6 +178,60 @@ def add_run_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--print-freq", type=positive, default=20, metavar="N", help="steps between two bar updates")
     group.add_argument("--json", action="store_true", help="print nothing but the summary, one JSON line, on stdout")
+
+
+# ------------------------------------------------------------------------------------------------------- processes
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Meet the other processes that torchrun started, each on a GPU of its own. Without torchrun there are none."""
+    args.rank, args.processes = 0, 1
+    if not dist.is_torchelastic_launched():
+        return
+    if args.device == "cuda":
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(args.device)
+    elif args.device != "cpu":
+        raise SystemExit(f"--device {args.device}: torchrun gives each process a device. Use --device cuda or cpu.")
+    on_cuda = args.device != "cpu"
+    dist.init_process_group("nccl" if on_cuda else "gloo", device_id=torch.device(args.device) if on_cuda else None)
+    args.rank, args.processes = dist.get_rank(), dist.get_world_size()
+
+
+def distribute(args: argparse.Namespace, model: nn.Module) -> nn.Module:
+    """Return the model to train: one that averages gradients over all processes, if there are several."""
+    if not dist.is_initialized():
+        return model
+    if args.device == "cpu":
+        return DistributedDataParallel(model)
+    side = torch.cuda.Stream()  # a graph can hold the exchange of gradients only if it is set up on a side stream
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        distributed = DistributedDataParallel(model, device_ids=[args.device], gradient_as_bucket_view=True)
+    torch.cuda.current_stream().wait_stream(side)
+    return distributed
+
+
+def sum_over_processes(totals: Tensor) -> Tensor:
+    if dist.is_initialized():
+        totals = totals.clone()
+        dist.all_reduce(totals)
+    return totals
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give every process the BatchNorm statistics of the first, which are those that a checkpoint has."""
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def gather(value: Any) -> list[Any]:
+    """Return what each process has, in order of rank."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
 
 
 # ------------------------------------------------------------------------------------------------------------ data
@@ -254,10 +314,16 @@ def imagefolder(path: Path) -> Data:
 
 
 def make_loader(dataset: Dataset[Any], args: argparse.Namespace, *, train: bool) -> DataLoader[Any]:
+    sampler: Iterable[int] | None = None
+    if dist.is_initialized() and train:
+        sampler = DistributedSampler(dataset, seed=1_000_000 * args.seed, drop_last=True)
+    elif dist.is_initialized():
+        sampler = range(args.rank, len(dataset), args.processes)  # DistributedSampler would test some images twice
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
-        shuffle=train,
+        shuffle=train and sampler is None,
+        sampler=sampler,
         drop_last=train,  # a graph replays one batch size: the few images left over come up in another epoch
         num_workers=args.workers,
         generator=torch.Generator(),  # train_epoch seeds it, so that an epoch's order depends on nothing before it
@@ -346,7 +412,7 @@ def make_step(args: argparse.Namespace, training: Training) -> ampkit.GraphedSte
 
     return ampkit.graphed_step(
         loss_fn,
-        training.model,
+        distribute(args, training.model),
         training.optimizer,
         policy=training.policy,
         scaler=training.scaler,
@@ -361,24 +427,27 @@ def train_epoch(
     args: argparse.Namespace, training: Training, step: ampkit.GraphedStep, loader: DataLoader[Any], epoch: int
 ) -> dict[str, float]:
     training.model.train()
-    loader.generator.manual_seed(1_000_000 * args.seed + epoch)
+    loader.generator.manual_seed(1_000_000 * args.seed + 10_000 * args.rank + epoch)
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.set_epoch(epoch)
     device = torch.device(args.device)
     totals = torch.zeros(2, device=device)  # loss and accuracy, summed on the device: reading them would wait for it
     skipped_before = step.skipped
     start = time.perf_counter()
-    with tqdm(total=len(loader), desc=f"epoch {epoch + 1}/{args.epochs}", leave=False, disable=None) as bar:
+    hidden = None if args.rank == 0 else True  # None: hidden unless on a terminal
+    with tqdm(total=len(loader), desc=f"epoch {epoch + 1}/{args.epochs}", leave=False, disable=hidden) as bar:
         for count, (images, labels) in enumerate(ampkit.prefetch(loader, device), start=1):
             out = step(images, labels)
             totals += torch.stack([out.loss, out.aux])
             bar.update()
             if count % args.print_freq == 0 or count == len(loader):  # the only steps that wait for the device
-                loss, accuracy = (totals / count).tolist()
+                loss, accuracy = (sum_over_processes(totals) / (count * args.processes)).tolist()
                 metrics = {
                     "train_loss": loss,
                     "train_accuracy": accuracy,
                     "loss_scale": training.scaler.get_scale(),
                     "skipped": step.skipped - skipped_before,
-                    "images_per_second": count * args.batch_size / (time.perf_counter() - start),
+                    "images_per_second": count * args.batch_size * args.processes / (time.perf_counter() - start),
                 }
                 bar.set_postfix_str(describe(metrics))
     return metrics
@@ -394,6 +463,7 @@ def describe(metrics: dict[str, float]) -> str:
 @torch.inference_mode()
 def evaluate(args: argparse.Namespace, training: Training, loader: DataLoader[Any]) -> dict[str, float]:
     training.model.eval()
+    share_buffers(training.model)
     device = torch.device(args.device)
     totals = torch.zeros(2, device=device)
     for images, labels in ampkit.prefetch(loader, device):
@@ -401,17 +471,18 @@ def evaluate(args: argparse.Namespace, training: Training, loader: DataLoader[An
             logits = training.model(images.to(training.policy.params))
             loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
         totals += torch.stack([loss, (logits.argmax(1) == labels).sum()])
-    loss, accuracy = (total / len(loader.dataset) for total in totals.tolist())
+    loss, accuracy = (total / len(loader.dataset) for total in sum_over_processes(totals).tolist())
     return {"test_loss": loss, "test_accuracy": accuracy}
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoint
 
 # Options that do not say what is trained: a resumed run may have others.
-FREE_OPTIONS = {"resume", "output_dir", "json", "print_freq", "data_path", "device", "cuda_graph"}
+FREE_OPTIONS = {"resume", "output_dir", "json", "print_freq", "data_path", "device", "cuda_graph", "rank"}
 
 
 def save_checkpoint(args: argparse.Namespace, training: Training, history: list[dict[str, float]]) -> None:
+    """Write everything that a later run needs, with or without torchrun. All processes call it, the first writes."""
     checkpoint = {
         "model": training.model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
@@ -419,9 +490,11 @@ def save_checkpoint(args: argparse.Namespace, training: Training, history: list[
         "scaler": training.scaler.state_dict(),
         "history": history,  # one entry per epoch
         "options": vars(args),
-        "rng_cpu": torch.get_rng_state(),
-        "rng_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "rng_cpu": gather(torch.get_rng_state()),  # one per process
+        "rng_cuda": gather(torch.cuda.get_rng_state(args.device)) if args.device.startswith("cuda") else [],
     }
+    if args.rank > 0:
+        return
     path = Path(args.output_dir) / "checkpoint.pth"
     torch.save(checkpoint, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)  # a run that dies while it writes leaves the last good checkpoint
@@ -435,6 +508,8 @@ def load_checkpoint(args: argparse.Namespace, training: Training) -> list[dict[s
         raise SystemExit(f"--resume {args.resume}: there is no such file. A run writes DIR/checkpoint.pth.") from None
     then, now = checkpoint["options"], vars(args)
     changed = {name for name in now.keys() - FREE_OPTIONS if then.get(name) != now[name]}
+    if then["batch_size"] * then["processes"] == args.batch_size * args.processes:  # as many steps of as many images
+        changed -= {"batch_size", "processes"}
     if args.lr_scheduler != "cosine":  # only the cosine depends on where the run ends
         changed.discard("epochs")
     if changed:
@@ -447,9 +522,10 @@ def load_checkpoint(args: argparse.Namespace, training: Training) -> list[dict[s
     training.scaler.load_state_dict(checkpoint["scaler"])
     if training.scheduler:
         training.scheduler.load_state_dict(checkpoint["scheduler"])
-    torch.set_rng_state(checkpoint["rng_cpu"])
-    if checkpoint["rng_cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(checkpoint["rng_cuda"])
+    if then["processes"] == args.processes:
+        torch.set_rng_state(checkpoint["rng_cpu"][args.rank])
+        if checkpoint["rng_cuda"] and args.device.startswith("cuda"):
+            torch.cuda.set_rng_state(checkpoint["rng_cuda"][args.rank], args.device)
     return checkpoint["history"]
 
 
@@ -537,6 +613,7 @@ def summarize(
         "torch": torch.__version__,
         "epochs": len(history),
         "batch_size": args.batch_size,
+        "processes": args.processes,
         "seed": args.seed,
         "seconds": round(seconds, 1),
         "curves": str(Path(args.output_dir) / "curves.png"),
@@ -550,9 +627,10 @@ def summarize(
 def main(argv: list[str] | None = None) -> None:
     start = time.perf_counter()
     args = parse_args(argv)
+    join_processes(args)
     log = sys.stderr if args.json else sys.stdout
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + 10_000 * args.rank)  # weights of the first process go to all: see distribute
     set_algorithms(args)
     data = load_data(args)
     train_loader = make_loader(data.train, args, train=True)
@@ -574,19 +652,24 @@ def main(argv: list[str] | None = None) -> None:
         metrics |= evaluate(args, training, test_loader)
         history.append(metrics)
         save_checkpoint(args, training, history)
-        print(
-            f"epoch {epoch + 1}/{args.epochs}: {describe(metrics)}; "
-            f"test loss {metrics['test_loss']:.4f}, accuracy {metrics['test_accuracy']:.2%}",
-            file=log,
-            flush=True,
-        )
+        if args.rank == 0:
+            print(
+                f"epoch {epoch + 1}/{args.epochs}: {describe(metrics)}; "
+                f"test loss {metrics['test_loss']:.4f}, accuracy {metrics['test_accuracy']:.2%}",
+                file=log,
+                flush=True,
+            )
 
-    plot_curves(args, training, history)
-    report = step.report()
-    print(report, file=log)
-    summary = summarize(args, training, history, report, time.perf_counter() - start)
-    (Path(args.output_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(json.dumps(summary), flush=True)
+    if args.rank == 0:
+        plot_curves(args, training, history)
+        report = step.report()
+        print(report, file=log)
+        summary = summarize(args, training, history, report, time.perf_counter() - start)
+        (Path(args.output_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print(json.dumps(summary), flush=True)
+    if dist.is_initialized():
+        step.close()  # before what its graph exchanges gradients with
+        dist.destroy_process_group()
 
 
 def set_algorithms(args: argparse.Namespace) -> None:

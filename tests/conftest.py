@@ -52,9 +52,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    samples = sys.modules.get("autocast_samples")  # imported by the tests that ran, if any did
-    lines = list(samples.summary()) if samples else []
-    if lines:
-        terminalreporter.section("operations with an autocast kernel that ran")
-    for line in lines:
-        terminalreporter.write_line(line)
+    sections = {
+        "autocast_samples": "operations with an autocast kernel that ran",
+        "setups": "random training set-ups, graphed and eager",
+    }
+    for name, title in sections.items():
+        module = sys.modules.get(name)  # imported by the tests that ran, if any did
+        lines = list(module.summary()) if module else []
+        if lines:
+            terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -131,8 +131,8 @@ def make_batches(
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor, by which nan equals the same nan and 0.0 does not equal -0.0."""
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    """Return a copy of the bits of a tensor, by which nan equals the same nan and 0.0 does not equal -0.0."""
+    return tensor.detach().clone().contiguous().cpu().reshape(-1).view(torch.uint8)
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: ampkit.GradScaler) -> dict[str, Any]:

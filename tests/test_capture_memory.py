@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -155,7 +156,9 @@ def test_memory_that_dies_or_lives_on_across_captures() -> None:
         kept: list[Tensor] = []
         history = []
         for i, batch in enumerate(make_batches("cuda", [(16, 24, 8)[(i // 5) % 3] for i in range(45)])):
-            out = step(*batch)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".* dropped to make room for others is captured again")
+                out = step(*batch)
             kept.append(out.loss)  # lives on
             history.append((out._asdict(), training_state(model, optimizer, step.scaler)))
             trash = [torch.full((n,), float("nan"), device="cuda") for n in (64, 4096, 1 << 18)]
@@ -167,7 +170,8 @@ def test_memory_that_dies_or_lives_on_across_captures() -> None:
             for tensor in kept:
                 tensor.add_(0)  # the caller's own
         if graph == "auto":
-            assert (step.captures, step.evictions) == (3, 1)
+            report = step.report()
+            assert (report.captures, report.evictions) == (4, 2)
         return history
 
     with deterministic():

@@ -1,5 +1,6 @@
 """Every python block of README.md and docs/*.md runs, in order, one namespace a page."""
 
+import ast
 import re
 import traceback
 from pathlib import Path
@@ -46,6 +47,30 @@ PAGES = [page for page in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_runs(page)
+
+
+def messages() -> list[str]:
+    """Return every string in the sources of ampkit, with a mark for each value that is filled in."""
+    found = []
+    for file in (ROOT / "ampkit").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_troubleshooting_quotes_the_messages():
+    """Every heading of the page is what ampkit prints, word for word."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    assert len(headings) > 20
+    said = messages()
+    for heading in headings:
+        for fragment in filter(None, (part.strip(" .") for part in heading.split("..."))):
+            assert any(fragment in message for message in said), f"no message has {fragment!r}"
 
 
 def test_blocks_of_a_page():

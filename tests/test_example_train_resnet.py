@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.image import imread
+from torch.nn import functional as F
 from torch.utils.data import Subset
 from torchvision.io import write_png
 
@@ -133,16 +134,20 @@ def test_resume_is_bitwise(train: Any, train_in_two_parts: Any, options: list[st
         assert {**before, "images_per_second": 0} == {**after, "images_per_second": 0}
 
 
-def test_resume_brings_random_augmentation_back(train: Any, train_in_two_parts: Any, tmp_path: Path) -> None:
-    """An image folder trains, and random crops and flips go on after --resume where the first run left off."""
+def image_folder(path: Path) -> list[str]:
+    """Write 12 training and 4 test images below `path`, and return the options that make a run read them."""
     for index in range(16):
-        folder = tmp_path / "images" / ("val" if index < 4 else "train") / f"class{index % 2}"
+        folder = path / ("val" if index < 4 else "train") / f"class{index % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         generator = torch.Generator().manual_seed(index)
         image = torch.randint(256, (3, 40, 40), dtype=torch.uint8, generator=generator)
         write_png(image, str(folder / f"{index}.png"))
-    options = ["--dataset", "imagefolder", "--data-path", str(tmp_path / "images"), "-b", "4", "-j", "0"]
-    options += ["--epochs", "2", "--model", "resnet8"]
+    return ["--dataset", "imagefolder", "--data-path", str(path), "-j", "0"]
+
+
+def test_resume_brings_random_augmentation_back(train: Any, train_in_two_parts: Any, tmp_path: Path) -> None:
+    """An image folder trains, and random crops and flips go on after --resume where the first run left off."""
+    options = [*image_folder(tmp_path / "images"), "-b", "4", "--epochs", "2", "--model", "resnet8"]
     assert train_in_two_parts(*options)["weights_sha256"] == train(*options)[0]["weights_sha256"]
 
 
@@ -192,7 +197,7 @@ def test_help_shows_every_default(example: ModuleType, capsys: pytest.CaptureFix
         assert group in text
     options = vars(example.parse_args([]))
     assert text.count("(default: ") == len(options)
-    assert "-b N, --batch-size N images per training step (default: 64)" in text
+    assert "-b N, --batch-size N images per training step, in each process (default: 64)" in text
     assert "--epochs N passes over the training images (default: 20)" in text
 
 
@@ -245,13 +250,17 @@ def test_compiled_model_keeps_its_names(train: Any, tmp_path: Path) -> None:
     assert compiled["weights_sha256"] == plain["weights_sha256"]
 
 
-def run_script(*options: str, output: Path, before: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the script in a process of its own, as a user does, after the statements `before`."""
+def run_script(
+    *options: str, output: Path, before: str = "", processes: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the script in a process of its own, or by torchrun in several, after the statements `before`."""
     paths = [str(ROOT), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    code = f"import sys, train_resnet\n{before}\ntrain_resnet.main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "--json", "--output-dir", str(output), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    output.mkdir(exist_ok=True)
+    (output / "run.py").write_text(f"import sys, train_resnet\n{before}\ntrain_resnet.main(sys.argv[1:])\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+    command = [sys.executable, *torchrun, str(output / "run.py"), "--json", "--output-dir", str(output), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
 def summary_of(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -295,3 +304,79 @@ train_resnet.save_checkpoint = save_and_stop
     assert parts["graph"]["replays"] > 0
     for name in ("weights_sha256", "accuracy", "loss_scale"):
         assert parts[name] == whole[name], name
+
+
+def in_two_processes(*options: str, output: Path, graph: str = "off") -> dict[str, Any]:
+    """Run the script by torchrun on the CPU, on 256 training and 63 test digits, with this kind of graph."""
+    before = f"""
+from torch.utils.data import Subset
+digits, graphed_step = train_resnet.digits, train_resnet.ampkit.graphed_step
+def few_digits(path):
+    data = digits(path)
+    return data._replace(train=Subset(data.train, range(256)), test=Subset(data.test, range(63)))
+train_resnet.digits = few_digits
+train_resnet.ampkit.graphed_step = lambda *args, **kwargs: graphed_step(*args, **kwargs | {{"graph": "{graph}"}})
+"""
+    return summary_of(run_script("--device", "cpu", *options, output=output, before=before, processes=2))
+
+
+@pytest.mark.slow
+def test_torchrun_reports_the_model_that_it_saves(example: ModuleType, tmp_path: Path) -> None:
+    """Two processes: one JSON line, over all images; a graph changes no bit; the checkpoint is the plain model's."""
+    eager = in_two_processes("--epochs", "2", output=tmp_path / "eager")
+    graphed = in_two_processes("--epochs", "2", output=tmp_path / "graphed", graph="emulate")
+    assert eager["processes"] == 2
+    assert sum(eager["graph"]["eager"].values()) == 2 * (256 // (2 * 64))
+    assert graphed["graph"]["replays"] > 0
+    checkpoints = [torch.load(run["checkpoint"], weights_only=True) for run in (eager, graphed)]
+    for name in ("test_loss", "test_accuracy", "train_loss", "train_accuracy"):
+        assert checkpoints[0]["history"][1][name] == checkpoints[1]["history"][1][name]
+    assert graphed["weights_sha256"] == eager["weights_sha256"]
+
+    model = example.ResNet8(10)
+    model.load_state_dict(checkpoints[0]["model"])
+    assert example.weights_sha256(model) == eager["weights_sha256"]
+    images, labels = example.digits(tmp_path).test.dataset[:63]
+    with torch.inference_mode():
+        logits = model.eval()(images)
+    assert eager["accuracy"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+    assert checkpoints[0]["history"][1]["test_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_resumes_bitwise(train: Any, tmp_path: Path) -> None:
+    """A run of two processes resumes with the same bits, random crops included, and goes on in one process too."""
+    options = [*image_folder(tmp_path / "images"), "--model", "resnet8", "--lr-scheduler", "none"]
+    whole = in_two_processes(*options, "-b", "2", "--epochs", "2", output=tmp_path / "whole")
+    part = in_two_processes(*options, "-b", "2", "--epochs", "1", output=tmp_path / "part")
+    resumed = ["--epochs", "2", "--resume", part["checkpoint"]]
+    parts = in_two_processes(*options, "-b", "2", *resumed, output=tmp_path / "parts")
+    assert parts["weights_sha256"] == whole["weights_sha256"] != part["weights_sha256"]
+    alone, _ = train(*options, "-b", "4", *resumed)
+    assert alone["epochs"] == 2
+    assert sum(alone["graph"]["eager"].values()) == 12 // 4
+    with pytest.raises(SystemExit, match=r"that run had --processes 2 \(now 1\)\. Give it the same"):
+        train(*options, "-b", "2", *resumed)
+
+
+def test_torchrun_chooses_the_device(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun a device that all processes would share is refused, with what to pass instead."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    args = example.parse_args(["--device", "cpu"])
+    args.device = "cuda:1"
+    with pytest.raises(SystemExit, match=r"--device cuda:1: torchrun gives each process a device\. Use --device cuda"):
+        example.join_processes(args)
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+def test_torchrun_on_two_gpus_trains_the_same_bits(tmp_path: Path) -> None:
+    """Two GPUs over NCCL, float16: over 80% of the steps are replays, with the weights of a run without the graph."""
+    options = ["--policy", "float16", "--deterministic", "--epochs", "8"]
+    graphed = summary_of(run_script(*options, "--cuda-graph", "on", output=tmp_path / "on", processes=2))
+    eager = summary_of(run_script(*options, "--cuda-graph", "off", output=tmp_path / "off", processes=2))
+    assert graphed["weights_sha256"] == eager["weights_sha256"]
+    assert graphed["accuracy"] == eager["accuracy"]
+    assert graphed["graph"]["replays"] > 0.8 * 8 * 11
+    assert eager["graph"]["replays"] == 0

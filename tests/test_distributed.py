@@ -1,0 +1,241 @@
+"""graphed_step under DistributedDataParallel: the bits of eager training on every rank, one decision, a clean end.
+
+What trains runs in processes of its own, one per rank (ddp_train.py), so that a hang is a failure and not the end of
+the test run.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ddp_train
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ampkit
+
+CPU = ["--device", "cpu"]
+Rows = list[dict[str, Any]]  # one per rank
+
+
+def runs(rows: Rows, graph: str) -> Rows:
+    """Return what each rank has of the run of this kind, having checked that all have the same weights."""
+    found = [row[graph] for row in rows]
+    assert all(run["parameters"] == found[0]["parameters"] for run in found), "the ranks have different weights"
+    assert found[0]["losses"] != found[1]["losses"]  # of batches of their own
+    return found
+
+
+def assert_equal_runs(rows: Rows, graph: str, reference: str = "off") -> Rows:
+    """Assert that on every rank the run of this kind has all the bits of the reference; return its rows."""
+    graphed = runs(rows, graph)
+    for run, eager in zip(graphed, runs(rows, reference), strict=True):
+        for what in ("losses", "parameters", *(["state"] if reference != "torch" else [])):
+            assert run[what] == eager[what], what
+    return graphed
+
+
+OVERFLOWS = ["--policy", "float16", "--overflows", "1", "9"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--policy", "bfloat16", "--max-norm", "0.5"], [*OVERFLOWS, "--max-norm", "0.5"]],
+    ids=["float32", "bfloat16-clip", "float16-clip-overflow-on-one-rank"],
+)
+def test_ranks_train_the_bits_of_eager(options: list[str], accumulate: int) -> None:
+    """L4: weights are equal on both ranks, and all state is that of eager DDP, over windows and overflows."""
+    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--accumulate", str(accumulate), *options)
+    for run in assert_equal_runs(rows, "emulate"):
+        assert (run["captures"], run["replays"]) == (accumulate, 18 - 3 * accumulate)
+        assert run["skipped"] == (2 if "float16" in options else 0)
+        assert run["messages"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], OVERFLOWS, ["--accumulate", "3"]], ids=["plain", "overflows", "accumulate"])
+def test_equals_ddp_written_with_torch(options: list[str]) -> None:
+    """L4: without a clip, which ours folds into the optimizer, these are the bits of torch's own loop under DDP."""
+    rows = ddp_train.launch(*CPU, "--graph", "emulate", "torch", *options)
+    assert_equal_runs(rows, "emulate", "torch")
+
+
+@pytest.mark.slow
+def test_a_short_window_is_reduced() -> None:
+    """`flush` averages over the ranks what the micro-batches before it left to each: the weights stay equal."""
+    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "torch", "--accumulate", "3", "--calls", "17", "--flush")
+    assert_equal_runs(rows, "emulate")
+    assert_equal_runs(rows, "emulate", "torch")
+
+
+@pytest.mark.slow
+def test_one_rank_cannot_capture() -> None:
+    """L4: a blocking line on rank 1 keeps both ranks eager; rank 1 names the line, rank 0 says that it was another."""
+    source = Path(ddp_train.__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(source, start=1) if text.endswith("# BLOCKS"))
+    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--failing-rank", "1")
+    first, second = assert_equal_runs(rows, "emulate")
+    for run in (first, second):
+        assert run["replays"] == run["captures"] == 0
+        assert list(run["eager"].values()) == [3, 15]
+    assert first["eager"] == second["eager"]
+    assert ["another rank" in message for message in first["messages"]] == [True]
+    assert [f"ddp_train.py:{line}" in message for message in second["messages"]] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "calls",
+    [["2"], ["5"], ["1", "3", "4", "5", "7"]],
+    ids=["in the warm-up", "after the capture", "often enough to be captured"],
+)
+def test_a_batch_of_another_size_on_one_rank(calls: list[str]) -> None:
+    """L4: a short batch on rank 1 alone, before or after the capture, neither hangs nor changes a bit."""
+    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--odd-calls", *calls, timeout=45)
+    assert all(run["replays"] > 0 for run in assert_equal_runs(rows, "emulate"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ddp_train.ENDS)
+def test_a_job_ends(how: str) -> None:
+    """L4: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
+    for row in ddp_train.launch(*CPU, "--model", "mlp", "--graph", "emulate", "--end", how):
+        assert row["emulate"]["replays"] == 15
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_or_hangs_is_seen() -> None:
+    """The tests above would notice a rank that ends with an error, and one that does not end in time."""
+    with pytest.raises(ddp_train.JobError, match=r"(?s)rank 0: exit 1\n.*Policy.*rank 1: exit 1\n"):
+        ddp_train.launch(*CPU, "--policy", "float8")
+    with pytest.raises(ddp_train.JobError, match="rank 0: exit -9"):
+        ddp_train.launch(*CPU, timeout=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------- on two GPUs
+
+RESNET = ["--device", "cuda", "--model", "resnet50", "--batch", "32", "--calls", "20"]
+RESNET += ["--policy", "float16", "--max-norm", "1.0"]
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--overflows", "1", "15"], ["--accumulate", "2", "--calls", "32"]],
+    ids=["plain", "overflows", "acc"],
+)
+def test_resnet50_on_two_gpus(options: list[str]) -> None:
+    """L4: a captured float16 step with NCCL, scaler and clip inside has the bits of eager DDP, on both ranks."""
+    rows = ddp_train.launch(*RESNET, *options, "--graph", "auto", "off")
+    for run in assert_equal_runs(rows, "auto"):
+        assert run["failure"] is None
+        assert run["messages"] == []
+        assert run["replays"] == 8
+        assert run["skipped"] == (2 if "--overflows" in options else 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+def test_speed_on_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints milliseconds per step of ResNet-50, as JSON; asserts only that the graph was used."""
+    row = ddp_train.launch(*RESNET, "--time")[0]
+    with capsys.disabled():
+        print("\n" + json.dumps(row))
+    assert row["replays"] > 40
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", ["item", "capture"])
+def test_one_gpu_cannot_capture(failure: str) -> None:
+    """L4: a line of rank 1 that blocks, or raises in the capture alone, keeps both eager, with the bits of eager."""
+    options = ["--device", "cuda", "--graph", "auto", "off", "--failing-rank", "1", "--failure", failure]
+    first, second = assert_equal_runs(ddp_train.launch(*options), "auto")
+    for run in (first, second):
+        assert run["replays"] == run["captures"] == 0
+        assert list(run["eager"].values()) == [12, 6]
+    assert first["eager"] == second["eager"]
+    assert ["another rank" in message for message in first["messages"]] == [True]
+    assert ["ddp_train.py:" in message for message in second["messages"]] == [True]
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [["5"], ["14"]], ids=["in the warm-up", "after the capture"])
+def test_a_batch_of_another_size_on_one_gpu(calls: list[str]) -> None:
+    """L4: a short batch on rank 1 alone neither hangs nor changes a bit: a replay and an eager step exchange alike."""
+    rows = ddp_train.launch("--device", "cuda", "--graph", "auto", "off", "--calls", "30", "--odd-calls", *calls)
+    assert all(run["replays"] > 0 for run in assert_equal_runs(rows, "auto"))
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ddp_train.ENDS)
+def test_a_job_on_two_gpus_ends(how: str) -> None:
+    """L4: with a graph that holds NCCL's work, both ranks exit with 0, whatever the user forgets."""
+    for row in ddp_train.launch("--device", "cuda", "--model", "mlp", "--end", how, timeout=60):
+        assert row["auto"]["replays"] == 6
+
+
+# ------------------------------------------------------------------------------------------------------- fully_shard
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def sharded(process_group: None) -> nn.Module:
+    """A model whose parameters are DTensors."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+@pytest.mark.parametrize("graph", ["auto", "emulate"])
+def test_sharded_parameters_are_refused(sharded: nn.Module, graph: str) -> None:
+    """A model under fully_shard cannot be captured; the message says why and what works instead."""
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    with pytest.raises(NotImplementedError) as raised:
+        ampkit.graphed_step(lambda m, x: m(x).square().mean(), sharded, optimizer, graph=graph)
+    assert re.search("0.weight is a DTensor: fully_shard .* graph='off'", str(raised.value))
+
+
+@pytest.mark.parametrize(("policy", "max_norm"), [("float32", None), ("bfloat16", 1.0)])
+def test_sharded_parameters_train_eagerly(sharded: nn.Module, policy: str, max_norm: float | None) -> None:
+    """With graph="off" the step trains a model under fully_shard as a loop written with torch does."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    plain.load_state_dict({name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()})
+
+    def train(model: nn.Module) -> ampkit.GraphedStep:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = ampkit.graphed_step(
+            lambda m, x: m(x).square().mean(), model, optimizer, policy=policy, max_norm=max_norm, graph="off"
+        )
+        for _ in range(3):
+            step(x)
+        return step
+
+    train(plain)
+    assert train(sharded).report().eager == {"graph='off'": 3}
+    for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), other)

@@ -1,6 +1,7 @@
 """Mixed-precision training steps at the speed of the GPU, and bitwise the same steps."""
 
 from ._buckets import Buckets as Buckets
+from ._callables import make_graphed_callables as make_graphed_callables
 from ._engine import GraphReport as GraphReport
 from ._engine import Report as Report
 from ._errors import AmpkitError as AmpkitError
@@ -47,6 +48,7 @@ __all__ = [
     "explain",
     "graphed",
     "graphed_step",
+    "make_graphed_callables",
     "op_table",
     "prefetch",
 ]

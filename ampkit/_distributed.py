@@ -106,9 +106,8 @@ def _close_all() -> None:
 
 
 def why_not_sharded(name: str, param: Tensor) -> str:
-    """Return why a parameter that is sharded over processes cannot be captured."""
+    """Return why a parameter that is sharded over processes cannot be captured here."""
     return (
-        f"parameter {name} is a {type(param).__name__}: fully_shard gathers and frees parameters in every step on "
-        "streams of its own, and a capture of that has not been shown to be exact. Use DistributedDataParallel, or "
-        "pass graph='off'."
+        f"parameter {name} is a {type(param).__name__}: gradient norm, overflow check and the ranks' votes are not "
+        "implemented for parameters that fully_shard split. Use DistributedDataParallel, or pass graph='off'."
     )

@@ -116,6 +116,18 @@ class _Walk:
         return [f"{owner}.{key}" for owner, table in zip(owners, self._tables, strict=True) for key in table]
 
 
+class Bound(dict[str, Tensor]):
+    """Tensors by path.
+
+    Attributes:
+        others: plain attributes of modules that were not tensors, by path: what a place held before it held one.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.others: dict[str, Any] = {}
+
+
 class TrainingState:
     """The modules, optimizers and scaler that a step may change.
 
@@ -178,42 +190,50 @@ class TrainingState:
             named.extend((f"the scaler's {name}", value) for name, value in self.scaler.rule().items())
         return tuple(named)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> "Bound":
         """Return every tensor of modules, optimizers and scaler by a path that a user can read.
 
         Aliasing: the live tensors.
         """
-        named = {path: table[key] for path, table, key in self._cells()}
+        bound = Bound({path: table[key] for path, table, key in self._cells()})
         if self.scaler is not None and self.scaler.is_enabled():
-            named.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
-        return named
+            bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
+        for prefix, module in self._named_modules():
+            plain = {f"{prefix}.{key}": value for key, value in vars(module).items() if not isinstance(value, Tensor)}
+            bound.others.update(plain)
+        return bound
 
     def rebound_since(self, before: dict[str, Tensor]) -> list[str]:
         """Return the paths that hold another tensor than in `before`, an earlier result of `tensors`."""
         return [path for path, tensor in self.tensors().items() if before.get(path) is not tensor]
 
-    def rebind(self, before: dict[str, Tensor]) -> None:
+    def rebind(self, before: "Bound") -> None:
         """Put the tensors of `before` back in their places and drop those that came since. Copies nothing."""
         for path, table, key in list(self._cells()):
             if path in before:
                 table[key] = before[path]
+            elif path in before.others:
+                table[key] = before.others[path]
             else:
                 del table[key]
 
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for root, top in self.modules.items():
+            yield from top.named_modules(prefix=root)
+
     def _cells(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
         owners: dict[Tensor, str] = {}
-        for root, top in self.modules.items():
-            for prefix, module in top.named_modules(prefix=root):
-                for table in module_tables(module)[:2]:
-                    for key, tensor in table.items():
-                        if tensor is not None:
-                            owners[tensor] = f"{prefix}.{key}"
-                            yield owners[tensor], table, key
-                attributes = vars(module)
-                for key, value in attributes.items():
-                    # One that requires grad is derived from parameters and made anew in each forward (weight_norm).
-                    if isinstance(value, Tensor) and not value.requires_grad:
-                        yield f"{prefix}.{key}", attributes, key
+        for prefix, module in self._named_modules():
+            for table in module_tables(module)[:2]:
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        owners[tensor] = f"{prefix}.{key}"
+                        yield owners[tensor], table, key
+            attributes = vars(module)
+            for key, value in attributes.items():
+                # One that requires grad is derived from parameters and made anew in each forward (weight_norm).
+                if isinstance(value, Tensor) and not value.requires_grad:
+                    yield f"{prefix}.{key}", attributes, key
         for i, optimizer in enumerate(self.optimizers):
             for param, state in optimizer.state.items():
                 for key, value in state.items():

@@ -271,6 +271,12 @@ def has_legacy_backward_hooks(module: nn.Module) -> bool:
 
 # Within a backward pass: whether its caller asked to keep the graph (retain_graph=True).
 keeps_graph: Callable[[], bool] = _private(torch._C._autograd, "_get_current_graph_task_keep_graph")
+_current_graph_task = _private(torch._C, "_current_graph_task_id")
+
+
+def in_backward() -> bool:
+    """Return whether this code is called by a backward pass."""
+    return bool(_current_graph_task() != -1)
 
 
 # The function of the Python layer by which every backward enters autograd's engine, and where callers look it up.

@@ -300,8 +300,9 @@ def test_formulas_that_a_mode_would_change(kind: Callable[[Tensor], Tensor], dev
 
     expected = grad()
     assert torch.equal(engine(Preflight(torch.device(device)), grad), expected)
-    with Plain(), torch.autograd.set_multithreading_enabled(False):
-        assert not torch.equal(grad(), expected)  # if this fails, torch has changed and the node need not step aside
+    if device == "cpu":  # if this fails, torch has changed, and the node need not step aside
+        with Plain():
+            assert not torch.equal(grad(), expected)
 
 
 def test_a_draw_behind_the_last_operation() -> None:

@@ -28,6 +28,7 @@ PUBLIC_NAMES = [
     "explain",
     "graphed",
     "graphed_step",
+    "make_graphed_callables",
     "op_table",
     "prefetch",
 ]

@@ -62,14 +62,15 @@ def test_rebind_puts_tensors_back() -> None:
 def test_plain_attributes_that_are_rebound() -> None:
     """A tensor that a module keeps as a plain attribute is state too; one that is derived from parameters is not."""
     state, model, _ = make()
-    model.seen = torch.zeros(2)
+    model.seen, model.last = torch.zeros(2), None
     model.derived = model.head.weight * 2
     before = state.tensors()
-    model.seen = model.seen + 1
+    model.seen, model.last = model.seen + 1, torch.ones(3)
     model.derived = model.head.weight * 3
-    assert state.rebound_since(before) == ["model.seen"]
+    assert state.rebound_since(before) == ["model.seen", "model.last"]
     state.rebind(before)
     assert model.seen is before["model.seen"]
+    assert model.last is None
 
 
 def test_shared_modules_are_walked_once() -> None:

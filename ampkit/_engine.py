@@ -126,6 +126,8 @@ class Engine:
         ranks: the processes that must decide alike.
         blocker: why `fn` cannot be captured, if that is known already; else "".
         name: what messages call it.
+        captured: what a graph records: `fn`, or something that leaves the same bits.
+        watching: a context to be entered around the call of `fn` that precedes a capture.
     """
 
     def __init__(
@@ -138,8 +140,12 @@ class Engine:
         ranks: Ranks,
         blocker: str,
         name: str,
+        captured: Callable[..., Any] | None = None,
+        watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._fn = fn
+        self._captured = captured or fn
+        self._watching = watching
         self._state = state
         self._device = device
         self._options = options
@@ -294,7 +300,8 @@ class Engine:
             return outputs
         before = self._state.tensors().keys()
         preflight = Preflight(self._device, self._options.generators)
-        outputs = self.run(layout.reason, fn, preflight)
+        with self._watching():
+            outputs = self.run(layout.reason, fn, preflight)
         if preflight.findings and self._state.tensors().keys() != before:
             return outputs  # what makes optimizer state for the first time may wait: look again in the next call
         layout.warm += 1
@@ -315,7 +322,8 @@ class Engine:
         graph = self._cache.new_graph(self._stream, self._options.generators)
         before, pool_bytes = self._state.tensors(), self._cache.pool_bytes
         failure: CaptureError | None = None
-        fn = self._fn  # an emulated graph keeps what it is given: with self in it, a cycle would keep the graphs alive
+        # An emulated graph keeps what it is given: with self in it, a cycle would keep the graphs alive.
+        fn = self._captured
         try:
             with fail_on_recompile():
                 graph.capture(lambda: fn(key.phase, *inputs.args, **inputs.kwargs))

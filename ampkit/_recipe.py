@@ -1,7 +1,7 @@
 """What a training step does: forward, backward, accumulation, unscale, clip, optimizer, scale update, what follows."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from ._optim import CapturableGroups
 from ._policy import Policy
 from ._scaler import GradScaler
 from ._torch import foreach_copy_, tree_flatten, tree_unflatten
+from ._working import WorkingWeights
 
 
 class StepOutput(NamedTuple):
@@ -96,15 +97,36 @@ class Recipe:
         self.groups = CapturableGroups(optimizer, device)
         self._capturable = capturable
         self.gradients: dict[str, Tensor] = {}  # the kept ones, by the name that messages use
+        self._working = WorkingWeights(model)
+        self._watched = False
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> tuple[StepOutput, tuple[int, ...]]:
         """Do the part of a step that belongs to one micro-batch; return its output and what is held after it."""
+        return self._run(phase, args, kwargs, nullcontext())
+
+    def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> tuple[StepOutput, tuple[int, ...]]:
+        """Do the same, bit by bit, with the weights in the dtype that the step computes in. For a graph to record."""
+        # DDP has its hooks on the masters, whose gradients would come too late for it.
+        return self._run(phase, args, kwargs, nullcontext() if self._ranks.wrappers else self._working.in_place())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context for one call before a capture, which learns what `captured` may do."""
+        self._watched = True
+        try:
+            yield
+        finally:
+            self._watched = False
+
+    def _run(
+        self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], weights: AbstractContextManager[None]
+    ) -> tuple[StepOutput, tuple[int, ...]]:
         params = self._take_up(phase.held)
         torch.clear_autocast_cache()  # of an autocast around the step, which has casts that an optimizer outdated
         try:
-            with ExitStack() as stack:
+            with weights, ExitStack() as stack:
                 for wrapper in () if phase.last else self._ranks.wrappers:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward(args, kwargs)
@@ -128,6 +150,14 @@ class Recipe:
             self._drop(params)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        if not self._watched:
+            return self._loss_and_aux(args, kwargs)
+        with self._working.watching() as uses:
+            loss, aux = self._loss_and_aux(args, kwargs)
+        self._working.learn(uses, loss)
+        return loss, aux
+
+    def _loss_and_aux(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         if self._policy is None:
             returned = self._loss_fn(self._model, *args, **kwargs)
         else:

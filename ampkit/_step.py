@@ -146,6 +146,8 @@ def graphed_step(
         ranks=ranks,
         blocker=blocker,
         name="graphed_step",
+        captured=recipe.captured,
+        watching=recipe.watching,
     )
     return GraphedStep(recipe, engine, accumulate, scheduler, buckets)
 

@@ -324,3 +324,15 @@ def is_same_generator(left: torch.Generator, right: torch.Generator) -> bool:
 def is_fake(kind: type) -> bool:
     """Return whether tensors of this class have everything but data."""
     return issubclass(kind, _private(fake_tensor, "FakeTensor"))
+
+
+def output_dtype(node: Any) -> torch.dtype | None:
+    """Return the dtype of what a node of the graph computed, as far as its gradient has it."""
+    metadata = _private(node, "_input_metadata")
+    dtype: torch.dtype | None = metadata[0].dtype if metadata else None
+    return dtype
+
+
+def has_gradient_hooks(param: Tensor) -> bool:
+    """Return whether something is called with the gradient of this leaf, or when it is there."""
+    return bool(_private(param, "_backward_hooks") or _private(param, "_post_accumulate_grad_hooks"))

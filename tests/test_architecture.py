@@ -37,6 +37,7 @@ LAYERS = {
     "_verify.py": 2,
     "_cache.py": 3,
     "_recipe.py": 3,
+    "_working.py": 1,
     "_engine.py": 4,
     "_graphed.py": 5,
     "_step.py": 5,

@@ -4,8 +4,11 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ._graph import CudaGraph, EmulatedGraph, Graph, Pool
 from ._inputs import StaticInputs
+from ._torch import tree_flatten, tree_unflatten
 
 
 class Captured:
@@ -22,9 +25,12 @@ class Captured:
         self._changed = changed  # which buffers the step changes in place
         self.nbytes = pool_bytes + inputs.nbytes
         self.replays = 0
+        self._outputs: Any = None
+        self._output_leaves: Any = None
+        self._output_tree: Any = None
 
     def replay(self, leaves: Sequence[Any]) -> Any:
-        """Do the step on this batch; return the outputs, which the next replay overwrites. Sync: none."""
+        """Do the step on this batch; return the outputs, in tensors of their own. Sync: none."""
         self.inputs.copy_(leaves)
         before = self.inputs.versions()
         outputs = self._graph.replay()
@@ -33,10 +39,15 @@ class Captured:
         self._changed = [old or a != b for old, a, b in zip(self._changed, before, now, strict=True)]
         if any(self._changed):
             self.inputs.copy_back(leaves, self._changed)
-        return outputs
+        if outputs is not self._outputs:  # an emulated graph's are new each time
+            self._outputs = outputs
+            self._output_leaves, self._output_tree = tree_flatten(outputs)
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._output_leaves]
+        return tree_unflatten(copies, self._output_tree)
 
     def reset(self) -> None:
         """Give up the graph."""
+        self._outputs = self._output_leaves = None
         self._graph.reset()
 
 

@@ -208,7 +208,7 @@ class Engine:
         captured.replays += 1
         if self._unverified:
             return self._verified(captured, phase, leaves)
-        return _copied(captured.replay(leaves))
+        return captured.replay(leaves)
 
     def run(self, reason: str, fn: Callable[[], Any], around: AbstractContextManager[Any] | None = None) -> Any:
         """Return what `fn` returns, called eagerly and counted under this reason."""

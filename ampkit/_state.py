@@ -1,5 +1,6 @@
 """What training state is: which tensors a step changes, and whether they are still the ones it was captured with."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -90,7 +91,6 @@ class _Walk:
                     self.modules.append(child)
         self._tables = [table for module in self.modules for table in module_tables(module)]
         self._held = self._objects()  # keeps them alive, so that no identity is given to another object
-        self._ids = list(map(id, self._held))
         self.tensors = [held for held in self._held if isinstance(held, Tensor)]
 
     def _objects(self) -> list[object]:
@@ -98,7 +98,8 @@ class _Walk:
 
     def is_current(self) -> bool:
         """Return whether every table still has the very same objects in it."""
-        return list(map(id, self._objects())) == self._ids
+        objects = self._objects()
+        return len(objects) == len(self._held) and all(map(operator.is_, objects, self._held))
 
     def first_change(self, new: "_Walk") -> str:
         """Return in words the first difference from a walk of the same roots."""

@@ -2,19 +2,26 @@
 
 import argparse
 import importlib
+import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import _bench
+from . import _bench, _bench_report
+from ._bench_cases import CASES, RETURNED, CaseError, takes_batch_size, user_case
+from ._bench_variants import VARIANTS, Setting
+from ._errors import AmpkitError
 from ._explain import explain
 from ._op_table import DEVICE_TYPES, OpTable, op_table
 from ._policy import Policy
 
+_SWEEP = [2**i for i in range(3, 11)]
 _CALL = "(model, inputs) or (model, inputs, keyword arguments): a torch.nn.Module, a tuple or one tensor, a dict"
 
 
@@ -33,11 +40,11 @@ def _op_table(path: str) -> OpTable:
 
 
 class _CallError(Exception):
-    """What `module:function` names cannot be explained."""
+    """What `module:function` names cannot be used."""
 
 
-def _call(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return what the function returns that `module:function` names, checked."""
+def _function(text: str, returned: str) -> Callable[..., Any]:
+    """Return the function that `module:function` names; `returned` says in messages what it is to return."""
     module, _, function = text.partition(":")
     if not module or not function:
         raise _CallError(f"{text!r}: expected module:function, as in train:example.")
@@ -46,8 +53,13 @@ def _call(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     except (AttributeError, ImportError) as error:
         raise _CallError(f"{text!r}: {error}.") from error
     if not callable(make):
-        raise _CallError(f"{text!r} is {_shape(make)}, expected a function that returns {_CALL}.")
-    made = make()
+        raise _CallError(f"{text!r} is {_shape(make)}, expected a function that returns {returned}.")
+    return make  # type: ignore[no-any-return]
+
+
+def _call(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return what the function returns that `module:function` names, checked."""
+    made = _function(text, _CALL)()
     wrong = _CallError(f"{text!r} returned {_shape(made)}, expected {_CALL}.")
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
         raise wrong
@@ -71,29 +83,114 @@ def main(argv: list[str] | None = None) -> None:
     for add in (_add_bench, _add_ops, _add_explain):
         add(commands)
     args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     args.run(args)
 
 
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        help="time a training step: torch AMP, bare capture, graphed_step",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="time a training step: torch's ways to write it, a bare capture, graphed_step",
+        description="Train a model with each variant of the step, from the same weights on the same batches, one "
+        "after another. Print what a step costs (time, GPU time, host time, set-up, memory) and if the losses agree.",
     )
-    bench.add_argument("--model", nargs="+", choices=sorted(_bench.CASES), default=["resnet18-cifar"])
-    bench.add_argument("-b", "--batch-size", nargs="+", type=int, default=[64])
-    bench.add_argument("--policy", type=_policy, default="float16", help="dtypes, see ampkit.Policy")
-    bench.add_argument("--repeats", type=int, default=7)
-    bench.add_argument("--json", type=Path, default=None, help="also write the figures to this file")
-    bench.add_argument("--plot", type=Path, default=None, help="also draw them into this image file")
+    what = bench.add_argument_group("what to train")
+    what.add_argument(
+        "--model",
+        nargs="+",
+        metavar="MODEL",
+        help=f"{', '.join(CASES)}; or module:function, a function that takes the batch size or nothing and returns "
+        f"{RETURNED}; default resnet18-cifar",
+    )
+    what.add_argument(
+        "-b", "--batch", "--batch-size", nargs="+", type=_positive, metavar="N", help="batch sizes; default 64"
+    )
+    what.add_argument("--sweep", action="store_true", help="batch sizes 8 to 1024, doubled, until memory ends")
+    what.add_argument("--policy", type=_policy, help="dtypes, see ampkit.Policy; default float16, on a CPU bfloat16")
+    how = bench.add_argument_group("how to measure")
+    how.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}")
+    how.add_argument("--quick", action="store_true", help="small models, few variants and repeats: within 90 s")
+    how.add_argument("--repeats", type=_positive, metavar="N", help="timed blocks per variant; default 7")
+    how.add_argument("--seconds", type=_seconds, metavar="S", help="length of a block, about; default 0.3")
+    how.add_argument("--no-profile", action="store_true", help="no GPU time; each variant is built once, not twice")
+    out = bench.add_argument_group("results")
+    out.add_argument("--json", metavar="FILE", help="write the figures here; -: print them in place of the table")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw them into this image file")
+    out.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
     bench.set_defaults(run=_run_bench)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an int of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return seconds
 
 
 def _run_bench(args: argparse.Namespace) -> None:
     try:
-        _bench.run(args.model, args.batch_size, args.policy, args.repeats, args.json, args.plot)
-    except _bench.NoDeviceError as error:
+        if args.read:
+            _show(_bench_report.joined([_bench_report.read(path) for path in args.read]), args)
+        else:
+            _measure(args)
+    except (AmpkitError, ImportError, OSError) as error:
         sys.exit(f"python -m ampkit bench: {error}")
+
+
+def _measure(args: argparse.Namespace) -> None:
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    setting = Setting(
+        args.policy or Policy.parse("float16" if cuda else "bfloat16"), device
+    )  # a CPU is slow at float16
+    plan = _plan(args, cuda)
+    keys, notes = _bench.select(args.variants, args.quick, device)
+    models = args.model or (["mlp", "resnet18-cifar"][: 2 if cuda else 1] if args.quick else ["resnet18-cifar"])
+    batches = _SWEEP if args.sweep else sorted(args.batch or [64])
+    jobs = [job for model in models for job in _jobs(model, batches)]
+    figures = _bench_report.Figures(_bench.describe(setting, plan, shlex.join(["python", "-m", "ampkit", *args.argv])))
+    figures.notes += notes
+    try:
+        _bench.run(figures, jobs, keys, setting, plan, lambda: _save(figures, args.json), bar=args.json != "-")
+    finally:  # what there is, also when the user has had enough
+        if any(result.rows for result in figures.results):
+            _show(figures, args)
+
+
+def _plan(args: argparse.Namespace, cuda: bool) -> _bench.Plan:
+    repeats, seconds = (3, 0.1) if args.quick else (7, 0.3)
+    checked = 8 if args.quick and not cuda else 20
+    return _bench.Plan(args.repeats or repeats, args.seconds or seconds, checked, not args.no_profile)
+
+
+def _jobs(model: str, batches: list[int]) -> list[_bench.Job]:
+    """Return a job for each batch size; one for a function of the user's that takes none."""
+    if model in CASES:
+        return [_bench.Job(model, partial(CASES[model], batch)) for batch in batches]
+    try:
+        function = _function(model, RETURNED)
+    except _CallError as error:
+        raise CaseError(f"--model {error} Models: {', '.join(CASES)}.") from None
+    batches = batches if takes_batch_size(function) else batches[:1]
+    return [_bench.Job(model, partial(user_case, model, function, batch)) for batch in batches]
+
+
+def _save(figures: _bench_report.Figures, path: str | None) -> None:
+    if path is not None and path != "-":
+        Path(path).write_text(figures.to_json())
+
+
+def _show(figures: _bench_report.Figures, args: argparse.Namespace) -> None:
+    _save(figures, args.json)
+    print(figures.to_json().rstrip() if args.json == "-" else _bench_report.table(figures))
+    if args.plot is not None:
+        _bench_report.draw(figures, args.plot)
 
 
 def _add_ops(commands: Any) -> None:

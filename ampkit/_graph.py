@@ -2,17 +2,15 @@
 
 import contextlib
 import gc
-import linecache
-import os
 import threading
-import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from ._blame import user_line
 from ._errors import CaptureError, CaptureWarning
 from ._torch import drop_capture_from_allocator
 
@@ -54,24 +52,24 @@ class Pool:
     """Device memory that several graphs share, so that the largest of them sets its size.
 
     What one graph uses while it runs, another may use when it runs: they must not overlap in time, and nobody may read
-    a graph's outputs after another graph of the pool was replayed. The memory is returned when the last graph is reset.
+    a graph's outputs after another graph of the pool was replayed. The memory is returned with the last graph.
     """
 
     def __init__(self) -> None:
         self._handle: Any = None  # torch's token
-        self._graphs = 0
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # one that nobody holds has left
 
-    def enter(self) -> Any:
+    def enter(self, graph: "CudaGraph") -> Any:
         """Count a graph in and return the handle to capture it with."""
-        if self._graphs == 0:
+        if not self._graphs:
             # torch gives up a pool with its last graph and fails an internal assertion if it is named again.
             self._handle = torch.cuda.graph_pool_handle()
-        self._graphs += 1
+        self._graphs.add(graph)
         return self._handle
 
-    def leave(self) -> None:
+    def leave(self, graph: "CudaGraph") -> None:
         """Count a graph out."""
-        self._graphs -= 1
+        self._graphs.discard(graph)
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +108,7 @@ class CudaGraph:
         torch.cuda.synchronize(self._stream.device)
         gc.collect()  # a cycle freed in mid-capture would free its tensors into the capture
         torch.cuda.empty_cache()
-        graph, handle = self._new_graph(), self._pool.enter()
+        graph, handle = self._new_graph(), self._pool.enter(self)
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             try:
                 # thread_local: a data loader or another thread of the user may allocate and pin memory meanwhile.
@@ -138,7 +136,7 @@ class CudaGraph:
             torch.cuda.synchronize(self._stream.device)
             self._graph.reset()
             self._graph = None
-            self._pool.leave()
+            self._pool.leave(self)
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -158,7 +156,7 @@ class CudaGraph:
                 drop_capture_from_allocator(self._stream.device, handle)
             self._end_generators()
         graph.reset()
-        self._pool.leave()
+        self._pool.leave(self)
         torch.cuda.empty_cache()
 
     def _end_generators(self) -> None:
@@ -245,15 +243,3 @@ def describe_failure(error: BaseException) -> str:
     advice = next((f" {text}" for sign, text in _ADVICE if sign in str(error)), "")
     line = user_line(error)
     return f"capture failed{f' at {line}' if line else ''}: {reason}.{advice}"
-
-
-NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
-
-
-def user_line(error: BaseException) -> str:
-    """Return `file:line: source` of the innermost frame that is neither torch's nor ampkit's, "" if there is none."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
-    if not frames:
-        return ""
-    frame = frames[-1]
-    return f"{frame.filename}:{frame.lineno}: `{linecache.getline(frame.filename, frame.lineno or 0).strip()}`"

@@ -310,6 +310,18 @@ def forward_stack(node: Any) -> list[str]:
     return stack
 
 
+def graph_nodes(outputs: Sequence[Any]) -> Iterator[Any]:
+    """Yield every node of the graph behind some tensors and `GradientEdge`s."""
+    left: list[Any] = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
+    seen: set[Any] = {None}
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += [following for following, _ in node.next_functions]
+
+
 def step_aside(mode: TorchDispatchMode) -> None:
     """Take a dispatch mode off, where it is the innermost one, until autograd has run the node that it is about to."""
     if _private(_python_dispatch, "_get_current_dispatch_mode")() is mode:
@@ -336,3 +348,8 @@ def output_dtype(node: Any) -> torch.dtype | None:
 def has_gradient_hooks(param: Tensor) -> bool:
     """Return whether something is called with the gradient of this leaf, or when it is there."""
     return bool(_private(param, "_backward_hooks") or _private(param, "_post_accumulate_grad_hooks"))
+
+
+def clear_cublas_workspaces() -> None:
+    """Give back the memory that cuBLAS keeps per stream and thread. It takes new memory when it is called again."""
+    _private(torch._C, "_cuda_clearCublasWorkspaces")()

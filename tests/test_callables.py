@@ -1020,8 +1020,8 @@ class Attribute(nn.Linear):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("buffer rebound", r"module.mean: made or rebound in forward"),
-        ("loss on the side", r"module attribute hidden: made or rebound in forward.*Return it"),
+        ("buffer rebound", r"Attribute.mean: made or rebound in forward"),
+        ("loss on the side", r"Attribute.hidden: made or rebound in forward.*Return it"),
         ("input changed", r"writes into its input"),
         ("count returned", r"returned something else each time"),
         ("object returned", r"returned a set, which a replay cannot compute anew"),
@@ -1122,7 +1122,11 @@ def test_on_a_cpu_callables_are_eager() -> None:
         ((nn.Tanh(), torch.ones(2)), {}, r"sample is a tuple.*write sample_args=\(x,\)"),
         ((3, (torch.ones(2),)), {}, "expected a module, a function or a tuple of them, got int"),
         (((nn.Tanh(), nn.Tanh()), ((torch.ones(2),),)), {}, "2 callables, but 1 sample_args"),
-        (((nn.Tanh(),), ((torch.ones(2),),)), {"sample_kwargs": ()}, "1 callables, but 0 sample_kwargs"),
+        (
+            ((nn.Tanh(),), ((torch.ones(2),),)),
+            {"sample_kwargs": ()},
+            "1 callables, but 1 sample_args and 0 sample_kwargs",
+        ),
         ((nn.Tanh(), (torch.ones(2),)), {"sample_kwargs": 3}, "got tuple and int"),
         ((nn.Tanh(), (torch.ones(2),)), {"num_warmup_iters": -1}, r"num_warmup_iters=-1\): expected an int, 0 or more"),
         ((nn.Tanh(), (torch.ones(2),)), {"graph": "on"}, "expected one of 'auto', 'emulate', 'off'"),

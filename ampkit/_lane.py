@@ -1,0 +1,67 @@
+"""In which memory and in which order the graphs of callables run: their pools, and whose turn it is on a device."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ._graph import CudaGraph, EmulatedGraph, Graph, Pool, capture_stream
+
+
+class Lane:
+    """What callables that share memory have in common.
+
+    Each forward graph has a pool of its own. Activations stay in it until the backward pass; in a common pool those of
+    one graph may lie where an earlier graph, replayed again meanwhile, has its scratch. A backward graph leaves nothing
+    but gradients, which are copied out at once: all of them have one pool, whatever order they run in.
+    """
+
+    def __init__(self, device: torch.device, emulated: bool) -> None:
+        self.device = device
+        self._pool = None if emulated else Pool()
+
+    def graphs(self) -> tuple[Graph, Graph]:
+        """Return a forward and a backward graph to capture."""
+        if self._pool is None:
+            return EmulatedGraph(), EmulatedGraph()
+        stream = capture_stream(self.device)
+        return CudaGraph(stream, Pool()), CudaGraph(stream, self._pool)
+
+    def take_turn(self) -> None:
+        """Have the current stream wait for the graphs of callables that were launched on another one.
+
+        What cuBLAS keeps for the capture stream is part of the graphs: two of them must not run at a time.
+        """
+        if self._pool is not None:
+            current = torch.cuda.current_stream(self.device)
+            last, _last_streams[self.device] = _last_streams.get(self.device, current), current
+            if last != current:
+                current.wait_stream(last)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context on the stream of warm-up and capture."""
+        if self._pool is None:
+            yield
+            return
+        self.take_turn()
+        current, stream = torch.cuda.current_stream(self.device), capture_stream(self.device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
+
+
+_last_streams: dict[torch.device, torch.cuda.Stream] = {}
+# By handle: torch's allocator does not tell which graphs captured into a pool, nor in which order they will run.
+_lanes: "weakref.WeakValueDictionary[tuple[Any, torch.device, bool], Lane]" = weakref.WeakValueDictionary()
+
+
+def lane_of(handle: Any, device: torch.device, emulated: bool) -> Lane:
+    """Return the lane of a pool handle, or a new one if there is no handle."""
+    lane = Lane(device, emulated)
+    return lane if handle is None else _lanes.setdefault((handle, device, emulated), lane)

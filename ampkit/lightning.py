@@ -1,0 +1,578 @@
+"""How a captured step gets into a Lightning Trainer: what takes the place of what, by public names, and is put back."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import grad_scaler as upstream
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+except ImportError as error:
+    raise ImportError("ampkit.lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
+
+from ._distributed import why_not_sharded
+from ._engine import Options, Report
+from ._errors import AmpkitWarning, CaptureError, CaptureWarning
+from ._lightning_reads import HostReads, names_in
+from ._lightning_stats import Meter, Reading
+from ._lightning_step import Clip, TrainerStep, Window
+from ._module_rules import ModuleRules, why_not_applied
+from ._optim import broken_kernel, why_not_capturable
+from ._policy import Policy
+from ._scaler import GradScaler, check_positive
+from ._torch import cudagraphs_of_its_own, is_sharded, tree_flatten
+
+# Every private name of Lightning that is used, with the reason; a test fails when one goes.
+PRIVATE_NAMES = {
+    "DDPStrategy._ddp_comm_state": "communication hooks with state (PowerSGD, post-local SGD) count steps on the host",
+}
+
+
+class AmpkitCallback(Callback):
+    """Runs the training step of a Lightning Trainer as one CUDA graph: `Trainer(callbacks=[AmpkitCallback()])`.
+
+    Forward, backward, loss scale, clipping and optimizer are captured; hooks, `self.log`, `global_step`, schedulers,
+    checkpoints and accumulation stay Lightning's. Hooks see no gradients (`param.grad` is None). Where a model or a
+    Trainer does something that a graph cannot hold, a warning says what, and training goes on without one.
+
+    Args:
+        policy: None takes that of `Trainer(precision=...)`. One that is given must have the same dtypes; its rules for
+            operations and modules hold in training and validation while `fit` runs.
+        graph: "auto": a CUDA graph if the model is on CUDA. "emulate": the same engine without a graph, on any device.
+            "off": eager, with ampkit's loss scale and clipping.
+        scaler: loss scale with a rule of its own. None makes one where Lightning has one ("16-mixed").
+        warmup: eager steps per input layout before it is captured.
+        max_graphs: how many graphs are kept.
+        memory_budget: bytes that all graphs may take together, None without limit.
+        verify: compare the first so many replays with eager steps, bit by bit.
+        on_failure: "eager": if nothing can be captured, warn and go on. "raise": raise `CaptureError`.
+
+    Raises:
+        ValueError: an argument that cannot work, or in `fit` a policy that differs from the Trainer's precision.
+
+    Loss scale, skipped steps, gradient norm (where there is a loss scale or clipping), samples per second and graph
+    replays go to the progress bar and to every logger each `log_every_n_steps`, as of one such interval before: so
+    nothing waits for the device.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str | None = None,
+        *,
+        graph: str = "auto",
+        scaler: GradScaler | None = None,
+        warmup: int = 3,
+        max_graphs: int = 16,
+        memory_budget: int | None = None,
+        verify: int = 0,
+        on_failure: str = "eager",
+    ) -> None:
+        _choice("graph", graph, ("auto", "emulate", "off"))
+        _choice("on_failure", on_failure, ("eager", "raise"))
+        for name, value, least in (("warmup", warmup, 1), ("max_graphs", max_graphs, 1), ("verify", verify, 0)):
+            _at_least(name, value, least)
+        check_positive("AmpkitCallback", "memory_budget", memory_budget, "None for no limit")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise ValueError(f"AmpkitCallback(scaler={type(scaler).__name__}): pass an ampkit.GradScaler.")
+        self._policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        self._scaler = scaler
+        self._options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget)
+        self._fit: _Fit | None = None
+        self._last_report: Callable[[], Report] = lambda: _nothing_captured(None)
+
+    def report(self) -> Report:
+        """Return graphs, replays, eager steps and why, of the `fit` that runs or ran last. Waits for the device."""
+        return self._last_report()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put ampkit's step into the Trainer, when `fit` begins."""
+        if stage != "fit":
+            return
+        if isinstance(trainer.strategy.precision_plugin, _Precision):
+            raise ValueError("Trainer(callbacks=[...]): there are two AmpkitCallbacks. Pass one.")
+        plugin = trainer.strategy.precision_plugin
+        problem = _why_not(trainer, pl_module, plugin)
+        if problem:
+            self._last_report = lambda: _nothing_captured(problem)
+            self._give_up(f"{problem} Training goes on as Lightning does it.")
+            return
+        _check_policy(self._policy, plugin)
+        self._fit = _Fit(trainer, pl_module, self._policy, self._scaler, self._options, self._give_up)
+        self._last_report = self._fit.report
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put back what was there before, when `fit` ends."""
+        if self._fit is not None:
+            report = self._fit.report()
+            self._last_report = lambda: report  # with the graphs that are released now
+            self._leave()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put back what was there before: Lightning calls no `teardown` after an error."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._fit is not None:
+            self._fit.leave()
+            self._fit = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count samples; every `log_every_n_steps` write a reading."""
+        if self._fit is not None:
+            self._fit.on_batch_end(batch)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the time of validation out of the samples per second."""
+        if self._fit is not None:
+            self._fit.meter.restart()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the time between epochs out of the samples per second."""
+        if self._fit is not None:
+            self._fit.meter.restart()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the last reading."""
+        if self._fit is not None:
+            self._fit.write(self._fit.meter.finish())
+
+    def _give_up(self, text: str) -> None:
+        if self._options.graph == "off":
+            return
+        if self._options.on_failure == "raise":
+            raise CaptureError(f"AmpkitCallback: {text}")
+        warnings.warn(f"AmpkitCallback: {text}", CaptureWarning, stacklevel=3)
+
+
+# ----------------------------------------------------------------------------------------------- what is put into a fit
+
+
+class _Fit:
+    """What is changed in a Trainer from `setup` to `teardown`, and the step that it trains by.
+
+    Attributes:
+        policy: of the user, None if there is none.
+        scaler: takes the place of Lightning's.
+        meter: takes the readings.
+        plain: Lightning does everything, for a reason that showed late.
+        in_optimizer_step: Lightning is within the optimizer's step, which it enters for the last batch of a window.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        policy: Policy | None,
+        scaler: GradScaler | None,
+        options: Options,
+        give_up: Callable[[str], None],
+    ) -> None:
+        strategy = trainer.strategy
+        self._trainer = trainer
+        self._module = module
+        self._options = options
+        self._give_up = give_up
+        self._reads = HostReads(module, LightningModule)
+        self.device = strategy.root_device
+        self._step: TrainerStep | None = None
+        self._made_for: tuple[Any, ...] = ()
+        self._shown: dict[str, float] = {}
+        self.policy = policy
+        self.meter = Meter(self.device, trainer.world_size)
+        self.plain = False
+        self.in_optimizer_step = False
+        self._ended_window = False
+        # What is put in the place of what.
+        self._lightning_plugin = strategy.precision_plugin
+        self._lightning_scaler: upstream.GradScaler | None = getattr(self._lightning_plugin, "scaler", None)
+        self.scaler = _scaler_for(scaler, self._lightning_scaler, self.device)
+        self._plugin = _plugin_for(self, self._lightning_plugin)
+        strategy.precision_plugin = self._plugin
+        self._lightning_step = strategy.training_step
+        vars(strategy)["training_step"] = self._training_step
+        self._bar = trainer.progress_bar_callback
+        if self._bar is not None:
+            self._lightning_metrics = self._bar.get_metrics
+            vars(self._bar)["get_metrics"] = self._bar_metrics
+
+    def leave(self) -> None:
+        """Put everything back and release the graphs."""
+        self._trainer.strategy.precision_plugin = self._lightning_plugin
+        vars(self._trainer.strategy).pop("training_step", None)
+        if self._bar is not None:
+            vars(self._bar).pop("get_metrics", None)
+        if self.policy is not None and self.policy.modules and not why_not_applied(self._module, _rules(self.policy)):
+            self.policy.remove(self._module)
+        # Last what asks the device, which may be the reason why the fit has ended.
+        self._give_scaler_back()
+        if self._step is not None:
+            self._step.close()
+
+    def _give_scaler_back(self) -> None:
+        lightning = self._lightning_scaler
+        if lightning is not None and lightning is not self.scaler and self.scaler.is_enabled():
+            lightning.load_state_dict(self.scaler.state_dict())
+        if isinstance(self._plugin, MixedPrecision):
+            self._plugin.scaler = self._lightning_scaler
+
+    def report(self) -> Report:
+        """Return what happened to the batches so far."""
+        return _nothing_captured(None) if self._step is None else self._step.report()
+
+    # ------------------------------------------------------------------------------------------------------ one batch
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the batch under way had its backward, so that Lightning's must do nothing."""
+        return not self.plain and self._step is not None and self._step.stepped
+
+    def begin(self) -> bool:
+        """Return whether ampkit does the step of this batch, having made what does it."""
+        if self.plain:
+            return False
+        trainer = self._trainer
+        made_for = (trainer.optimizers[0], trainer.strategy.model, _clip(trainer))
+        if made_for != self._made_for:
+            self._make(*made_for)
+            self._made_for = made_for
+        return not self.plain
+
+    def _make(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, clip: Clip) -> None:
+        if self._step is not None:
+            self._step.close()
+        problem = _why_not_optimizer(optimizer) or _why_not_parameters(self._module, optimizer, self.device)
+        if problem:
+            self.plain = True
+            self._give_scaler_back()
+            self._give_up(f"{problem} Training goes on as Lightning does it.")
+            return
+        assert model is not None  # Lightning sets it up before the first batch
+        self._step = TrainerStep(
+            self._lightning_step,
+            self._module,
+            model,
+            optimizer,
+            self._reads,
+            device=self.device,
+            scaler=self.scaler,
+            clip=clip,
+            options=self._options,
+            give_up=lambda text: self._give_up(f"{text} Training goes on eagerly."),
+        )
+
+    def _training_step(self, *args: Any) -> Any:
+        """Take the place of `Strategy.training_step`."""
+        self._ended_window = self.in_optimizer_step
+        if not self.begin():
+            return self._lightning_step(*args)
+        assert self._step is not None  # made by begin
+        trainer = self._trainer
+        every = trainer.accumulate_grad_batches
+        first = trainer.fit_loop.batch_idx % every == 0  # where Lightning calls zero_grad
+        return self._step(Window(first, self.in_optimizer_step, every, trainer.current_epoch), *args)
+
+    # ------------------------------------------------------------------------------------------------------- readings
+
+    def on_batch_end(self, batch: Any) -> None:
+        """Count the samples of a batch; every so many steps take a reading and write the one before."""
+        if self._step is None or self.plain:
+            return
+        self.meter.count(_size(batch))
+        trainer: Any = self._trainer  # some of its attributes are declared nowhere
+        every = trainer.log_every_n_steps
+        shown = trainer.loggers or self._bar is not None
+        if shown and every and self._ended_window and trainer.global_step % every == 0:
+            step = trainer.global_step - 1  # the number that Lightning logs metrics of this step under
+            self.write(self.meter.take(step, self.scaler, self._step.grad_norm, self._step.replays))
+
+    def write(self, reading: Reading | None) -> None:
+        """Give a reading to the loggers and to the progress bar."""
+        if reading is None:
+            return
+        self._shown = {_IN_THE_BAR[name]: value for name, value in reading.values.items()}
+        for logger in self._trainer.loggers:
+            logger.log_metrics({f"ampkit/{name}": value for name, value in reading.values.items()}, step=reading.step)
+
+    def _bar_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        """Take the place of `ProgressBar.get_metrics`."""
+        return {**self._lightning_metrics(trainer, module), **self._shown}
+
+
+_IN_THE_BAR = {
+    "loss_scale": "scale",
+    "skipped_steps": "skipped",
+    "grad_norm": "grad_norm",
+    "samples_per_second": "samples/s",
+    "graph_replays": "replays",
+}
+
+
+class _Precision(Precision):
+    """Stands in front of the class of a Trainer's precision plugin: does nothing in a batch that was stepped."""
+
+    ampkit: _Fit
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # as upstream
+        """Call the hooks of on_before_backward; leave out the loss scale."""
+        if self.ampkit.stepped:
+            return Precision.pre_backward(self, tensor, module)
+        return super().pre_backward(tensor, module)
+
+    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Do nothing."""
+        if not self.ampkit.stepped:
+            super().backward(tensor, model, *args, **kwargs)
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, nor refuse to clip the gradients of a fused optimizer."""
+        if not self.ampkit.stepped:
+            super().clip_gradients(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Call the closure, in which the step is done, and the hooks of on_before_optimizer_step."""
+        if not self.ampkit.begin():
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        self.ampkit.in_optimizer_step = True
+        try:
+            with _next_step_is_the_closure(optimizer):
+                return Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
+        finally:
+            self.ampkit.in_optimizer_step = False
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Enter the policy's rules for operations, too."""
+        policy = self.ampkit.policy
+        if policy is None or not policy.ops:
+            return super().forward_context()
+        return self._under(policy, super().forward_context())
+
+    @contextmanager
+    def _under(self, policy: Policy, context: AbstractContextManager[None]) -> Iterator[None]:
+        with context, policy.autocast(self.ampkit.device.type):
+            yield
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Apply the policy's rules for modules, too."""
+        module = super().convert_module(module)
+        policy = self.ampkit.policy
+        return policy.apply(module) if policy is not None and policy.modules else module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what Lightning's own plugin would, and more only where the rule of the loss scale says more."""
+        scaler = self.ampkit.scaler
+        if self.ampkit.plain or not scaler.is_enabled():
+            return super().state_dict()
+        as_in_torch = scaler.rule().items() >= _RULE_OF_TORCH.items()
+        return upstream.GradScaler.state_dict(scaler) if as_in_torch else scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the loss scale, of this plugin or of Lightning's."""
+        if self.ampkit.plain or not self.ampkit.scaler.is_enabled():
+            super().load_state_dict(state_dict)
+        else:
+            self.ampkit.scaler.load_state_dict(state_dict)
+
+
+_RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
+
+
+def _plugin_for(fit: _Fit, plugin: Precision) -> Precision:
+    """Return the plugin as an object of a subclass of the same name, which checkpoints key the loss scale by."""
+    kind = type(plugin)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    new: _Precision = object.__new__(type(kind.__name__, (_Precision, kind), names))
+    vars(new).update(vars(plugin))
+    new.ampkit = fit
+    if isinstance(new, MixedPrecision) and fit.scaler.is_enabled():
+        new.scaler = fit.scaler
+    return new
+
+
+@contextmanager
+def _next_step_is_the_closure(optimizer: Any) -> Iterator[None]:
+    """Context in which the next `optimizer.step(closure)` only calls the closure, in which the step is the real one."""
+    own = vars(optimizer).get("step")  # a scheduler's, that counts
+
+    def step(closure: Callable[[], Any], **kwargs: Any) -> Any:
+        put_back()
+        return closure()
+
+    def put_back() -> None:
+        if vars(optimizer).get("step") is step:
+            del optimizer.step
+            if own is not None:
+                optimizer.step = own
+
+    optimizer.step = step
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def _scaler_for(given: GradScaler | None, lightning: upstream.GradScaler | None, device: torch.device) -> GradScaler:
+    """Return the given scaler, or one with the state of Lightning's; disabled where there is neither."""
+    if given is not None:
+        return given
+    if isinstance(lightning, GradScaler):
+        return lightning
+    scaler = GradScaler(device.type, enabled=lightning is not None and lightning.is_enabled())
+    if lightning is not None and scaler.is_enabled():
+        scaler.load_state_dict(lightning.state_dict())
+    return scaler
+
+
+def _clip(trainer: Trainer) -> Clip:
+    limit = trainer.gradient_clip_val
+    if limit is None or limit <= 0:
+        return Clip(None, None)
+    return Clip(None, float(limit)) if trainer.gradient_clip_algorithm == "value" else Clip(float(limit), None)
+
+
+def _size(batch: Any) -> int:
+    """Return how many samples a batch holds: the length of its first tensor."""
+    leaves = (leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    first = next(leaves, None)
+    return 1 if first is None else first.shape[0]
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be captured
+
+
+def _why_not(trainer: Trainer, module: LightningModule, plugin: Precision) -> str:
+    """Return why this fit is left to Lightning and what to write instead, "" if it need not be."""
+    if not module.automatic_optimization:
+        return (
+            "automatic_optimization is False: the step is written in training_step, where a graph cannot find it. In a "
+            "loop of your own ampkit.graphed captures such a step."
+        )
+    return (
+        _why_not_strategy(trainer.strategy)
+        or _why_not_precision(plugin)
+        or _why_not_hooks(trainer, module)
+        or HostReads(module, LightningModule).problem
+    )
+
+
+def _why_not_strategy(strategy: Strategy) -> str:
+    name, kind = type(strategy).__name__, type(strategy)
+    if (
+        not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+        or strategy.handles_gradient_accumulation
+        or kind.training_step is not Strategy.training_step
+        or kind.backward is not Strategy.backward
+        or kind.optimizer_step not in (Strategy.optimizer_step, DDPStrategy.optimizer_step)
+        or strategy.root_device.type not in ("cpu", "cuda")
+    ):
+        return f"{name} trains by a step of its own. Use one device, or Trainer(strategy='ddp')."
+    if getattr(strategy, "_ddp_comm_state", None) is not None:
+        return f"{name}(ddp_comm_state=...): such a communication hook counts steps on the host. Leave it out."
+    return ""
+
+
+def _why_not_precision(plugin: Precision) -> str:
+    if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
+        return ""
+    return (
+        f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}: ampkit knows "
+        "32-true, bf16-mixed, 16-mixed, bf16-true and 16-true."
+    )
+
+
+_STEPS = {
+    "optimizer_step": "For a warm-up of the learning rate use a scheduler with interval='step'.",
+    "backward": "Return the loss whose gradient you want.",
+    "configure_gradient_clipping": "Use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...).",
+    "optimizer_zero_grad": "Leave it out: gradients are None before each backward.",
+}
+_SEE_GRADIENTS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+
+
+def _why_not_hooks(trainer: Trainer, module: LightningModule) -> str:
+    name = type(module).__name__
+    for hook, advice in _STEPS.items():
+        if is_overridden(hook, module):
+            return f"{name}.{hook} changes what a step does, where a graph would not call it. {advice}"
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        return f"{name}.training_step takes its batches from dataloader_iter. Write training_step(self, batch)."
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        return "StochasticWeightAveraging ends with an epoch without backward. EMAWeightAveraging can be captured."
+    quiet = []
+    for owner in (module, *callbacks):
+        for hook in (hook for hook in _SEE_GRADIENTS if is_overridden(hook, owner)):
+            where = f"{type(owner).__name__}.{hook}"
+            if any("grad" in word for word in names_in(getattr(owner, hook))):
+                return (
+                    f"{where} looks at gradients, which a replay leaves nowhere. ampkit logs their norm; what changes "
+                    "them belongs into training_step, as a hook of the tensor (tensor.register_hook)."
+                )
+            quiet.append(where)
+    if quiet:
+        message = f"AmpkitCallback: {', '.join(quiet)}: called as ever, but behind the step; param.grad is None there."
+        warnings.warn(message, AmpkitWarning, stacklevel=3)
+    return ""
+
+
+def _why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    if not any(group["params"] for group in optimizer.param_groups):
+        return "configure_optimizers returned no optimizer with parameters."
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return f"{name} computes the loss several times in a step. Use AdamW, Adam or SGD with fused=True."
+    return broken_kernel(optimizer) or why_not_capturable(optimizer)
+
+
+def _why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    for name, param in module.named_parameters():
+        if is_sharded(param):
+            return why_not_sharded(name, param)
+        if param.device != device:
+            return f"parameter {name} is on {param.device}, not on {device}: a graph is of one device."
+    if cudagraphs_of_its_own(module):
+        return "the model is compiled with CUDA graphs of its own. Compile it in the default mode."
+    known = set(module.parameters())
+    if any(param not in known for group in optimizer.param_groups for param in group["params"]):
+        return "the optimizer has parameters that are not the module's. Make them parameters of the module."
+    return ""
+
+
+def _check_policy(policy: Policy | None, plugin: Precision) -> None:
+    if policy is None:
+        return
+    trainers = Policy.parse(str(plugin.precision))
+    if (policy.params, policy.compute, policy.output) != (trainers.params, trainers.compute, trainers.output):
+        raise ValueError(
+            f"AmpkitCallback(policy={str(policy)!r}) and Trainer(precision={plugin.precision!r}), which is "
+            f"{str(trainers)!r}, disagree. Give one of them, or the same dtypes in both."
+        )
+
+
+def _rules(policy: Policy) -> ModuleRules:
+    return ModuleRules(policy.modules, policy.params, policy.output)
+
+
+def _nothing_captured(reason: str | None) -> Report:
+    return Report(0, 0, 0, 0, {}, 0, (), 0, reason)
+
+
+def _choice(name: str, value: object, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"AmpkitCallback({name}={value!r}): expected one of {', '.join(map(repr, legal))}.")
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"AmpkitCallback({name}={value!r}): expected an int of at least {least}.")

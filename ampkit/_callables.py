@@ -1,4 +1,4 @@
-"""Modules and functions whose calls are graph launches: which graph serves a call, and which calls are eager and why."""
+"""Modules and functions whose calls are graph launches: which graph serves a call, and why a call is eager."""
 
 import copy
 import functools
@@ -14,12 +14,20 @@ from torch import Tensor, nn
 from ._blame import users_level
 from ._errors import CaptureError, CaptureWarning, InputMismatch
 from ._graph import describe_failure
-from ._inputs import Constant, Spec, StaticInputs, TensorSpec, path
+from ._inputs import Spec, StaticInputs, read_batch
 from ._lane import Lane, lane_of
 from ._node import GraphedPasses
-from ._passes import PLAIN, Passes, UnusedError, undone
+from ._passes import Passes, UnusedError, undone
 from ._state import Generation, Settings, TrainingState
-from ._torch import TreeSpec, cudagraphs_of_its_own, has_legacy_backward_hooks, hook_tables, in_backward, tree_flatten
+from ._torch import (
+    TreeSpec,
+    cudagraphs_of_its_own,
+    has_legacy_backward_hooks,
+    hook_tables,
+    in_backward,
+    tree_flatten,
+    tree_unflatten,
+)
 
 _MAX_CAPTURES = 32  # per callable, in its life: a shape or a constant that always varies captures in every call
 
@@ -83,19 +91,18 @@ def make_graphed_callables(
     """
     functions, samples = _parse(callables, sample_args, sample_kwargs)
     _check_options(num_warmup_iters, graph, pool)
-    lanes: dict[torch.device, Lane] = {}
+    handle = object() if pool is None else pool
     made = []
     for function, sample in zip(functions, samples, strict=True):
         device = _device(function, sample)
-        if device not in lanes:
-            lanes[device] = lane_of(pool, device, emulated=graph != "auto" or device.type != "cuda")
-        blocker = _blocker(function, device, graph)
+        lane = lane_of(handle, device, emulated=graph != "auto" or device.type != "cuda")
         # Two at least: a pass that is watched is one that torch.compile compiles anew.
-        made.append(GraphedCallable(function, lanes[device], max(2, num_warmup_iters), allow_unused_input, blocker))
+        warmup, blocker = max(2, num_warmup_iters), _blocker(function, device, graph)
+        made.append(GraphedCallable(function, lane, warmup, allow_unused_input, blocker))
     for reason in dict.fromkeys(each.blocker for each in made if each.blocker and graph != "off"):
         _warn(f"{reason} Calls are eager; graph='off' says so without a warning.")
-    for each, (args, kwargs) in zip(made, samples, strict=True):
-        each.prepare(args, kwargs)
+    for each, sample in zip(made, samples, strict=True):
+        each.prepare(*sample)
     results = tuple([each.install() for each in made])
     return results if isinstance(callables, tuple) else results[0]
 
@@ -183,10 +190,10 @@ class GraphedCallable:
         """Return why this call must be eager, whatever its input, or ""."""
         if not torch.is_grad_enabled():
             return "no_grad"
-        if Passes.recording or (self._lane.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return "in the capture of another graph"
         if self._module is not None and self._module.training != self._mode:
             return f"module.training is {self._module.training}"
+        if Passes.recording or (self._lane.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return "in the capture of another graph"
         if self._module is not None and has_legacy_backward_hooks(self._module):
             self._warn(_LEGACY_HOOK)
             return "register_backward_hook"
@@ -194,12 +201,12 @@ class GraphedCallable:
 
     def _find(self, leaves: list[Any], tree: TreeSpec, is_sample: bool = False) -> GraphedPasses | None:
         """Return the graphs for this input, captured now if need be, or None if there can be none."""
-        if self._generation is None and self._is_lazy():
+        if self._generation is None and self._module is not None and _is_lazy(self._module):
             return None  # the call, which is eager, makes the parameters
         try:
-            key = self._key(_spec(leaves, tree), leaves)
+            key = self._key(leaves, tree)
         except InputMismatch as error:
-            self._warn(str(error))
+            self._warn(f"{error} Such calls are eager.")
             return None
         if list(chain.from_iterable(self._hook_tables)) != self._hooks:
             self._warn(_LATE_HOOK)
@@ -214,12 +221,12 @@ class GraphedCallable:
             self._graphs[key] = self._capture(key, leaves, is_sample)
         return self._graphs[key]
 
-    def _is_lazy(self) -> bool:
-        module = self._module or nn.Identity()
-        return any(nn.parameter.is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers()))
-
-    def _key(self, spec: Spec, leaves: list[Any]) -> "_Key":
+    def _key(self, leaves: list[Any], tree: TreeSpec) -> "_Key":
         """Return what decides which graph serves a call, having dropped the graphs that the module outlived."""
+        wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
+        plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(plain, tree)
+        spec, _ = read_batch(args, kwargs, self._lane.device)
         now, before = self._state.generation(), self._generation
         if before is None or before.walk != now.walk or before.addresses != now.addresses:
             if before is not None and any(self._graphs.values()):
@@ -228,7 +235,6 @@ class GraphedCallable:
             self._hook_tables = [table for module in now.walk.modules[1:] for table in hook_tables(module)]
             self._hooks = list(chain.from_iterable(self._hook_tables))
         self._generation = now
-        wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
         return _Key(spec, wants_grad, now.settings, torch.is_autocast_cache_enabled())
 
     def _capture(self, key: "_Key", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
@@ -299,39 +305,6 @@ _LATE_HOOK = (
 )
 
 
-def _spec(leaves: list[Any], tree: TreeSpec) -> Spec:
-    """Return the layout of an input.
-
-    Raises:
-        InputMismatch: a leaf is a sparse tensor, of a tensor subclass, or not hashable.
-    """
-    keys: list[TensorSpec | Constant] = []
-    for i, leaf in enumerate(leaves):
-        if type(leaf) in PLAIN and leaf.layout is torch.strided:
-            keys.append(TensorSpec(leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
-        elif isinstance(leaf, Tensor):
-            raise InputMismatch(
-                f"{path(tree, i)} is a {type(leaf).__name__} of layout {leaf.layout}. Such calls are eager; a graph "
-                "takes strided tensors."
-            )
-        elif not _is_hashable(leaf):
-            raise InputMismatch(
-                f"{path(tree, i)} is a {type(leaf).__name__}, which is neither a tensor nor hashable. Such calls are "
-                "eager. Pass a tensor (torch.as_tensor) or a number, string or None."
-            )
-        else:
-            keys.append(Constant(type(leaf), leaf))
-    return Spec(tree, tuple(keys))
-
-
-def _is_hashable(leaf: object) -> bool:
-    try:
-        hash(leaf)
-    except TypeError:
-        return False
-    return True
-
-
 def _parse(callables: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[Any, ...], list[tuple[Any, Any]]]:
     """Return functions and for each the arguments of its sample."""
     if not isinstance(callables, tuple):
@@ -383,6 +356,10 @@ def _device(function: Any, sample: Any) -> torch.device:
         tensors += [*function.parameters(), *function.buffers()]
     devices = sorted({tensor.device for tensor in tensors}, key=lambda device: device.type != "cuda")
     return devices[0] if devices else torch.device("cpu")
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(map(nn.parameter.is_lazy, chain(module.parameters(), module.buffers())))
 
 
 def _blocker(function: Any, device: torch.device, graph: str) -> str:

@@ -62,6 +62,5 @@ _lanes: "weakref.WeakValueDictionary[tuple[Any, torch.device, bool], Lane]" = we
 
 
 def lane_of(handle: Any, device: torch.device, emulated: bool) -> Lane:
-    """Return the lane of a pool handle, or a new one if there is no handle."""
-    lane = Lane(device, emulated)
-    return lane if handle is None else _lanes.setdefault((handle, device, emulated), lane)
+    """Return the lane of a pool handle on a device: the same one as long as somebody holds it."""
+    return _lanes.setdefault((handle, device, emulated), Lane(device, emulated))

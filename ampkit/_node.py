@@ -44,12 +44,14 @@ class GraphedPasses:
         self._last = weakref.ref(call)
         return self._passes.rebuild(results)
 
-    def forward(self, leaves: list[Any]) -> list[Tensor]:
-        """Return copies of the outputs."""
+    def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return copies of the outputs, and those of them that are not differentiable."""
         self._lane.take_turn()
         self._passes.inputs.copy_(leaves)
         self._forward.replay()
-        return _copies(self._passes.results)
+        results = _copies(self._passes.results)
+        pairs = zip(results, self._passes.differentiable, strict=True)
+        return results, [result for result, differentiable in pairs if not differentiable]
 
     def backward(self, call: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Return copies of the gradients for these gradients of the outputs."""
@@ -78,11 +80,6 @@ class GraphedPasses:
         """Return a number per parameter and buffer that backward reads, which every change in place raises."""
         return [version(tensor) for tensor in self._passes.read]
 
-    def constants(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Return those outputs that are not differentiable."""
-        pairs = zip(results, self._passes.differentiable, strict=True)
-        return [result for result, differentiable in pairs if not differentiable]
-
     def reset(self) -> None:
         """Give the graphs up. Waits for the device."""
         self._last = None
@@ -104,11 +101,11 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, leaves: list[Any], *_: Tensor) -> tuple[Tensor, ...]:
-        results = call.graphed.forward(leaves)
+        results, constants = call.graphed.forward(leaves)
         call.versions = call.graphed.versions()
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*call.graphed.constants(results))
+        ctx.mark_non_differentiable(*constants)
         return tuple(results)
 
     @staticmethod

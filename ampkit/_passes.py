@@ -23,7 +23,6 @@ from ._torch import (
     tree_unflatten,
 )
 
-PLAIN = (Tensor, nn.Parameter)
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
@@ -191,20 +190,19 @@ class Passes:
         """Return what of the outputs must be the same in each pass."""
         parts: list[Any] = [self._tree]
         for output in self._outputs:
-            if not isinstance(output, Tensor):
-                parts.append(Constant(type(output), output))
-                if type(output) not in _CONSTANTS:
-                    raise CaptureError(
-                        f"it returned a {type(output).__name__}, which a replay cannot compute anew. Return tensors, "
-                        "in tuples, lists and dicts."
-                    )
-            else:
+            if isinstance(output, Tensor):
                 parts.append((output.shape, output.dtype, output.requires_grad))
-                if type(output) not in PLAIN or output.layout is not torch.strided or output.device != self._device:
-                    raise CaptureError(
-                        f"it returned a {type(output).__name__} of layout {output.layout} on {output.device}. Return "
-                        f"strided tensors on {self._device}."
-                    )
+                what = f"{type(output).__name__} of layout {output.layout} on {output.device}"
+                plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided
+                fits = plain and output.device == self._device
+            else:
+                parts.append(Constant(type(output), output))
+                what, fits = type(output).__name__, type(output) in _CONSTANTS
+            if not fits:
+                raise CaptureError(
+                    f"it returned a {what}, which a replay cannot compute anew. Return strided "
+                    f"tensors on {self._device}, in tuples, lists and dicts."
+                )
         return tuple(parts)
 
     def _check_same(self, known: tuple[Any, ...]) -> None:
@@ -232,8 +230,8 @@ class Passes:
             if grad is None:
                 kind = "an input" if j < len(self.entries) else "a parameter"
                 raise UnusedError(
-                    f"make_graphed_callables: {kind} of shape {tuple(self._wrt[j].shape)} requires grad, but no output "
-                    "depends on it. Pass allow_unused_input=True, or one that does not require grad."
+                    f"no output depends on {kind} of shape {tuple(self._wrt[j].shape)} that requires grad. Pass "
+                    "allow_unused_input=True, or one that does not require grad."
                 )
 
 

@@ -353,3 +353,13 @@ def has_gradient_hooks(param: Tensor) -> bool:
 def clear_cublas_workspaces() -> None:
     """Give back the memory that cuBLAS keeps per stream and thread. It takes new memory when it is called again."""
     _private(torch._C, "_cuda_clearCublasWorkspaces")()
+
+
+def forget_compiled_code() -> None:
+    """Empty what torch.compile keeps in memory: what it compiled, by module and by source. Files are left alone."""
+    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and the import takes a second
+        return
+    torch.compiler.reset()
+    inductor = sys.modules.get("torch._inductor.utils")
+    if inductor is not None:
+        _private(inductor, "clear_caches")()

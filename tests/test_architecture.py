@@ -60,7 +60,8 @@ LAYERS = {
     "_bench_report.py": 5,
     "_bench_variants.py": 6,
     "_bench.py": 7,
-    "__main__.py": 8,
+    "_bench_curves.py": 8,
+    "__main__.py": 9,
 }
 PACKAGES = {"debug/__init__.py": 5, "__init__.py": 9}  # these re-export, from their own layer and below
 ORDER = {**LAYERS, **PACKAGES}

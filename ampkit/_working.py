@@ -37,6 +37,7 @@ class WorkingWeights:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by master
+        self._all: list[nn.Parameter] = []  # also those given up: a graph that was captured with one writes to it
         self._refused: set[nn.Parameter] = set()
 
     def __len__(self) -> int:
@@ -62,6 +63,7 @@ class WorkingWeights:
                 self._copies.pop(param, None)
             elif param not in self._copies or self._copies[param].dtype is not dtype:
                 self._copies[param] = nn.Parameter(torch.empty_like(param, dtype=dtype))
+                self._all.append(self._copies[param])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

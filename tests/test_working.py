@@ -114,7 +114,9 @@ def test_only_where_it_is_exact(engine: Engine, policy: str, use: str, accumulat
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_use_in_a_later_layout_gives_the_copy_up(engine: Engine) -> None:
-    """What one layout only casts, another one may add to the loss: from its warm-up on there is no copy."""
+    """G12: what one layout only casts, another may add to the loss: then there is no copy for it, and the graph of the
+    first layout, which has one, writes over nobody's memory.
+    """
 
     def loss_fn(model: Any, x: Tensor, penalty: bool) -> Tensor:
         return model(x).float().square().mean() + (model.weight.square().sum() if penalty else 0.0)
@@ -153,10 +155,12 @@ def test_masters_are_the_weights(engine: Engine, access: str) -> None:
         "copy": lambda: copy.deepcopy(model),
     }
     result = change[access]()
+    with ampkit.Policy.parse("bfloat16").autocast(engine[0]):
+        expected, _ = boosted_loss(model, *batch)
     out = step(*batch)
     if access == "copy":
         assert {param.dtype for param in result.parameters()} == {torch.float32}
-        assert out.loss < 2
     else:
-        torch.testing.assert_close(out.loss.cpu(), torch.tensor(10.0).log())  # all logits 0
+        assert abs(out.loss - torch.tensor(10.0).log()) < 0.01  # all logits are 0, and bfloat16 has 8 bits
+    assert_same(expected.detach().float(), out.loss)
     assert step.replays == 3

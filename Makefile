@@ -1,6 +1,6 @@
 # VENV    folder of the virtual environment; empty: run PYTHON as it is and install nothing
 # PYTHON  interpreter that creates VENV, or that runs everything where VENV is empty
-# ARGS    passed on to the command of train, test and bench
+# ARGS    passed on to the command of train, train-lightning, test and bench
 VENV   ?= .venv
 PYTHON ?= python3
 
@@ -16,13 +16,16 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test check lint types docs bench clean
+.PHONY: help train train-lightning test check lint types docs bench clean
 
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s  %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s  %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 train: $(READY)  ## train a ResNet on scanned digits; options in ARGS
 	$(PY) examples/train_resnet.py $(ARGS)
+
+train-lightning: $(READY)  ## the same by a Lightning Trainer; options in ARGS
+	$(PY) examples/train_resnet_lightning.py $(ARGS)
 
 test: $(READY)  ## run the tests; tests that need a GPU are skipped without one
 	$(PY) -m pytest $(ARGS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import _bench, _bench_report
+from . import _bench, _bench_curves, _bench_report
 from ._bench_cases import CASES, RETURNED, CaseError, takes_batch_size, user_case
 from ._bench_variants import VARIANTS, Setting
 from ._errors import AmpkitError
@@ -102,10 +102,11 @@ def _add_bench(commands: Any) -> None:
         help=f"{', '.join(CASES)}; or module:function, a function that takes the batch size or nothing and returns "
         f"{RETURNED}; default resnet18-cifar",
     )
-    what.add_argument(
+    sizes = what.add_mutually_exclusive_group()
+    sizes.add_argument(
         "-b", "--batch", "--batch-size", nargs="+", type=_positive, metavar="N", help="batch sizes; default 64"
     )
-    what.add_argument("--sweep", action="store_true", help="batch sizes 8 to 1024, doubled, until memory ends")
+    sizes.add_argument("--sweep", action="store_true", help="batch sizes 8 to 1024, doubled, until memory ends")
     what.add_argument("--policy", type=_policy, help="dtypes, see ampkit.Policy; default float16, on a CPU bfloat16")
     how = bench.add_argument_group("how to measure")
     how.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}")
@@ -113,6 +114,12 @@ def _add_bench(commands: Any) -> None:
     how.add_argument("--repeats", type=_positive, metavar="N", help="timed blocks per variant; default 7")
     how.add_argument("--seconds", type=_seconds, metavar="S", help="length of a block, about; default 0.3")
     how.add_argument("--no-profile", action="store_true", help="no GPU time; each variant is built once, not twice")
+    how.add_argument(
+        "--curves",
+        type=_positive,
+        metavar="STEPS",
+        help="in place of times: losses of so many steps, eager and captured",
+    )
     out = bench.add_argument_group("results")
     out.add_argument("--json", metavar="FILE", help="write the figures here; -: print them in place of the table")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw them into this image file")
@@ -146,16 +153,27 @@ def _run_bench(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    setting = Setting(
-        args.policy or Policy.parse("float16" if cuda else "bfloat16"), device
-    )  # a CPU is slow at float16
-    plan = _plan(args, cuda)
-    keys, notes = _bench.select(args.variants, args.quick, device)
-    models = args.model or (["mlp", "resnet18-cifar"][: 2 if cuda else 1] if args.quick else ["resnet18-cifar"])
-    batches = _SWEEP if args.sweep else sorted(args.batch or [64])
-    jobs = [job for model in models for job in _jobs(model, batches)]
-    figures = _bench_report.Figures(_bench.describe(setting, plan, shlex.join(["python", "-m", "ampkit", *args.argv])))
-    figures.notes += notes
+    # A CPU takes many times as long for float16 as for bfloat16.
+    setting = Setting(args.policy or Policy.parse("float16" if cuda else "bfloat16"), device)
+    plan, jobs = _plan(args, cuda), _jobs(args, cuda)
+    described = _bench.describe(setting, plan, shlex.join(["python", "-m", "ampkit", *args.argv]))
+    if args.curves is None:
+        keys, notes = _bench.select(args.variants, args.quick, device)
+        _measure_times(_bench_report.Figures(described, notes), jobs, keys, setting, plan, args)
+    elif len(jobs) == 1:
+        _show_curves(_bench_curves.run(*jobs[0], setting, args.curves, described), args)
+    else:
+        sys.exit(f"python -m ampkit bench --curves: one model and one batch size, not {len(jobs)} of both.")
+
+
+def _measure_times(
+    figures: _bench_report.Figures,
+    jobs: list[_bench.Job],
+    keys: list[str],
+    setting: Setting,
+    plan: _bench.Plan,
+    args: argparse.Namespace,
+) -> None:
     try:
         _bench.run(figures, jobs, keys, setting, plan, lambda: _save(figures, args.json), bar=args.json != "-")
     finally:  # what there is, also when the user has had enough
@@ -169,7 +187,15 @@ def _plan(args: argparse.Namespace, cuda: bool) -> _bench.Plan:
     return _bench.Plan(args.repeats or repeats, args.seconds or seconds, checked, not args.no_profile)
 
 
-def _jobs(model: str, batches: list[int]) -> list[_bench.Job]:
+def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:
+    """Return a job for each model and batch size."""
+    quick = ["mlp", "resnet18-cifar"] if cuda else ["mlp"]
+    models = args.model or (quick if args.quick else ["resnet18-cifar"])
+    batches = _SWEEP if args.sweep else sorted(args.batch or [64])
+    return [job for model in models for job in _jobs_of(model, batches)]
+
+
+def _jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:
     """Return a job for each batch size; one for a function of the user's that takes none."""
     if model in CASES:
         return [_bench.Job(model, partial(CASES[model], batch)) for batch in batches]
@@ -191,6 +217,14 @@ def _show(figures: _bench_report.Figures, args: argparse.Namespace) -> None:
     print(figures.to_json().rstrip() if args.json == "-" else _bench_report.table(figures))
     if args.plot is not None:
         _bench_report.draw(figures, args.plot)
+
+
+def _show_curves(curves: _bench_curves.Curves, args: argparse.Namespace) -> None:
+    if args.json is not None and args.json != "-":
+        Path(args.json).write_text(curves.to_json())
+    print(curves.to_json().rstrip() if args.json == "-" else curves)
+    if args.plot is not None:
+        _bench_curves.draw(curves, args.plot)
 
 
 def _add_ops(commands: Any) -> None:

@@ -1,32 +1,30 @@
 """Honest timing: what is measured of each variant and how, so that none has an advantage over another."""
 
-import gc
 import itertools
+import math
 import os
 import platform
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._bench_cases import Batch, Case
+from ._bench_cases import Batch, Case, ready
+from ._bench_process import Caches, clean_up, do_what_is_done_once, fast_kernels
 from ._bench_report import Figures, Result, Row
 from ._bench_variants import VARIANTS, Setting, Variant, has_lightning, torch_amp
 from ._graph import CudaGraph
 from ._prefetch import prefetch
-from ._torch import clear_cublas_workspaces, tree_flatten, tree_unflatten
 
-# By how much of its fall the loss may differ from the expected one, by the dtype of compute. On a CPU float32 and
-# bfloat16 differed by 0.1 to 1.1% of it (mlp, resnet18-cifar, a small gpt2-like), clipping or not by 27 to 111%.
+# By how much of its fall the loss may differ from the expected one at any time, by the dtype of compute. On a CPU
+# float32 and bfloat16 differed by up to 1.9% (mlp, resnet18-cifar, a small gpt2-like), without clipping by 45% or more.
 TOLERANCE = {torch.float32: 0.02, torch.float16: 0.03, torch.bfloat16: 0.05}
-LEAST_FALL = 0.05  # of the loss; one that falls by less counts as if it fell by that
+LEAST_FALL = 0.05  # of the first loss
 PROFILED_STEPS = 10
 HOST_CALLS = 30
 MIB = 2**20
@@ -84,33 +82,54 @@ def run(
     """
     profiled = plan.profile and setting.device.type == "cuda"
     progress = _Bar(len(jobs) * len(keys) * (2 if profiled else 1), bar)
-    too_large: dict[tuple[str, str], int] = {}
-    with _fast_kernels(setting.device):
+    with fast_kernels(setting.device), Caches() as caches:
+        do_what_is_done_once(
+            setting.device, compiles=any(VARIANTS[key].compiles for key in keys), lightning="lightning" in keys
+        )
         for job in jobs:
-            case = _on_host(job.make(), setting)
+            case = ready(job.make(), setting.policy.params, setting.device)
             result = Result(job.model, case.batch_size)
             figures.results.append(result)
-            expected = _Expectations(case, setting, plan)
-            figures.notes += expected.problems
+            expected = _Expectations(case, setting, plan, figures.notes)
             for key in keys:
                 progress.show(f"{job.model}, batch {result.batch}: {key}")
-                row = Row(key, VARIANTS[key].label_on(setting.device))
-                if smaller := too_large.get((job.model, key)):
-                    row.error = f"{OUT_OF_MEMORY} at batch {smaller} already"
-                else:
-                    measure(row, case, setting, plan, expected)
-                if row.error == OUT_OF_MEMORY:
-                    too_large[job.model, key] = result.batch
+                row = Row(key, VARIANTS[key].label_on(setting.device), error=_does_not_fit(key, job.model, figures))
+                if not row.error:
+                    with caches.of(result.model, result.batch, row.variant):
+                        measure(row, case, setting, plan, expected)
                 result.rows.append(row)
                 save()
-        for job, result in zip(jobs if profiled else (), figures.results, strict=False):
-            case = _on_host(job.make(), setting)
-            for row in result.rows:
-                progress.show(f"{job.model}, batch {result.batch}: profile of {row.variant}")
-                if not row.error and (problem := profile(row, case, setting)):
-                    figures.notes.append(f"No profile of {row.label}, {job.model}, batch {result.batch}: {problem}.")
-                save()
+        if profiled:
+            _profile_all(figures, jobs, setting, caches, progress, save)
     progress.clear()
+
+
+def _does_not_fit(key: str, model: str, figures: Figures) -> str:
+    """Return what to say of a variant that ran out of memory on a smaller batch of this model, "" if it did not."""
+    for result in figures.results:
+        for row in result.rows:
+            if (result.model, row.variant, row.error) == (model, key, OUT_OF_MEMORY):
+                return f"{OUT_OF_MEMORY} at batch {result.batch} already"
+    return ""
+
+
+def _profile_all(
+    figures: Figures,
+    jobs: Sequence[Job],
+    setting: Setting,
+    caches: Caches,
+    progress: "_Bar",
+    save: Callable[[], None],
+) -> None:
+    for job, result in zip(jobs, figures.results, strict=True):
+        case = ready(job.make(), setting.policy.params, setting.device)
+        for row in result.rows:
+            progress.show(f"{job.model}, batch {result.batch}: profile of {row.variant}")
+            with caches.of(result.model, result.batch, row.variant):
+                problem = "" if row.error else profile(row, case, setting)
+            if problem:
+                figures.notes.append(f"No profile of {row.label}, {job.model}, batch {result.batch}: {problem}.")
+            save()
 
 
 def select(keys: Sequence[str] | None, quick: bool, device: torch.device) -> tuple[list[str], list[str]]:
@@ -133,8 +152,8 @@ def select(keys: Sequence[str] | None, quick: bool, device: torch.device) -> tup
         need = [VARIANTS[key].label for key in wanted if VARIANTS[key].needs_cuda]
         wanted = [key for key in wanted if not VARIANTS[key].needs_cuda]
         notes.append(
-            "No CUDA device: graphs are emulated, by calling the step again, which is not faster than an eager step. Not "
-            "measured here: how long kernels run and how many, host and launch time of a call, peak memory"
+            "No CUDA device: graphs are emulated by calling the step again, which is not faster than an eager step. "
+            "Not measured here: how long kernels run and how many, host and launch time of a call, peak memory"
             + "".join(f", {label}" for label in need)
             + "."
         )
@@ -168,22 +187,25 @@ OUT_OF_MEMORY = "out of memory"
 
 def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: "_Expectations") -> None:
     """Build the row's variant, train it, time it, and fill in the row. What it raises becomes the row's error."""
-    _clean_up(setting.device)
     try:
         _measure(row, VARIANTS[row.variant], case, setting, plan, expected)
     except Exception as error:  # whatever a compiler or a user's function raises: the other variants go on
         row.error = _first_line(error)
-    _clean_up(setting.device)
+    clean_up(setting.device)
 
 
 def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Plan, expected: "_Expectations") -> None:
+    known = expected.of(variant.whole)  # before anything is built: it takes memory, and cleans up behind itself
     session = _Session(case.batches, setting.device, plan)
     loop = variant.build(case, setting)
     loop.train(session.steps(), session.on_loss)
     row.ms, row.fastest, row.slowest = statistics.median(session.ms), min(session.ms), max(session.ms)
     row.setup_s, row.peak_mib, row.setup_peak_mib = session.setup_s, session.peak_mib, session.setup_peak_mib
-    row.loss, (row.expected, allowed) = session.loss, expected.of(variant.whole)
-    row.off = row.expected is not None and not abs(row.loss - row.expected) <= allowed  # also where it is nan
+    row.loss = session.losses[-1]
+    if known:
+        row.expected = known[-1]
+        row.difference = difference(session.losses, known)
+        row.off = not row.difference <= TOLERANCE[setting.policy.compute]  # also where it is nan
     row.report = None if loop.report is None else loop.report()
     if loop.step is not None and setting.device.type == "cuda":
         row.host_us, row.launch_us = _host_time(loop.step, case, setting.device)
@@ -228,7 +250,8 @@ class _Session:
         steps = [after - before for before, after in itertools.pairwise(taken)]
         typical = statistics.median(steps[len(steps) // 2 :])
         self.setup_s = max(0.0, taken[-1] - self._start - typical * len(steps))
-        yield from self._take(min(20, int(0.1 / typical) + 1))  # clocks and the driver's queue settle
+        # The driver's queue fills, and clocks settle.
+        yield from self._take(max(1, min(20, int(self._plan.seconds / 3 / typical))))
         self._now()
         self.setup_peak_mib = self._memory.restart()
         n = max(5, min(1000, int(self._plan.seconds / typical)))
@@ -239,21 +262,11 @@ class _Session:
         self.peak_mib = self._memory.peak_mib()
 
     @property
-    def loss(self) -> float:
-        """The mean loss of the last checked steps, one per batch. Waits for the device."""
-        return self._mean(self._losses[-self._cycle :])
-
-    @property
-    def first_loss(self) -> float:
-        """The mean loss of as many steps from the start. Waits for the device."""
-        return self._mean(self._losses[: self._cycle])
-
-    @property
-    def _cycle(self) -> int:
-        return max(1, min(len(self._batches), self._plan.checked // 2))
-
-    def _mean(self, losses: Sequence[Tensor]) -> float:
-        return float(torch.stack([loss.float() for loss in losses]).mean())  # sync
+    def losses(self) -> list[float]:
+        """The mean losses of each pass over the batches in the checked steps. Waits for the device."""
+        n = max(1, min(len(self._batches), self._plan.checked // 2))
+        passes = [self._losses[i : i + n] for i in range(len(self._losses) % n, len(self._losses), n)]
+        return [float(torch.stack([loss.float() for loss in part]).mean()) for part in passes]  # sync
 
     def checked_steps(self) -> Iterator[Batch]:
         """Yield the batches of the checked steps alone."""
@@ -300,37 +313,51 @@ class _Expectations:
 
     These runs come first. What the process does once only (start CUDA, let cuDNN choose its kernels) is done in them.
 
-    Attributes:
-        problems: sentences that say why there are no expected losses; empty if there are.
+    Args:
+        case: what is trained.
+        setting: policy and device.
+        plan: how many steps are checked.
+        notes: gets a sentence that says why there are no expected losses, where there are none.
     """
 
-    def __init__(self, case: Case, setting: Setting, plan: Plan) -> None:
-        self._case, self._setting, self._plan = case, setting, plan
-        self.problems: list[str] = []
-        self._known: dict[bool, tuple[float | None, float]] = {True: self._run(True)}
+    def __init__(self, case: Case, setting: Setting, plan: Plan, notes: list[str]) -> None:
+        self._case, self._setting, self._plan, self._notes = case, setting, plan, notes
+        self._known = {True: self._run(True)}
 
-    def of(self, whole: bool) -> tuple[float | None, float]:
-        """Return the expected loss, and by how much one may differ from it; None if it could not be had.
+    def of(self, whole: bool) -> list[float]:
+        """Return the expected losses of each pass over the batches; none if they could not be had.
 
         Args:
             whole: of a step with clipping and schedule, on all batches; else without, on the first batch alone.
+
+        It may train, and frees what it took: no variant may be alive.
         """
         if whole not in self._known:
             self._known[whole] = self._run(whole)
         return self._known[whole]
 
-    def _run(self, whole: bool) -> tuple[float | None, float]:
-        device = self._setting.device
-        session = _Session(self._case.batches if whole else self._case.batches[:1], device, self._plan)
+    def _run(self, whole: bool) -> list[float]:
+        device, batches = self._setting.device, self._case.batches
+        session = _Session(batches if whole else [batches[0]] * len(batches), device, self._plan)
         try:
-            loop = torch_amp(self._case, self._setting, whole=whole)
-            loop.train(session.checked_steps(), session.on_loss)
-            fell = abs(session.first_loss - session.loss)
-            return session.loss, TOLERANCE[self._setting.policy.compute] * max(fell, LEAST_FALL * abs(session.loss))
+            torch_amp(self._case, self._setting, whole=whole).train(session.checked_steps(), session.on_loss)
+            return session.losses
         except Exception as error:
             size = self._case.batch_size
-            self.problems.append(f"No expected losses for batch {size}, torch AMP failed: {_first_line(error)}.")
-            return None, 0.0
+            self._notes.append(f"No expected losses for batch {size}, torch AMP failed: {_first_line(error)}.")
+            return []
+        finally:
+            clean_up(device)
+
+
+def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest difference of two curves, as a share of what the expected one falls by at most.
+
+    One that hardly falls (`LEAST_FALL`) counts as if it fell by that: its rounding errors are not a difference.
+    """
+    fall = max(max(expected) - min(expected), LEAST_FALL * abs(expected[0]))
+    differences = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences) / fall
 
 
 def _first_line(error: BaseException) -> str:
@@ -388,7 +415,6 @@ def profile(row: Row, case: Case, setting: Setting) -> str:
     Returns:
         Why there are no such figures, "" if there are.
     """
-    _clean_up(setting.device)
     events: list[Any] = []
     try:
         steps = _profiled_steps(case.batches, setting.device, events)
@@ -396,7 +422,7 @@ def profile(row: Row, case: Case, setting: Setting) -> str:
     except Exception as error:
         return _first_line(error)
     finally:
-        _clean_up(setting.device)
+        clean_up(setting.device)
     us, kernels = busy(events)
     if not kernels:
         return "torch.profiler saw no kernel"
@@ -435,54 +461,6 @@ def busy(events: Iterable[Any]) -> tuple[float, int]:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total, sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
-
-
-# ---------------------------------------------------------------------------------------------------------- the process
-
-
-def _on_host(case: Case, setting: Setting) -> Case:
-    """Return the case with batches in pinned memory, floating tensors in the dtype of the parameters."""
-
-    def ready(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        leaf = leaf.to(setting.policy.params) if leaf.is_floating_point() else leaf
-        return leaf.pin_memory() if setting.device.type == "cuda" else leaf
-
-    leaves, tree = tree_flatten(list(case.batches))
-    return replace(case, batches=tree_unflatten([ready(leaf) for leaf in leaves], tree))
-
-
-def _clean_up(device: torch.device) -> None:
-    """Leave nothing of the last variant behind: modules, compiled code, graphs, memory."""
-    gc.collect()
-    if "torch._dynamo" in sys.modules:  # nothing was compiled else, and the import takes a second
-        torch.compiler.reset()
-        gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        clear_cublas_workspaces()  # else the first variant on a stream would pay for all
-        torch.cuda.empty_cache()
-
-
-@contextmanager
-def _fast_kernels(device: torch.device) -> Iterator[None]:
-    """Context in which torch takes its fastest kernels for all variants, TF32 included, and torch.compile is quiet."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True), warnings.catch_warnings():
-            for text in (
-                "`torch.jit.script_method` is deprecated",  # inductor imports something that uses it
-                "bf16 and fp16 are mixed",  # of its C++ for the CPU, which then does not vectorise
-                "Please use the new API settings to control TF32",
-            ):
-                warnings.filterwarnings("ignore", text)
-            warnings.filterwarnings("ignore", module="lightning")
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class _Bar:

@@ -2,8 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ._errors import AmpkitError
-from ._torch import tree_flatten
+from ._torch import tree_flatten, tree_unflatten
 
 Batch = tuple[Any, ...]
-BATCHES = 4  # per case, cycled: a data loader that costs nothing
 TOKENS = 256  # per sequence of the language model
 WORDS = 50257  # the vocabulary of GPT-2, which no power of two divides
 
@@ -47,20 +47,40 @@ class Case:
         return next((len(tensor) for tensor in tensors), 1)
 
 
-Maker = Callable[[int], Case]  # from the batch size
+def ready(case: Case, dtype: torch.dtype, device: torch.device) -> Case:
+    """Return the case with floating tensors of its batches in this dtype, and in pinned memory for a CUDA device."""
+
+    def leaf_ready(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.to(dtype) if leaf.is_floating_point() else leaf
+        return leaf.pin_memory() if device.type == "cuda" else leaf
+
+    leaves, tree = tree_flatten(list(case.batches))
+    return replace(case, batches=tree_unflatten([leaf_ready(leaf) for leaf in leaves], tree))
+
+
+Maker = Callable[..., Case]  # (batch size, *, seed of weights and data, how many batches)
+Draw = Callable[[torch.Generator], Tensor]
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-def _case(
-    model: nn.Module, inputs: Callable[[torch.Generator], Tensor], targets: Callable[[torch.Generator], Tensor]
-) -> Case:
-    made = torch.Generator().manual_seed(0)
-    batches = [(inputs(made), targets(made)) for _ in range(BATCHES)]
+def _case(build: Callable[[], nn.Module], inputs: Draw, targets: Draw, seed: int, count: int) -> Case:
+    made = torch.Generator().manual_seed(seed)
+    batches = [(inputs(made), targets(made)) for _ in range(count)]
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
-    return Case(_loss, model, optimizer, batches)
+    with _seeded(seed):
+        return Case(_loss, build(), optimizer, batches)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------------- classifiers
@@ -92,18 +112,14 @@ def _imagenet(name: str) -> nn.Module:
     return _torchvision(name, 1000).to(memory_format=torch.channels_last)  # type: ignore[no-any-return]
 
 
-def _classifier(build: Callable[[], nn.Module], image: tuple[int, ...], classes: int, batch: int) -> Case:
+def _classifier(
+    build: Callable[[], nn.Module], image: tuple[int, ...], classes: int, batch: int, *, seed: int = 0, count: int = 4
+) -> Case:
     def inputs(made: torch.Generator) -> Tensor:
         layout = torch.channels_last if len(image) == 3 else torch.contiguous_format
         return torch.randn(batch, *image, generator=made).contiguous(memory_format=layout)
 
-    return _case(_seeded(build), inputs, lambda made: torch.randint(classes, (batch,), generator=made))
-
-
-def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return build()
+    return _case(build, inputs, lambda made: torch.randint(classes, (batch,), generator=made), seed, count)
 
 
 # ------------------------------------------------------------------------------------------------------- language model
@@ -156,12 +172,12 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.words.weight)
 
 
-def _language(batch: int) -> Case:
+def _language(batch: int, *, seed: int = 0, count: int = 4) -> Case:
     def tokens(made: torch.Generator) -> Tensor:
         # Small numbers are frequent, as words are: there is something to learn.
         return (torch.rand(batch, TOKENS, generator=made) ** 8 * WORDS).long()
 
-    return _case(_seeded(GPT), tokens, tokens)
+    return _case(GPT, tokens, tokens, seed, count)
 
 
 CASES: dict[str, Maker] = {
@@ -185,19 +201,20 @@ def takes_batch_size(function: Callable[..., Any]) -> bool:
     return bool(inspect.signature(function).parameters)
 
 
-def user_case(name: str, function: Callable[..., Any], batch: int) -> Case:
+def user_case(name: str, function: Callable[..., Any], batch: int, *, seed: int = 0, count: int | None = None) -> Case:
     """Return the case that the user's function makes.
 
     Args:
         name: what to call it in messages.
         function: returns what `RETURNED` says. It is called with the batch size if it takes a parameter.
         batch: the batch size.
+        seed: of torch's default generator on the host, while it runs.
+        count: how many batches would be wanted; the user's function decides.
 
     Raises:
         CaseError: it returned something else; the message says what.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with _seeded(seed):
         made = function(batch) if takes_batch_size(function) else function()
     if not isinstance(made, tuple) or len(made) != 4:
         raise CaseError(f"{name} returned {_shape(made)}, expected {RETURNED}.")

@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,10 @@ class Row:
         setup_s: what the first steps take longer than as many steps later on, and what comes before them.
         peak_mib: device memory that steps need, pools of graphs as a whole.
         setup_peak_mib: the most that was allocated up to the first of the timed steps.
-        loss: mean over the last of the checked steps.
+        loss: mean over the last pass over the batches in the checked steps.
         expected: the same of an eager run with torch AMP.
-        off: whether they differ by more than the tolerance.
+        difference: the largest of the losses of all passes from those expected, as a share of what these fall by.
+        off: whether it is more than the tolerance.
         error: why there are no figures.
         report: what ampkit says it did.
     """
@@ -57,6 +57,7 @@ class Row:
     setup_peak_mib: float | None = None
     loss: float | None = None
     expected: float | None = None
+    difference: float | None = None
     off: bool = False
     error: str = ""
     report: dict[str, Any] | None = None
@@ -164,8 +165,8 @@ def joined(parts: Sequence[Figures]) -> Figures:
 
 # ---------------------------------------------------------------------------------------------------------------- table
 
-# Heading, width, and the text of a cell.
-_COLUMNS: list[tuple[str, int, Callable[[Result, Row], str]]] = [
+_Column = tuple[str, int, Callable[[Result, Row], str]]  # heading, width, and the text of a cell
+_COLUMNS: list[_Column] = [
     ("ms/step", 9, lambda _, row: _number(row.ms, 3)),
     ("spread", 18, lambda _, row: "-" if row.ms is None else f"[{row.fastest:.3f}, {row.slowest:.3f}]"),
     ("vs AMP", 7, lambda result, row: _number(result.ratio(row), 2, "x")),
@@ -194,24 +195,23 @@ def table(figures: Figures) -> str:
     """Return the figures as text: a table for every model and batch size, and what to know about them."""
     setting = figures.setting
     head = f"{setting['device']}, torch {setting['torch']}, {setting['policy']}, median of {setting['repeats']} repeats"
-    parts = [head, *figures.notes, *map(_table, figures.results)]
-    parts += [line for _, group in _by_model(figures.results) for line in _null_region(group)]
+    columns = [column for column in _COLUMNS if any(column[2](*pair) != "-" for pair in _cases(figures.results))]
+    parts = [head, *figures.notes, *(_table(result, columns) for result in figures.results)]
+    if setting["cuda"]:  # else graphs are emulated
+        parts += [line for _, group in _by_model(figures.results) for line in _null_region(group)]
     return "\n".join([*parts, "", *_legend(figures)])
 
 
-def _table(result: Result) -> str:
+def _table(result: Result, columns: Sequence[_Column]) -> str:
     labels = max(len(row.label) for row in result.rows) if result.rows else 0
-    head = [f"\n{result.model}, batch {result.batch}", f"{'variant':<{labels}}  {_cells(c[0] for c in _COLUMNS)}"]
-    return "\n".join(head + [_line(result, row, labels) for row in result.rows])
+    cells = " ".join(f"{heading:>{width}}" for heading, width, _ in columns)
+    lines = [_line(result, row, labels, columns) for row in result.rows]
+    return "\n".join([f"\n{result.model}, batch {result.batch}", f"{'variant':<{labels}}  {cells}", *lines])
 
 
-def _line(result: Result, row: Row, labels: int) -> str:
-    told = f"failed: {row.error}" if row.error else _cells(cell(result, row) for _, _, cell in _COLUMNS)
-    return f"{row.label:<{labels}}  {told}"
-
-
-def _cells(texts: Iterable[str]) -> str:
-    return " ".join(f"{text:>{width}}" for text, (_, width, _) in zip(texts, _COLUMNS, strict=True))
+def _line(result: Result, row: Row, labels: int, columns: Sequence[_Column]) -> str:
+    cells = " ".join(f"{cell(result, row):>{width}}" for _, width, cell in columns)
+    return f"{row.label:<{labels}}  {f'failed: {row.error}' if row.error else cells}"
 
 
 def _legend(figures: Figures) -> list[str]:
@@ -224,13 +224,17 @@ def _legend(figures: Figures) -> list[str]:
     if any("(*)" in row.label for row in rows):
         lines.append("(*) one batch that lies on the device, without clipping and schedule: the kernels alone.")
     if any(row.off for row in rows):
-        lines.append(f"! off: it differs from the expected loss by more than {tolerance:.0%} of what the loss fell by.")
+        lines.append(
+            f"! off: on the way there it differs by more than {tolerance:.0%} of what the expected loss falls by."
+        )
     return lines
 
 
 def _by_model(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
-    ordered = sorted(results, key=lambda result: (result.model, result.batch))
-    return [(model, list(group)) for model, group in groupby(ordered, key=lambda result: result.model)]
+    """Return the results of each model in order of batch size, models in order of appearance."""
+    models = dict.fromkeys(result.model for result in results)
+    in_order = sorted(results, key=lambda result: result.batch)
+    return [(model, [result for result in in_order if result.model == model]) for model in models]
 
 
 def _null_region(group: Sequence[Result]) -> list[str]:
@@ -284,8 +288,17 @@ def draw(figures: Figures, path: Path) -> None:
     setting = figures.setting
     figure.suptitle(f"One training step, {setting['device']}, torch {setting['torch']}, {setting['date']}", fontsize=11)
     handles, names = _legend_entries(grid)
-    if names:
-        figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4), fontsize=8)
+    bare = "(*) the kernels alone: no clipping, no schedule, no input" if any("(*)" in v for _, v in variants) else None
+    if names or bare:
+        figure.legend(
+            handles,
+            names,
+            title=bare,
+            title_fontsize=8,
+            loc="outside lower center",
+            ncols=max(1, min(len(names), 4)),
+            fontsize=8,
+        )
     figure.savefig(path)
 
 
@@ -328,7 +341,8 @@ def _draw_bars(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequ
             continue
         end = _draw_bar(axes, panel, i, row, value)
         ratio = result.ratio(row) if panel is _TIME else None
-        axes.text(end, i, f" {value:.3g}" + (f", {ratio:.1f}x" if ratio else ""), va="center", fontsize=8)
+        told = f"{value:.3g}" if value < 100 else f"{value:.0f}"
+        axes.text(end, i, f" {told}" + (f", {ratio:.1f}x" if ratio else ""), va="center", fontsize=8)
     axes.set_yticks(range(len(variants)), [label for _, label in variants], fontsize=8)
     axes.set_ylim(len(variants) - 0.5, -0.5)
     axes.set_xlim(0, 1.42 * largest)
@@ -349,6 +363,8 @@ def _draw_bar(axes: Any, panel: _Panel, i: int, row: Row, value: float) -> float
 
 
 def _draw_lines(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequence[tuple[str, str]]) -> None:
+    from matplotlib.ticker import LogLocator
+
     for i, (key, label) in enumerate(variants):
         points = [
             (result.batch, value)
@@ -360,12 +376,14 @@ def _draw_lines(axes: Any, panel: _Panel, group: Sequence[Result], variants: Seq
     sizes = [result.batch for result in group]
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
-    axes.minorticks_off()
     if panel.linear:
         axes.axhline(1.0, color="gray", linewidth=0.8)
         axes.set_ylim(bottom=0)
     else:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.set_xlabel("batch size", fontsize=9)
     axes.set_ylabel(panel.unit, fontsize=9)
     axes.set_title(group[0].model, fontsize=10)

@@ -59,6 +59,7 @@ class Variant:
         needs_cuda: whether it is nothing without a CUDA device.
         default: whether it is measured unless others are asked for.
         quick: whether `--quick` measures it.
+        compiles: whether torch.compile is in it.
         on_cpu: what tables call it where there is no CUDA device, if not by its label.
     """
 
@@ -68,6 +69,7 @@ class Variant:
     needs_cuda: bool = False
     default: bool = True
     quick: bool = False
+    compiles: bool = False
     on_cpu: str = ""
 
     def label_on(self, device: torch.device) -> str:
@@ -295,7 +297,7 @@ def _lightning(case: Case, setting: Setting) -> Loop:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **_lightning_precision(policy, device),
+            **lightning_precision(policy, device),
         )
         trainer.fit(Module(), prefetch(batches, device))
 
@@ -304,7 +306,7 @@ def _lightning(case: Case, setting: Setting) -> Loop:
     return Loop(train, report=lambda: callback.report().to_dict())
 
 
-def _lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
+def lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
     """Return the arguments of a Trainer that mean this policy."""
     for name in ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
         if policy == Policy.parse(name):
@@ -322,14 +324,19 @@ VARIANTS: dict[str, Variant] = {
     "float32": Variant("float32 with TF32, eager", _float32, on_cpu="float32, eager"),
     "amp": Variant("torch AMP, eager", torch_amp, quick=True),
     "amp-fused": Variant("torch AMP, fused optimizer", _amp_fused, quick=True),
-    "compile": Variant("torch.compile", _compiled),
-    "reduce-overhead": Variant("torch.compile reduce-overhead", _reduce_overhead, needs_cuda=True),
-    "max-autotune": Variant("torch.compile max-autotune", _max_autotune, needs_cuda=True, default=False),
+    "compile": Variant("torch.compile", _compiled, compiles=True),
+    "reduce-overhead": Variant("torch.compile reduce-overhead", _reduce_overhead, needs_cuda=True, compiles=True),
+    "max-autotune": Variant("torch.compile max-autotune", _max_autotune, needs_cuda=True, default=False, compiles=True),
     "bare": Variant("bare capture (*)", _bare, whole=False, needs_cuda=True, quick=True),
-    "bare-compile": Variant("bare capture, compiled (*)", _bare_compiled, whole=False, needs_cuda=True, default=False),
+    "bare-compile": Variant(
+        "bare capture, compiled (*)", _bare_compiled, whole=False, needs_cuda=True, default=False, compiles=True
+    ),
     "graphed": Variant("graphed_step", _graphed, quick=True, on_cpu="graphed_step, emulated"),
     "graphed-compile": Variant(
-        "graphed_step + torch.compile", _graphed_compiled, on_cpu="graphed_step + torch.compile, emulated"
+        "graphed_step + torch.compile",
+        _graphed_compiled,
+        compiles=True,
+        on_cpu="graphed_step + torch.compile, emulated",
     ),
     "lightning": Variant("Lightning, AmpkitCallback", _lightning, on_cpu="Lightning, AmpkitCallback, emulated"),
 }

@@ -122,6 +122,8 @@ class TrainerStep:
             ranks=self._ranks,
             blocker="",
             name="AmpkitCallback",
+            captured=self._run_captured,
+            watching=self._recipe.watching,
         )
         self._rest: tuple[Any, ...] = ()
         self._held: tuple[int, ...] = ()
@@ -208,10 +210,15 @@ class TrainerStep:
                 return self._engine((batch,), {}, place)  # type: ignore[no-any-return]  # what the recipe returns
             except InputMismatch as error:
                 self._stay_eager(str(error))
+        if self._captures:
+            self._ranks.decide(wants=False, can=True, settled=True)  # others may vote in this call
         return self._engine.run("cannot be captured", lambda: self._run(place, batch))  # type: ignore[no-any-return]
 
     def _run(self, place: _Place, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
         return self._recipe(place.phase, batch, divisor=place.divisor)
+
+    def _run_captured(self, place: _Place, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
+        return self._recipe.captured(place.phase, batch, divisor=place.divisor)
 
     def _loss(self, model: nn.Module, batch: Any, divisor: int) -> tuple[Tensor, dict[calls.Template, list[Tensor]]]:
         with calls.recorded(self._module) as logged:

@@ -99,6 +99,11 @@ class AmpkitCallback(Callback):
             return
         if isinstance(trainer.strategy.precision_plugin, _Precision):
             raise ValueError("Trainer(callbacks=[...]): there are two AmpkitCallbacks. Pass one.")
+        if self._options.verify and isinstance(trainer.strategy, DDPStrategy):
+            raise NotImplementedError(
+                "AmpkitCallback(verify=...): ranks that compare and repeat steps on their own would wait for each "
+                "other for ever. Verify on one device."
+            )
         plugin = trainer.strategy.precision_plugin
         problem = _why_not(trainer, pl_module, plugin)
         if problem:

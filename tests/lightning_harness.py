@@ -35,6 +35,7 @@ QUIET = [
     "ignore:.*in the `DataLoader` during `training` and `validation`",
     "ignore:.*callbacks used to create the checkpoint need to be provided",  # the tests' ModelCheckpoint
     "ignore:.*The dirpath has changed from",
+    "ignore:.*Detected call of `lr_scheduler.step",  # where the loss scale has skipped the first step
     "ignore:.*You're resuming from a checkpoint that ended before the epoch ended",
     "ignore:.*It is recommended to use `self.log.*sync_dist=True",
     "ignore:.*Hooks.on_before_backward",  # of the counter below; test_hooks_are_told has the warning

@@ -57,11 +57,12 @@ LAYERS = {
     "_lightning_step.py": 5,
     "lightning.py": 6,
     "_bench_cases.py": 5,
+    "_bench_process.py": 5,
     "_bench_report.py": 5,
     "_bench_variants.py": 6,
     "_bench.py": 7,
-    "_bench_curves.py": 8,
-    "__main__.py": 9,
+    "_bench_curves.py": 7,
+    "__main__.py": 8,
 }
 PACKAGES = {"debug/__init__.py": 5, "__init__.py": 9}  # these re-export, from their own layer and below
 ORDER = {**LAYERS, **PACKAGES}

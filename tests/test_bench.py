@@ -1,56 +1,684 @@
-"""python -m ampkit bench: arguments, the message without a GPU, and a short run on one."""
+"""python -m ampkit bench: what is measured, that no variant has an advantage or is wrong unseen, and what is shown."""
 
+import functools
+import gc
 import json
+import math
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ampkit import _bench
+from ampkit import _bench, _bench_curves, _bench_report, _bench_variants
 from ampkit.__main__ import main
+from ampkit._bench_cases import CASES, GPT, Case, user_case
+from ampkit._bench_report import Figures, Result, Row
+from ampkit._bench_variants import VARIANTS, Loop, Setting, Variant, torch_amp
+from ampkit._policy import Policy
+
+SHORT = ["--repeats", "2", "--seconds", "0.01"]
+ROW_KEYS = {
+    *("variant", "label", "ms", "fastest", "slowest", "ratio", "busy_ms", "busy_share", "kernels", "host_us"),
+    *("launch_us", "setup_s", "peak_mib", "setup_peak_mib", "loss", "expected", "difference", "off", "error", "report"),
+}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_cuda_says_so() -> None:
-    """There is nothing to measure, and no traceback of torch's to decipher."""
-    with pytest.raises(SystemExit, match="there is no CUDA device to measure"):
-        main(["bench"])
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
 
 
-def test_plot_of_saved_figures(tmp_path: Path) -> None:
-    """The figures that --json writes can be drawn, one panel per model."""
-    pytest.importorskip("matplotlib")
-    timings = [
-        {"variant": name, "ms": ms, "fastest": ms * 0.9, "slowest": ms * 1.2, "loss": 1.0}
-        for name, ms in (("torch AMP, eager", 9.8), ("bare capture", 2.0), ("graphed_step", 2.1))
-    ]
-    results = [
-        {"model": "mlp", "batch": 64, "timings": timings},
-        {"model": "resnet50", "batch": 32, "timings": timings},
-    ]
-    _bench.draw({"gpu": "a GPU", "torch": "2", "date": "2026-11-21", "results": results}, tmp_path / "bench.png")
-    header = (tmp_path / "bench.png").read_bytes()
-    assert header.startswith(b"\x89PNG")
-    assert len(header) > 10_000
+def tiny(batch: int) -> tuple[Any, ...]:
+    """Gradients far above norm 1, so that a step without clipping goes elsewhere."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    batches = [(4 * torch.randn(batch, 16), torch.randint(4, (batch,))) for _ in range(3)]
+    return loss_fn, model, functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9), batches
 
 
-def test_unknown_policy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """The list of legal policies reaches the user through argparse."""
-    with pytest.raises(SystemExit):
-        main(["bench", "--policy", "fp16"])
-    assert "Legal: float32, float16" in capsys.readouterr().err
+def fixed() -> tuple[Any, ...]:
+    return tiny(6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> Iterator[None]:
+    """Each variant ends with a garbage collection: let it look at what the tests make alone."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def module_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("mine")
+    module.tiny, module.fixed = tiny, fixed  # type: ignore[attr-defined]
+    module.number = 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mine", module)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def bench(*argv: str) -> None:
+    main(["bench", *argv])
+
+
+def figures_of(tmp_path: Path, *argv: str) -> dict[str, Any]:
+    out = tmp_path / "bench.json"
+    bench(*argv, *SHORT, "--json", str(out))
+    figures: dict[str, Any] = json.loads(out.read_text())
+    return figures
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, key: str, build: Callable[[Case, Setting], Loop]) -> None:
+    monkeypatch.setitem(VARIANTS, key, Variant("planted", build))
+
+
+# ------------------------------------------------------------------------------------------------------------ one run
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_rows_json_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row per variant and batch size in one run: times within their spread, losses as expected, a table, a plot."""
+    plot = tmp_path / "bench.png"
+    argv = ["--model", "mine:tiny", "-b", "8", "4", "--variants", "graphed", "amp", "amp-fused", "float32"]
+    figures = figures_of(tmp_path, *argv, "--plot", str(plot))
+    assert figures["policy"] == str(Policy.parse("bfloat16"))
+    assert figures["command"].startswith("python -m ampkit bench --model mine:tiny -b 8 4")
+    assert [(result["model"], result["batch"]) for result in figures["results"]] == [("mine:tiny", 4), ("mine:tiny", 8)]
+    printed = capsys.readouterr().out
+    for result in figures["results"]:
+        rows = {row["variant"]: row for row in result["rows"]}
+        assert list(rows) == ["float32", "amp", "amp-fused", "graphed"], "in the order of VARIANTS"
+        for row in rows.values():
+            assert row.keys() == ROW_KEYS
+            assert 0 < row["fastest"] <= row["ms"] <= row["slowest"]
+            assert row["setup_s"] >= 0
+            assert (row["error"], row["off"]) == ("", False)
+            assert f"{row['ms']:.3f}" in printed
+            assert f"{row['loss']:.4f} ({row['expected']:.4f})" in printed
+        assert (rows["amp"]["ratio"], rows["amp"]["loss"]) == (1.0, rows["amp"]["expected"])
+        assert rows["graphed"]["ratio"] == rows["amp"]["ms"] / rows["graphed"]["ms"]
+        assert rows["graphed"]["report"]["replays"] > 0, "it was captured, not eager in disguise"
+        assert rows["graphed"]["host_us"] is rows["graphed"]["peak_mib"] is rows["graphed"]["busy_ms"] is None
+    assert "No CUDA device" in figures["notes"][0]
+    assert "graphed_step, emulated" in printed
+    assert "peak MiB" not in printed, "a column that has no figure is left out"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert plot.stat().st_size > 20_000
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_quick_ends_soon_and_says_what_it_cannot_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--quick needs no GPU: one small model, and the note names what only a GPU can show."""
+    out = tmp_path / "quick.json"
+    bench("--quick", "--json", str(out))
+    (result,) = json.loads(out.read_text())["results"]
+    assert (result["model"], result["batch"]) == ("mlp", 64)
+    assert [row["variant"] for row in result["rows"]] == ["amp", "amp-fused", "graphed"]
+    assert not any(row["off"] or row["error"] for row in result["rows"])
+    printed = capsys.readouterr().out
+    for text in ("--quick: few repeats", "Not measured here: how long kernels run", "peak memory, bare capture"):
+        assert text in printed
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_json_to_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--json -` can be piped: no table, no progress bar."""
+    bench("--model", "mine:fixed", "-b", "1", "2", "--variants", "amp", *SHORT, "--json", "-")
+    captured = capsys.readouterr()
+    (result,) = json.loads(captured.out)["results"]
+    assert result["batch"] == 6, "a function without a parameter decides itself, and is measured once"
+    assert captured.err == ""
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_lightning_trains_the_same_steps(tmp_path: Path) -> None:
+    """The Lightning callback runs on the same batches to the same loss."""
+    pytest.importorskip("lightning")
+    (result,) = figures_of(tmp_path, "--model", "mine:fixed", "--variants", "amp", "lightning")["results"]
+    row = next(row for row in result["rows"] if row["variant"] == "lightning")
+    assert (row["error"], row["off"]) == ("", False)
+    assert row["report"]["replays"] > 0
 
 
 @pytest.mark.cuda
-def test_bench_measures_three_variants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each variant, and a JSON file with the setting and times whose median lies within the spread."""
-    out = tmp_path / "bench.json"
-    main(["bench", "--model", "mlp", "--batch-size", "8", "--repeats", "3", "--json", str(out)])
-    written = json.loads(out.read_text())
-    assert written["gpu"] == torch.cuda.get_device_name()
-    (result,) = written["results"]
-    assert [timing["variant"] for timing in result["timings"]] == ["torch AMP, eager", "bare capture", "graphed_step"]
+def test_every_variant_on_a_gpu(tmp_path: Path) -> None:
+    """All variants but the compiled ones: each figure is there, and what must hold between them does."""
+    keys = [key for key, variant in VARIANTS.items() if not variant.compiles and key != "lightning"]
+    figures = figures_of(tmp_path, "--model", "mine:tiny", "-b", "32", "--variants", *keys)
+    assert figures["device"] == torch.cuda.get_device_name()
+    rows = {row["variant"]: row for row in figures["results"][0]["rows"]}
+    assert list(rows) == keys
+    for row in rows.values():
+        assert (row["error"], row["off"]) == ("", False)
+        assert row["host_us"] > 0
+        assert row["kernels"] >= 5
+        assert row["busy_ms"] > 0
+        assert 0 < row["peak_mib"] < 1024
+    for captured in ("bare", "graphed"):
+        assert 0 < rows[captured]["launch_us"] <= rows[captured]["host_us"]
+    assert rows["bare"]["kernels"] < rows["amp"]["kernels"]
+    assert rows["amp"]["launch_us"] is None
+    assert rows["graphed"]["report"]["captures"] == 1
+    assert figures["notes"] == []
+
+
+# ----------------------------------------------------------------------------------------------------------- honesty
+
+
+def not_clipped(case: Case, setting: Setting) -> Loop:
+    return torch_amp(case, setting, whole=False)
+
+
+def other_learning_rate(case: Case, setting: Setting) -> Loop:
+    return torch_amp(Case(case.loss_fn, case.model, functools.partial(case.optimizer, lr=0.1), case.batches), setting)
+
+
+def never_steps(case: Case, setting: Setting) -> Loop:
+    model = case.model.to(setting.device)
+
+    def train(batches: Iterator[Any], on_loss: Callable[[Tensor], None]) -> None:
+        for batch in batches:
+            on_loss(case.loss_fn(model, *batch).detach())
+
+    return Loop(train)
+
+
+def diverges(case: Case, setting: Setting) -> Loop:
+    def train(batches: Iterator[Any], on_loss: Callable[[Tensor], None]) -> None:
+        for _ in batches:
+            on_loss(torch.tensor(float("nan")))
+
+    return Loop(train)
+
+
+@pytest.mark.parametrize("wrong", [not_clipped, other_learning_rate, never_steps, diverges])
+@pytest.mark.usefixtures("on_cpu")
+def test_a_loss_that_is_off_is_marked(
+    wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A variant that does something else than the others is marked, and the others are not."""
+    plant(monkeypatch, "compile", wrong)
+    (result,) = figures_of(tmp_path, "--model", "mine:fixed", "--variants", "amp-fused", "compile", "graphed")[
+        "results"
+    ]
+    assert [row["variant"] for row in result["rows"] if row["off"]] == ["compile"]
     printed = capsys.readouterr().out
-    for timing in result["timings"]:
-        assert 0 < timing["fastest"] <= timing["ms"] <= timing["slowest"]
-        assert timing["variant"] in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("planted")]
+    assert line.endswith(" !")
+    assert "! off: on the way there it differs by more than 5% of what the expected loss falls by." in printed
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_variant_that_fails_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No compiler, say: the first line of the error stands in the row, and the others are measured and drawn."""
+
+    def fails(case: Case, setting: Setting) -> Loop:
+        raise RuntimeError("no working C compiler\nwith a page of output")
+
+    plant(monkeypatch, "compile", fails)
+    argv = ["--model", "mine:fixed", "--variants", "amp", "compile", "--plot", str(tmp_path / "bench.png")]
+    (result,) = figures_of(tmp_path, *argv)["results"]
+    good, bad = result["rows"]
+    assert (good["error"], bad["error"]) == ("", "RuntimeError: no working C compiler")
+    assert (bad["ms"], bad["ratio"]) == (None, None)
+    assert "planted           failed: RuntimeError: no working C compiler\n" in capsys.readouterr().out
+    assert (tmp_path / "bench.png").exists()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_sweep_ends_for_a_variant_that_runs_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--sweep doubles the batch; where memory ends is a row, and larger batches are not tried on that variant."""
+    tried = []
+
+    def needs_memory(case: Case, setting: Setting) -> Loop:
+        tried.append(case.batch_size)
+        if case.batch_size >= 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return torch_amp(case, setting)
+
+    plant(monkeypatch, "compile", needs_memory)
+    figures = figures_of(tmp_path, "--model", "mine:tiny", "--sweep", "--variants", "amp", "compile")
+    assert [result["batch"] for result in figures["results"]] == [8, 16, 32, 64, 128, 256, 512, 1024]
+    errors = [result["rows"][1]["error"] for result in figures["results"]]
+    assert errors == ["", "", "out of memory", *["out of memory at batch 32 already"] * 5]
+    assert tried == [8, 16, 32]
+    assert all(result["rows"][0]["ms"] for result in figures["results"])
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_an_interrupted_run_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in the second variant: the first one's row is in the file and on the terminal."""
+
+    def interrupted(case: Case, setting: Setting) -> Loop:
+        raise KeyboardInterrupt
+
+    plant(monkeypatch, "compile", interrupted)
+    out = tmp_path / "bench.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench("--model", "mine:fixed", "--variants", "amp", "compile", *SHORT, "--json", str(out))
+    assert [row["variant"] for row in json.loads(out.read_text())["results"][0]["rows"]] == ["amp"]
+    assert "torch AMP, eager" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_nothing_is_handed_from_one_variant_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each starts from the same weights, and from an empty cache of compiled code; the environment is put back."""
+    weights, caches = [], []
+
+    def watched(case: Case, setting: Setting) -> Loop:
+        weights.append([param.clone() for param in case.model.parameters()])
+        caches.append((os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]))
+        return torch_amp(case, setting)
+
+    for key in ("amp", "compile", "graphed"):
+        plant(monkeypatch, key, watched)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    figures_of(tmp_path, "--model", "mine:fixed", "--variants", "amp", "compile", "graphed")
+    assert (os.environ["TRITON_CACHE_DIR"], os.environ.get("TORCHINDUCTOR_CACHE_DIR")) == ("before", None)
+    assert len(set(caches)) == 3
+    for later in weights[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(weights[0], later, strict=True))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_without_expected_losses_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch AMP itself fails: a note says why there is nothing to compare with."""
+
+    def fails(*_: Any, **__: Any) -> Loop:
+        raise ValueError("not on this machine")
+
+    monkeypatch.setattr(_bench, "torch_amp", fails)
+    figures = figures_of(tmp_path, "--model", "mine:fixed", "--variants", "graphed")
+    assert figures["notes"][1:] == [
+        "No expected losses for batch 6, torch AMP failed: ValueError: not on this machine."
+    ]
+    (row,) = figures["results"][0]["rows"]
+    assert (row["expected"], row["off"], row["ratio"]) == (None, False, None)
+    assert row["ms"] > 0
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.usefixtures("on_cpu")
+def test_a_bare_step_is_compared_with_a_bare_eager_one(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without clipping, schedule and input it has a loss of its own; one that says that it does all that is off."""
+
+    def bare(case: Case, setting: Setting) -> Loop:
+        step = torch_amp(case, setting, whole=False).step
+        assert step is not None
+
+        def train(batches: Iterator[Any], on_loss: Callable[[Tensor], None]) -> None:
+            for _ in batches:
+                on_loss(step(*case.batches[0]))
+
+        return Loop(train)
+
+    monkeypatch.setitem(VARIANTS, "bare", Variant("planted", bare, whole=whole))
+    (result,) = figures_of(tmp_path, "--model", "mine:fixed", "--variants", "amp", "bare")["results"]
+    assert [row["off"] for row in result["rows"]] == [False, whole]
+    assert result["rows"][1]["error"] == ""
+    assert (result["rows"][1]["difference"] == 0.0) is not whole
+
+
+def test_the_difference_of_two_curves() -> None:
+    """It is the largest on the way, not that at the end; nan is no agreement; a flat curve has some tolerance."""
+    assert _bench.difference([3.0, 2.5, 1.0], [3.0, 2.0, 1.0]) == 0.25
+    assert math.isnan(_bench.difference([3.0, float("nan"), 1.0], [3.0, 2.0, 1.0]))
+    assert _bench.difference([2.0, 2.01], [2.0, 2.0]) == pytest.approx(0.1)
+
+
+# ------------------------------------------------------------------------------------------------- what the times mean
+
+
+def test_setup_is_what_the_first_steps_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that is moved by hand: building, three slow steps, then fast ones; blocks are of fast ones."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(_bench.time, "perf_counter", lambda: clock.now)
+    plan = _bench.Plan(repeats=3, seconds=10.0, checked=10)
+    session = _bench._Session([(1,), (2,)], torch.device("cpu"), plan)
+    clock.now += 7.0  # the variant is built
+    for i, batch in enumerate(session.steps()):
+        assert batch == (1 + i % 2,) or i >= 10
+        clock.now += 5.0 if i < 3 else 0.5
+        session.on_loss(torch.tensor(float(i)))
+    assert session.setup_s == pytest.approx(7.0 + 3 * 4.5)
+    assert session.ms == pytest.approx([500.0] * 3)
+    assert session.losses == [0.5, 2.5, 4.5, 6.5, 8.5], "means over a pass, within the checked steps"
+
+
+def event(name: str, start: float, end: float, device: str = "CUDA", annotation: bool = False) -> Any:
+    """What torch.profiler gives for an event."""
+    return SimpleNamespace(
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        is_user_annotation=annotation,
+        time_range=SimpleNamespace(start=start, end=end),
+    )
+
+
+def test_busy_time_counts_overlap_once() -> None:
+    """Time in which a kernel runs: overlapping kernels once, fills and copies within the device too, nothing else."""
+    events = [
+        event("gemm", 10, 20),
+        event("relu", 15, 25),  # on another stream
+        event("inside", 16, 17),
+        event("gemm", 30, 32),
+        event("Memset (Device)", 40, 41),
+        event("Memcpy DtoD (Device -> Device)", 41, 43),
+        event("Memcpy HtoD (Pinned -> Device)", 50, 90),
+        event("Memcpy DtoH (Device -> Pinned)", 90, 95),
+        event("Optimizer.step#SGD.step", 0, 100, annotation=True),
+        event("aten::mm", 0, 200, device="CPU"),
+    ]
+    assert _bench.busy(reversed(events)) == (15 + 2 + 1 + 2, 4)
+    assert _bench.busy([]) == (0.0, 0)
+
+
+def test_events_of_the_profiler_have_what_busy_reads() -> None:
+    """The names of a real event's attributes: torch may change them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        torch.ones(4).add(1)
+    events = profiler.events()
+    assert {found.device_type.name for found in events} == {"CPU"}
+    assert _bench.busy(events) == (0.0, 0)
+
+
+# ---------------------------------------------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nope", "'nope': expected module:function, as in train:example. Models: mlp, resnet18-cifar, "),
+        ("mine:other", "module 'mine' has no attribute 'other'"),
+        ("mine:number", r"'mine:number' is int, expected a function that returns \(loss_fn, model, optimizer"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_model_that_is_none(model: str, message: str) -> None:
+    """What may stand behind --model is said where something else does."""
+    with pytest.raises(SystemExit, match=f"python -m ampkit bench: --model .*{message}"):
+        bench("--model", model)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (3, r"f returned int, expected \(loss_fn, model, optimizer, batches\)"),
+        ((1, 2), r"returned \(int, int\), expected"),
+        ((3, nn.Linear(1, 1), torch.optim.SGD, [()]), "a loss_fn or an optimizer that is not a function"),
+        ((loss_fn, 3, torch.optim.SGD, [()]), "returned int for the model"),
+        ((loss_fn, nn.Linear(1, 1), torch.optim.SGD, []), "list for the batches, or none of them"),
+        ((loss_fn, nn.Linear(1, 1), torch.optim.SGD, [torch.ones(1)]), "a batch that is not a tuple"),
+        (
+            (loss_fn, nn.Linear(1, 1), torch.optim.SGD, [(torch.ones(1, device="meta"),)]),
+            "returned a batch on meta",
+        ),
+    ],
+)
+def test_a_function_that_returns_something_else(made: Any, message: str) -> None:
+    """The user learns which part of it is wrong."""
+    with pytest.raises(ValueError, match=message):
+        user_case("f", lambda: made, 8)
+
+
+def test_a_case_is_the_same_each_time_and_another_for_another_seed() -> None:
+    """Weights and data come from the seed, of the benchmark's own models and of a user's function."""
+    rng = torch.get_rng_state()
+    for make in (functools.partial(CASES["mlp"], 4), functools.partial(user_case, "tiny", tiny, 4)):
+        one, same, other = make(), make(), make(seed=1)
+        assert one.batch_size == 4
+        for a, b, c in zip(one.model.parameters(), same.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert a.dim() == 1 or not torch.equal(a, c)
+        assert torch.equal(one.batches[0][0], same.batches[0][0])
+        assert not torch.equal(one.batches[0][0], other.batches[0][0])
+    assert torch.equal(rng, torch.get_rng_state()), "the caller's random numbers go on where they were"
+
+
+@pytest.mark.parametrize("name", ["resnet18-cifar", "gpt2-like"])
+def test_models_train_on_their_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is that of a guess at first, and every parameter gets a gradient."""
+    if name == "gpt2-like":
+        small = functools.partial(GPT, words=100, tokens=12, width=16, layers=2, heads=2)
+        for key, value in {"GPT": small, "WORDS": 100, "TOKENS": 12}.items():
+            monkeypatch.setattr("ampkit._bench_cases." + key, value)
+    else:
+        pytest.importorskip("torchvision")
+    case = CASES[name](2)
+    loss = case.loss_fn(case.model, *case.batches[0])
+    guess = torch.tensor(100.0 if name == "gpt2-like" else 10.0).log()
+    assert abs(loss - guess) < 1.0
+    loss.backward()
+    assert all(param.grad is not None and param.grad.any() for param in case.model.parameters())
+
+
+def test_gpt_does_not_see_the_next_word() -> None:
+    """Attention is causal: another last word leaves the logits before it as they were."""
+    torch.manual_seed(0)
+    model = GPT(words=50, tokens=8, width=16, layers=2, heads=2)
+    words = torch.randint(50, (2, 8))
+    changed = words.clone()
+    changed[:, -1] = (words[:, -1] + 1) % 50
+    before, after = model(words), model(changed)
+    torch.testing.assert_close(before[:, :-1], after[:, :-1])
+    assert not torch.allclose(before[:, -1], after[:, -1])
+
+
+def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Lightning, without CUDA: a note instead of a row."""
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    monkeypatch.setattr(_bench, "has_lightning", lambda: False)
+    keys, notes = _bench.select(None, False, cuda)
+    assert keys == ["float32", "amp", "amp-fused", "compile", "reduce-overhead", "bare", "graphed", "graphed-compile"]
+    assert notes == ["Left out: Lightning with ampkit's callback, which needs pip install 'ampkit[lightning]'."]
+    keys, notes = _bench.select(["graphed", "max-autotune", "amp"], False, cpu)
+    assert keys == ["amp", "graphed"]
+    assert notes[0].endswith("peak memory, torch.compile max-autotune.")
+    assert _bench.select(None, True, cuda)[0] == ["amp", "amp-fused", "bare", "graphed"]
+
+
+def test_every_precision_of_lightning_is_found() -> None:
+    """The Trainer gets the policy's own name, and what has none is refused."""
+    for name in ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
+        assert _bench_variants.lightning_precision(Policy.parse(name), torch.device("cuda")) == {"precision": name}
+    with pytest.raises(ValueError, match="Lightning has no precision for the policy params=float32,compute=float16"):
+        _bench_variants.lightning_precision(Policy(compute="float16", ops={"add": "float32"}), torch.device("cuda"))
+
+
+# ------------------------------------------------------------------------------------------------------ what is shown
+
+
+def saved(model: str = "mlp", batch: int = 64, device: str = "a GPU", ratio: float = 4.0) -> Figures:
+    setting = {"device": device, "torch": "2", "cuda": "13", "date": "2026-11-21", "policy": "float16", "repeats": 3}
+    rows = [
+        Row("amp", "torch AMP, eager", 8.0, 7.5, 9.0, 1.6, 100, 8000.0, None, 0.1, 100.0, 120.0, 2.0, 2.0, 0.0),
+        Row("bare", "bare capture (*)", 1.9, 1.9, 1.9, 1.8, 80, 60.0, 55.0, 0.2, 110.0, 120.0, 1.5, 1.5, 0.0),
+        Row(
+            "graphed",
+            "graphed_step",
+            8.0 / ratio,
+            1.9,
+            8.5,
+            1.8,
+            85,
+            150.0,
+            60.0,
+            0.3,
+            104.0,
+            130.0,
+            2.5,
+            2.0,
+            0.2,
+            True,
+        ),
+        Row("lightning", "Lightning", error="ValueError: no"),
+    ]
+    return Figures({**setting, "checked_steps": 20, "tolerance": 0.03}, ["A note."], [Result(model, batch, rows)])
+
+
+def test_the_table() -> None:
+    """Every figure of a row, the mark, the failed row, and what the marks mean."""
+    lines = _bench_report.table(saved()).splitlines()
+    assert lines[:2] == ["a GPU, torch 2, float16, median of 3 repeats", "A note."]
+    (graphed,) = [line for line in lines if line.startswith("graphed_step")]
+    cells = "2.000 [1.900, 8.500] 4.00x 1.800 90% 85 150 60 0.30 104 2.5000 (2.0000) !"
+    assert graphed.split() == ["graphed_step", *cells.split()]
+    assert "Lightning         failed: ValueError: no" in lines
+    assert "(*) one batch that lies on the device, without clipping and schedule: the kernels alone." in lines
+    assert lines[-1] == "! off: on the way there it differs by more than 3% of what the expected loss falls by."
+
+
+def test_where_a_capture_stops_paying() -> None:
+    """The null region begins where this and all larger batches gain less than 5%."""
+
+    def said(*ratios: float) -> str:
+        parts = [saved(batch=8 * 2**i, ratio=ratio) for i, ratio in enumerate(ratios)]
+        return _bench_report.table(_bench_report.joined(parts))
+
+    told = said(4.0, 1.01, 1.5, 1.04, 1.0)
+    assert "4.00x at 8, 1.01x at 16, 1.50x at 32, 1.04x at 64, 1.00x at 128; below 1.05x from batch 64 on." in told
+    assert "1.05x or more up to the largest." in said(4.0, 1.5)
+    assert "graphed_step over" not in said(4.0)
+
+
+def test_saved_figures_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--read: several files make one table and one plot, bars for single batches, lines over several."""
+    files = [tmp_path / f"{i}.json" for i in range(3)]
+    for file, part in zip(files, (saved("mlp"), saved("resnet50"), saved("mlp", 128)), strict=True):
+        file.write_text(part.to_json())
+        assert Figures.from_json(file.read_text()) == part
+    sizes = []
+    for some in (files[:2], files):
+        plot = tmp_path / f"{len(some)}.png"
+        bench("--read", *map(str, some), "--plot", str(plot))
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        sizes.append(plot.stat().st_size)
+        printed = capsys.readouterr().out
+        assert [printed.count(f"\n{name}, batch") for name in ("mlp", "resnet50")] == [len(some) - 1, 1]
+        assert printed.count("A note.") == 1
+    assert min(sizes) > 20_000
+    assert sizes[0] != sizes[1]
+
+
+def test_nan_survives_a_file() -> None:
+    """JSON has no nan: a loss that is one comes back as nothing, still marked."""
+    figures = saved()
+    figures.results[0].rows[0].loss, figures.results[0].rows[0].off = float("nan"), True
+    again = Figures.from_json(figures.to_json())
+    assert again.results[0].rows[0].loss is None
+    assert "nan (2.0000) !" in _bench_report.table(again)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "not a file that `python -m ampkit bench --json` wrote"),
+        ("no json", "not a file that"),
+        ('{"schema": 0}', "of another version of ampkit"),
+        (saved(device="another GPU").to_json(), "the files differ in device: a GPU, another GPU"),
+    ],
+)
+def test_files_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> None:
+    """A message, not a traceback, and no table of figures that do not belong together."""
+    (tmp_path / "good.json").write_text(saved().to_json())
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(SystemExit, match=message):
+        bench("--read", str(tmp_path / "good.json"), str(tmp_path / "bad.json"))
+    with pytest.raises(SystemExit, match="No such file"):
+        bench("--read", str(tmp_path / "none.json"))
+
+
+def test_a_plot_needs_matplotlib_and_something_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the command that installs it; figures without a time are no picture."""
+    (tmp_path / "bench.json").write_text(saved().to_json())
+    argv = ["--read", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.png")]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(SystemExit, match=r"--plot needs matplotlib: pip install 'ampkit\[plots\]'"):
+            bench(*argv)
+    empty = saved()
+    empty.results[0].rows = [Row("amp", "torch AMP, eager", error="out of memory")]
+    (tmp_path / "bench.json").write_text(empty.to_json())
+    with pytest.raises(SystemExit, match="nothing to plot"):
+        bench(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--policy", "fp16"], ["-b", "0"], ["--seconds", "0"], ["--variants", "jit"], ["-b", "8", "--sweep"]]
+)
+def test_wrong_arguments_are_explained(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is legal reaches the user through argparse."""
+    with pytest.raises(SystemExit):
+        bench(*argv)
+    said = {"fp16": "Legal: float32, float16", "0": "is not", "jit": "choose from", "8": "not allowed"}[argv[1]]
+    assert said in capsys.readouterr().err
+
+
+def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It counts on a terminal, leaves nothing behind, and is silent elsewhere."""
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        bar = _bench._Bar(2, shown=True)
+        bar.show("one")
+        bar.show("two")
+        bar.clear()
+        written = capsys.readouterr().err
+        assert ("2/2 two" in written) is terminal
+        assert written.endswith("\r\033[K") is terminal
+
+
+# ------------------------------------------------------------------------------------------------------------- curves
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_loss_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--curves: eager, eager again, another seed, captured; the captured one lies within the noise of seeds."""
+    out, plot = tmp_path / "curves.json", tmp_path / "curves.png"
+    bench("--curves", "40", "--model", "mine:tiny", "-b", "8", "--json", str(out), "--plot", str(plot))
+    curves = json.loads(out.read_text())
+    assert {len(losses) for losses in curves["losses"].values()} == {40}
+    assert curves["distances"]["the same again"] == 0.0
+    assert curves["distances"]["graphed_step"] < curves["distances"]["torch AMP, eager, other seed"]
+    assert "graphed_step lies within the noise of two eager seeds." in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_captured_run_that_goes_elsewhere_is_not_within_the_noise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that never steps, planted."""
+    plant(monkeypatch, "graphed", never_steps)
+    bench("--curves", "40", "--model", "mine:tiny", "-b", "8")
+    assert "graphed_step does NOT lie within the noise of two eager seeds." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_curves_are_of_one_model() -> None:
+    """Two batch sizes are refused, not one of them dropped in silence."""
+    with pytest.raises(SystemExit, match="one model and one batch size, not 2 of both"):
+        bench("--curves", "5", "--model", "mine:tiny", "-b", "4", "8")
+
+
+def test_curves_are_smoothed_over_a_window() -> None:
+    """The mean over each 25 steps, and over all where there are fewer."""
+    assert _bench_curves.smooth(list(map(float, range(27)))).tolist() == [12.0, 13.0, 14.0]
+    assert _bench_curves.smooth([1.0, 3.0]).tolist() == [2.0]

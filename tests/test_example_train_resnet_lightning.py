@@ -133,8 +133,10 @@ def test_help_shows_every_default(example: ModuleType, capsys: pytest.CaptureFix
 @pytest.mark.cuda
 @pytest.mark.slow
 def test_on_a_gpu_most_steps_are_replays(tmp_path: Path) -> None:
-    """16-mixed: the weights of Lightning alone, at a rate that float32 holds exactly, and 0.97 of the digits right."""
-    options = ["--json", "--deterministic", "--epochs", "8", "--lr", "0.0625", "--lr-scheduler", "none"]
+    """16-mixed: the weights of Lightning alone, at a rate that float32 holds exactly, and the digits are learnt."""
+    # Not SGD: torch's fused kernel keeps garbage in its momentum where the first step overflows (test_scaler.py).
+    options = ["--json", "--deterministic", "--epochs", "8", "--lr-scheduler", "none"]
+    options += ["--opt", "adamw", "--lr", str(2.0**-10)]
     summaries = []
     for more in (["--no-ampkit"], []):
         folder = tmp_path / f"run{len(more)}"
@@ -147,5 +149,5 @@ def test_on_a_gpu_most_steps_are_replays(tmp_path: Path) -> None:
         summaries.append(json.loads(done.stdout))
     alone, ours = summaries
     assert ours["weights_sha256"] == alone["weights_sha256"]
-    assert ours["accuracy"] == alone["accuracy"] >= 0.95
+    assert ours["accuracy"] == alone["accuracy"] >= 0.9
     assert ours["graph"]["replays"] > 0.9 * ours["steps"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -109,12 +110,13 @@ def test_clipping_by_value_equals_lightning(engine: Engine, tmp_path: Path, kind
     assert runs[1].report.replays == 19
 
 
+@pytest.mark.parametrize("kind", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_half_precision_modules(engine: Engine, tmp_path: Path) -> None:
-    """bf16-true: the module's parameters are bfloat16, and there is no loss scale."""
+def test_half_precision_modules(engine: Engine, tmp_path: Path, kind: str) -> None:
+    """The module's parameters are of the low dtype, and there is no loss scale."""
     device, graph = engine
     make = fused if device == "cuda" else adamw
-    runs = [fit(tmp_path / str(way), device, way, make=lambda: Net(make), kind="bf16-true") for way in (None, graph)]
+    runs = [fit(tmp_path / str(way), device, way, make=lambda: Net(make), kind=kind) for way in (None, graph)]
     assert_same_runs(*runs)
     assert runs[1].report.replays == 19
 
@@ -815,6 +817,13 @@ def test_an_error_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
     assert type(trainer.precision_plugin) is Precision
     assert "training_step" not in vars(trainer.strategy)
     assert "step" not in vars(trainer.optimizers[0])
+
+
+def test_verify_is_for_one_process() -> None:
+    """Ranks that repeat steps on their own would wait for each other for ever."""
+    trainer: Any = SimpleNamespace(strategy=DDPStrategy())
+    with pytest.raises(NotImplementedError, match="Verify on one device"):
+        AmpkitCallback(verify=1).setup(trainer, Net(), "fit")
 
 
 def test_two_callbacks_are_an_error(tmp_path: Path) -> None:

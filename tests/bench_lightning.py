@@ -205,7 +205,8 @@ def main() -> None:
     clocks["Lightning with AmpkitCallback"] = lightning(args, batch, callback)
     device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     print(f"ResNet-18, CIFAR stem, batch {args.batch}, 16-mixed, gradient_clip_val=1.0, {device}")
-    print(f"torch {torch.__version__}, Lightning {pl.__version__}; median of {args.repeats} x {args.steps} steps\n")
+    print(f"torch {torch.__version__}, Lightning {pl.__version__}; median of {args.repeats} x {args.steps} steps")
+    print("SGD with momentum; not fused in Lightning alone, which clips no gradients of a fused optimizer\n")
     for name, clock in clocks.items():
         rate, host = args.batch / clock.per_step, clock.host_per_step * 1e3
         print(f"{name:31} {rate:9.0f} images/s  {clock.per_step * 1e3:7.3f} ms/step  of it the host {host:7.3f} ms")

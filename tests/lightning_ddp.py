@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--raise-at", type=int, help="global step at which every rank raises an error")
+    parser.add_argument("--one-rank-counts", action="store_true", help="the second rank does what a graph would not")
     args = parser.parse_args()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -95,8 +96,20 @@ def main() -> None:
             if trainer.global_step == args.raise_at:
                 raise KeyError("a mistake of the user")
 
+    class Counts(Net):
+        seen = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if args.one_rank_counts and self.global_rank == 1:
+                self.seen += 1
+            return super().training_step(batch, batch_idx)
+
     hooks = Hooks()
-    callback = None if args.graph == "none" else AmpkitCallback(graph=args.graph, on_failure="raise")
+    callback = (
+        None
+        if args.graph == "none"
+        else AmpkitCallback(graph=args.graph, on_failure="eager" if args.one_rank_counts else "raise")
+    )
     trainer = pl.Trainer(
         strategy="ddp",
         devices=2,
@@ -113,7 +126,7 @@ def main() -> None:
         **precision(args.kind, args.device),
     )
     torch.manual_seed(3)
-    module = Net(fused if args.device == "cuda" else adamw, halving, "step")
+    module = Counts(fused if args.device == "cuda" else adamw, halving, "step")
     failed = False
     with deterministic():
         torch.manual_seed(4 + trainer.global_rank)
@@ -130,6 +143,7 @@ def main() -> None:
         "hooks": dict(hooks.counts),
         "scale": trainer.scaler.get_scale() if getattr(trainer, "scaler", None) else None,
         "replays": report.replays if report else 0,
+        "failure": report.failure if report else None,
         "failed": failed,
     }
     print(json.dumps(row), flush=True)

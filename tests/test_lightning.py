@@ -758,6 +758,16 @@ def test_two_processes() -> None:
 
 
 @pytest.mark.slow
+def test_two_processes_decide_together() -> None:
+    """L4: what one rank finds in its warm-up keeps both eager, and neither waits for the other for ever."""
+    rows = lightning_ddp.launch("--graph", "emulate", "--one-rank-counts")
+    assert [row["replays"] for row in rows] == [0, 0]
+    assert "another rank found" in rows[0]["failure"]
+    assert "training_step changes self.seen" in rows[1]["failure"]
+    assert rows[0]["weights"] == rows[1]["weights"]
+
+
+@pytest.mark.slow
 def test_two_processes_end_after_an_error() -> None:
     """L4: graphs are closed before the process group is, however the fit ends."""
     assert [row["failed"] for row in lightning_ddp.launch("--graph", "emulate", "--raise-at", "6")] == [True, True]

@@ -173,7 +173,7 @@ def module(x: Tensor) -> Tensor:
 
 
 def library(x: Tensor) -> Tensor:
-    return torch.distributions.Normal(x, 1.0).log_prob(x)  # HERE library
+    return torch.distributions.Normal(x, 1.0, validate_args=True).log_prob(x)  # HERE library
 
 
 def product(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Buckets:
     """Sizes to pad batches to, so that one CUDA graph per size serves every batch. Hashable.
 
     Dimension 0 of a batch is padded to the smallest size in `batch` that holds it and, with `length`, dimension 1 to
-    the smallest in `length`. `loss_fn` gets a mask as one more keyword argument, always, so that it is written once:
+    the smallest in `length`. `loss_fn` gets a mask as one more keyword argument, always, so that it is written once::
 
         def loss_fn(model, images, labels, *, mask):
             losses = F.cross_entropy(model(images), labels, reduction="none")

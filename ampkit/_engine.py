@@ -1,23 +1,23 @@
 """One call of a captured function: same input? warm-up, preflight, capture, replay, or eager; and the count of each."""
 
-import sys
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._blame import users_level
 from ._cache import Cache, Captured
 from ._distributed import Ranks
 from ._errors import CaptureError, CaptureWarning
 from ._graph import capture_stream
 from ._inputs import Spec, StaticInputs, describe_change, read_batch
 from ._preflight import Preflight, describe
+from ._scaler import check_positive
 from ._state import Generation, Settings, TrainingState
 from ._torch import fail_on_recompile, tree_flatten, tree_unflatten, version
 from ._verify import Verdict, verified
@@ -91,6 +91,25 @@ class Options(NamedTuple):
     generators: Sequence[torch.Generator]
     max_graphs: int
     memory_budget: int | None
+
+    def check(self, where: str) -> None:
+        """Raise a `ValueError` that names the argument of the public function `where` that cannot work."""
+        for name, value, legal in (
+            ("graph", self.graph, ("auto", "emulate", "off")),
+            ("on_failure", self.on_failure, ("eager", "raise")),
+        ):
+            if value not in legal:
+                raise ValueError(f"{where}({name}={value!r}): expected one of {', '.join(map(repr, legal))}.")
+        check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
+        check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")
+        check_at_least(where, "max_graphs", self.max_graphs, 1, "graph='off' is for none")
+        check_positive(where, "memory_budget", self.memory_budget, "None for no limit")
+
+
+def check_at_least(where: str, name: str, value: object, least: int, why: str) -> None:
+    """Raise a `ValueError` unless `value` is an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{where}({name}={value!r}): expected an int of at least {least}; {why}.")
 
 
 class _Key(NamedTuple):
@@ -419,20 +438,11 @@ class Engine:
             self._warn(message)
 
     def _warn(self, message: str) -> None:
-        warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=_users_level())
+        warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())
 
 
 _MAX_LAYOUTS = 256  # without a graph; a batch that holds a step number makes one per call
 _MAX_SETTINGS = 32  # OneCycleLR's momentum makes one per call
-_HERE = str(Path(__file__).parent)
-
-
-def _users_level() -> int:
-    """Return the stacklevel by which a warning names the innermost line outside of ampkit."""
-    frame, level = sys._getframe(2), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _refuse_rebound(paths: list[str]) -> None:

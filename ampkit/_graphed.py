@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ._distributed import Ranks
 from ._engine import Engine, Options, Report
 from ._optim import CapturableGroups, broken_kernel, why_not_capturable
-from ._scaler import GradScaler, check_positive
+from ._scaler import GradScaler
 from ._state import TrainingState
 from ._torch import cudagraphs_of_its_own, tree_flatten, tree_unflatten
 
@@ -60,16 +60,8 @@ def graphed(
         ValueError: an argument that cannot work; the message says what to pass.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
     """
-    for name, value, least in (("warmup", warmup, 1), ("verify", verify, 0), ("max_graphs", max_graphs, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"graphed({name}={value!r}): expected an int of at least {least}.")
-    for name, text, legal in (
-        ("graph", graph, ("auto", "emulate", "off")),
-        ("on_failure", on_failure, ("eager", "raise")),
-    ):
-        if text not in legal:
-            raise ValueError(f"graphed({name}={text!r}): expected one of {', '.join(map(repr, legal))}.")
-    check_positive("graphed", "memory_budget", memory_budget, "None for no limit")
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget)
+    options.check("graphed")
     device = _device(modules)
     _check_optimizers(optimizers, modules)
     if scaler is not None and not isinstance(scaler, GradScaler):
@@ -77,7 +69,6 @@ def graphed(
             f"graphed(scaler={type(scaler).__module__}.{type(scaler).__name__}): expected an ampkit.GradScaler, which "
             "takes the same arguments and never waits for the device."
         )
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget)
     return lambda fn: GraphedFunction(fn, modules, optimizers, scaler, device, options)
 
 

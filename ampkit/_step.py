@@ -9,7 +9,7 @@ from torch import nn
 from ._average import capturable
 from ._buckets import Buckets
 from ._distributed import Ranks, why_not_sharded
-from ._engine import Engine, Options, Report
+from ._engine import Engine, Options, Report, check_at_least
 from ._errors import CaptureError, InputMismatch
 from ._module_rules import ModuleRules, why_not_applied
 from ._optim import broken_kernel, why_not_capturable
@@ -97,13 +97,9 @@ def graphed_step(
 
     Sync: none in a call, but one wait for the device when a graph is captured.
     """
-    _choice("graph", graph, ("auto", "emulate", "off"))
-    _choice("on_failure", on_failure, ("eager", "raise"))
-    _at_least("warmup", warmup, 1, "the first steps build state")
-    _at_least("accumulate", accumulate, 1, "the number of calls per optimizer step")
-    _at_least("verify", verify, 0, "the number of replays to compare with eager steps")
-    _at_least("max_graphs", max_graphs, 1, "graph='off' is for none")
-    check_positive("graphed_step", "memory_budget", memory_budget, "None for no limit")
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget)
+    options.check("graphed_step")
+    check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     check_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise ValueError(f"graphed_step(buckets={buckets!r}): expected ampkit.Buckets(batch=(16, 32, 64)) or None.")
@@ -142,7 +138,7 @@ def graphed_step(
         recipe,
         TrainingState(modules, [optimizer], recipe.scaler, own=recipe.gradients),
         device=device,
-        options=Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget),
+        options=options,
         ranks=ranks,
         blocker=blocker,
         name="graphed_step",
@@ -330,13 +326,3 @@ def _scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.devi
             "ampkit.GradScaler, which takes the same arguments and loads the same state_dict."
         )
     return scaler
-
-
-def _choice(name: str, value: object, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ValueError(f"graphed_step({name}={value!r}): expected one of {', '.join(map(repr, legal))}.")
-
-
-def _at_least(name: str, value: object, least: int, why: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"graphed_step({name}={value!r}): expected an int of at least {least}; {why}.")

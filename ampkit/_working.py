@@ -13,6 +13,7 @@ from ._torch import (
     TorchDispatchMode,
     foreach_add_,
     foreach_copy_,
+    graph_nodes,
     has_gradient_hooks,
     module_tables,
     output_dtype,
@@ -117,15 +118,10 @@ class _Uses(TorchDispatchMode):
 def _consumers(loss: Tensor) -> dict[Tensor, list[Any]]:
     """Return the nodes of the graph that hand a gradient to a leaf, by leaf."""
     found: dict[Tensor, list[Any]] = {}
-    waiting = [loss.grad_fn]
-    seen = {loss.grad_fn}
-    for node in waiting:  # grows below
-        for following, _ in getattr(node, "next_functions", ()):
+    for node in graph_nodes([loss]):
+        for following, _ in node.next_functions:
             if hasattr(following, "variable"):
                 found.setdefault(following.variable, []).append(node)
-            elif following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
     return found
 
 

@@ -28,7 +28,7 @@ from ._lightning_step import Clip, TrainerStep, Window
 from ._module_rules import ModuleRules, why_not_applied
 from ._optim import broken_kernel, why_not_capturable
 from ._policy import Policy
-from ._scaler import GradScaler, check_positive
+from ._scaler import GradScaler
 from ._torch import cudagraphs_of_its_own, is_sharded, tree_flatten
 
 # Every private name of Lightning that is used, with the reason; a test fails when one goes.
@@ -76,16 +76,12 @@ class AmpkitCallback(Callback):
         verify: int = 0,
         on_failure: str = "eager",
     ) -> None:
-        _choice("graph", graph, ("auto", "emulate", "off"))
-        _choice("on_failure", on_failure, ("eager", "raise"))
-        for name, value, least in (("warmup", warmup, 1), ("max_graphs", max_graphs, 1), ("verify", verify, 0)):
-            _at_least(name, value, least)
-        check_positive("AmpkitCallback", "memory_budget", memory_budget, "None for no limit")
+        self._options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget)
+        self._options.check("AmpkitCallback")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"AmpkitCallback(scaler={type(scaler).__name__}): pass an ampkit.GradScaler.")
         self._policy = Policy.parse(policy) if isinstance(policy, str) else policy
         self._scaler = scaler
-        self._options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget)
         self._fit: _Fit | None = None
         self._last_report: Callable[[], Report] = lambda: _nothing_captured(None)
 
@@ -571,13 +567,3 @@ def _rules(policy: Policy) -> ModuleRules:
 
 def _nothing_captured(reason: str | None) -> Report:
     return Report(0, 0, 0, 0, {}, 0, (), 0, reason)
-
-
-def _choice(name: str, value: object, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ValueError(f"AmpkitCallback({name}={value!r}): expected one of {', '.join(map(repr, legal))}.")
-
-
-def _at_least(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"AmpkitCallback({name}={value!r}): expected an int of at least {least}.")

@@ -162,6 +162,11 @@ class Engine:
         captured: Callable[..., Any] | None = None,
         watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        if options.verify and ranks.wrappers:
+            raise NotImplementedError(
+                f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
+                "Verify with one process, without DistributedDataParallel."
+            )
         self._fn = fn
         self._captured = captured or fn
         self._watching = watching

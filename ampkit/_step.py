@@ -114,11 +114,6 @@ def graphed_step(
         )
     blocker = why_not_capturable(optimizer)
     ranks = Ranks(model, device)
-    if verify and ranks.wrappers:
-        raise NotImplementedError(
-            "graphed_step(verify): ranks that compare and repeat steps on their own would wait for each other for "
-            "ever. Verify with one process, without DistributedDataParallel."
-        )
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     recipe = Recipe(
         loss_fn,

@@ -51,14 +51,41 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs two CUDA devices")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    sections = {
+def sections() -> dict[str, list[str]]:
+    """Return what the tests of this process have to say at the end, by title."""
+    modules = {
         "autocast_samples": "operations with an autocast kernel that ran",
         "setups": "random training set-ups, graphed and eager",
     }
-    for name, title in sections.items():
-        module = sys.modules.get(name)  # imported by the tests that ran, if any did
-        lines = list(module.summary()) if module else []
+    # Imported by the tests that ran, if any did.
+    return {title: list(sys.modules[name].summary()) for name, title in modules.items() if name in sys.modules}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # of a process of pytest-xdist
+    if output is not None:
+        output["sections"] = sections()
+
+
+class OfWorkers:
+    """Collects the sections of pytest-xdist's processes."""
+
+    def __init__(self) -> None:
+        self.sections: list[tuple[str, list[str]]] = []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        found = getattr(node, "workeroutput", {}).get("sections", {})
+        self.sections += [(f"{title} ({node.gateway.id})", lines) for title, lines in found.items()]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(OfWorkers(), "sections of workers")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    workers: Any = terminalreporter.config.pluginmanager.get_plugin("sections of workers")
+    for title, lines in (*sections().items(), *workers.sections):
         if lines:
             terminalreporter.section(title)
         for line in lines:

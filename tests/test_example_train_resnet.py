@@ -306,57 +306,65 @@ train_resnet.save_checkpoint = save_and_stop
         assert parts[name] == whole[name], name
 
 
-def in_two_processes(*options: str, output: Path, graph: str = "off") -> dict[str, Any]:
-    """Run the script by torchrun on the CPU, on 256 training and 63 test digits, with this kind of graph."""
+def in_two_processes(*options: str, output: Path, graph: str) -> dict[str, Any]:
+    """Run two epochs by torchrun on the CPU, on 256 training digits of random brightness and 63 test digits.
+
+    The checkpoint of the first epoch is kept as first.pth.
+    """
     before = f"""
+import shutil, torch
+from pathlib import Path
 from torch.utils.data import Subset
-digits, graphed_step = train_resnet.digits, train_resnet.ampkit.graphed_step
+digits, graphed_step, save = train_resnet.digits, train_resnet.ampkit.graphed_step, train_resnet.save_checkpoint
+class Brightened(Subset):
+    def __getitems__(self, indices):
+        return [(image + torch.randn(()), label) for image, label in super().__getitems__(indices)]
 def few_digits(path):
     data = digits(path)
-    return data._replace(train=Subset(data.train, range(256)), test=Subset(data.test, range(63)))
+    return data._replace(train=Brightened(data.train, range(256)), test=Subset(data.test, range(63)))
+def save_and_keep(args, training, history):
+    save(args, training, history)
+    if len(history) == 1 and args.rank == 0:
+        shutil.copy(Path(args.output_dir, "checkpoint.pth"), Path(args.output_dir, "first.pth"))
 train_resnet.digits = few_digits
 train_resnet.ampkit.graphed_step = lambda *args, **kwargs: graphed_step(*args, **kwargs | {{"graph": "{graph}"}})
+train_resnet.save_checkpoint = save_and_keep
 """
-    return summary_of(run_script("--device", "cpu", *options, output=output, before=before, processes=2))
+    options = ("--device", "cpu", "-j", "0", "-b", "16", "--epochs", "2", *options)
+    return summary_of(run_script(*options, output=output, before=before, processes=2))
 
 
 @pytest.mark.slow
-def test_torchrun_reports_the_model_that_it_saves(example: ModuleType, tmp_path: Path) -> None:
-    """Two processes: one JSON line, over all images; a graph changes no bit; the checkpoint is the plain model's."""
-    eager = in_two_processes("--epochs", "2", output=tmp_path / "eager")
-    graphed = in_two_processes("--epochs", "2", output=tmp_path / "graphed", graph="emulate")
-    assert eager["processes"] == 2
-    assert sum(eager["graph"]["eager"].values()) == 2 * (256 // (2 * 64))
-    assert graphed["graph"]["replays"] > 0
-    checkpoints = [torch.load(run["checkpoint"], weights_only=True) for run in (eager, graphed)]
-    for name in ("test_loss", "test_accuracy", "train_loss", "train_accuracy"):
-        assert checkpoints[0]["history"][1][name] == checkpoints[1]["history"][1][name]
-    assert graphed["weights_sha256"] == eager["weights_sha256"]
+def test_torchrun(example: ModuleType, train: Any, tmp_path: Path) -> None:
+    """Two processes: one JSON line, over all images, of the model that is saved; the second epoch alone, resumed with
+    a graph and by as many processes, has the bits of both without; one process goes on from it too."""
+    whole = in_two_processes(output=tmp_path / "whole", graph="off")
+    assert whole["processes"] == 2
+    assert sum(whole["graph"]["eager"].values()) == 2 * (256 // (2 * 16))
+    end, first = (torch.load(tmp_path / "whole" / name, weights_only=True) for name in ("checkpoint.pth", "first.pth"))
+    assert str(tmp_path / "whole" / "checkpoint.pth") == whole["checkpoint"]
 
     model = example.ResNet8(10)
-    model.load_state_dict(checkpoints[0]["model"])
-    assert example.weights_sha256(model) == eager["weights_sha256"]
+    model.load_state_dict(end["model"])
+    assert example.weights_sha256(model) == whole["weights_sha256"]
     images, labels = example.digits(tmp_path).test.dataset[:63]
     with torch.inference_mode():
         logits = model.eval()(images)
-    assert eager["accuracy"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
-    assert checkpoints[0]["history"][1]["test_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert whole["accuracy"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+    assert end["history"][1]["test_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
 
-
-@pytest.mark.slow
-def test_torchrun_resumes_bitwise(train: Any, tmp_path: Path) -> None:
-    """A run of two processes resumes with the same bits, random crops included, and goes on in one process too."""
-    options = [*image_folder(tmp_path / "images"), "--model", "resnet8", "--lr-scheduler", "none"]
-    whole = in_two_processes(*options, "-b", "2", "--epochs", "2", output=tmp_path / "whole")
-    part = in_two_processes(*options, "-b", "2", "--epochs", "1", output=tmp_path / "part")
-    resumed = ["--epochs", "2", "--resume", part["checkpoint"]]
-    parts = in_two_processes(*options, "-b", "2", *resumed, output=tmp_path / "parts")
-    assert parts["weights_sha256"] == whole["weights_sha256"] != part["weights_sha256"]
-    alone, _ = train(*options, "-b", "4", *resumed)
+    resume = ["--resume", str(tmp_path / "whole" / "first.pth")]
+    resumed = in_two_processes(*resume, output=tmp_path / "resumed", graph="emulate")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["graph"]["replays"] > 0
+    assert len(first["history"]) == 1
+    for name in ("test_loss", "test_accuracy", "train_loss", "train_accuracy"):
+        checkpoint = torch.load(resumed["checkpoint"], weights_only=True)
+        assert checkpoint["history"][1][name] == end["history"][1][name]
+    alone, _ = train("-b", "32", "-j", "0", "--epochs", "2", *resume)
     assert alone["epochs"] == 2
-    assert sum(alone["graph"]["eager"].values()) == 12 // 4
     with pytest.raises(SystemExit, match=r"that run had --processes 2 \(now 1\)\. Give it the same"):
-        train(*options, "-b", "2", *resumed)
+        train("-b", "16", "-j", "0", "--epochs", "2", *resume)
 
 
 def test_torchrun_chooses_the_device(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 # VENV    folder of the virtual environment; empty: run PYTHON as it is and install nothing
 # PYTHON  interpreter that creates VENV, or that runs everything where VENV is empty
 # ARGS    passed on to the command of train, train-lightning, test and bench
-VENV   ?= .venv
+# TORCH   a version of torch, or `latest`, to run with instead of the one in constraints.txt, in a VENV of its own
+VENV   ?= .venv$(if $(TORCH),-$(TORCH))
 PYTHON ?= python3
 
 SOURCES := ampkit docs examples tests
@@ -9,9 +10,16 @@ SOURCES := ampkit docs examples tests
 ifeq ($(strip $(VENV)),)
 PY    := $(PYTHON)
 READY :=
+ifneq ($(TORCH),)
+$(error TORCH=$(TORCH) is installed into a virtual environment: give VENV a name, or leave it out)
+endif
 else
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ampkit-installed
+endif
+
+ifeq ($(TORCH),latest)
+.PHONY: $(READY)  # ask each time whether there is a newer one
 endif
 
 .DEFAULT_GOAL := help
@@ -50,9 +58,15 @@ clean:  ## remove what the other targets wrote, except VENV
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
 ifneq ($(READY),)
+# With TORCH, pip chooses the torchvision that goes with it, and constraints.txt holds for the rest.
+PINNED := $(if $(TORCH),-v '^torch',.)
+TORCHES := $(if $(TORCH),--upgrade torchvision torch$(if $(filter-out latest,$(TORCH)),==$(TORCH)))
+
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing ampkit and its development tools into $(VENV): about 3 GB of downloads the first time."
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --progress-bar off --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	grep $(PINNED) constraints.txt > $(VENV)/constraints.txt
+	$(PY) -m pip install --quiet --progress-bar off --disable-pip-version-check -e '.[dev]' $(TORCHES) \
+		-c $(VENV)/constraints.txt
 	@touch $@
 endif

@@ -1,5 +1,6 @@
 """Mixed-precision training steps at the speed of the GPU, and bitwise the same steps."""
 
+from . import debug as debug
 from ._buckets import Buckets as Buckets
 from ._callables import make_graphed_callables as make_graphed_callables
 from ._engine import GraphReport as GraphReport
@@ -45,6 +46,7 @@ __all__ = [
     "StepOutput",
     "custom_bwd",
     "custom_fwd",
+    "debug",
     "explain",
     "graphed",
     "graphed_step",

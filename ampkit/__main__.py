@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from . import _bench, _bench_curves, _bench_report
-from ._bench_cases import CASES, RETURNED, CaseError, takes_batch_size, user_case
+from ._bench_cases import CASES, INPUTS, RETURNED, CaseError, takes_batch_size, user_case
 from ._bench_variants import VARIANTS, Setting
+from ._doctor import RETURNED as DOCTOR_RETURNED
+from ._doctor import RETURNED_LIGHTNING, DoctorError, diagnose
 from ._errors import AmpkitError
 from ._explain import explain
 from ._op_table import DEVICE_TYPES, OpTable, op_table
@@ -80,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command that `argv` (default: the process's arguments) names."""
     parser = argparse.ArgumentParser(prog="python -m ampkit", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for add in (_add_bench, _add_ops, _add_explain):
+    for add in (_add_bench, _add_doctor, _add_ops, _add_explain):
         add(commands)
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else argv
@@ -108,6 +110,11 @@ def _add_bench(commands: Any) -> None:
     )
     sizes.add_argument("--sweep", action="store_true", help="batch sizes 8 to 1024, doubled, until memory ends")
     what.add_argument("--policy", type=_policy, help="dtypes, see ampkit.Policy; default float16, on a CPU bfloat16")
+    what.add_argument(
+        "--input",
+        choices=INPUTS,
+        help=f"{'; '.join(f'{name}: {told}' for name, told in INPUTS.items())}; default prefetch",
+    )
     how = bench.add_argument_group("how to measure")
     how.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}")
     how.add_argument("--quick", action="store_true", help="small models, few variants and repeats: within 90 s")
@@ -154,14 +161,16 @@ def _measure(args: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     # A CPU takes many times as long for float16 as for bfloat16.
-    setting = Setting(args.policy or Policy.parse("float16" if cuda else "bfloat16"), device)
+    policy = args.policy or Policy.parse("float16" if cuda else "bfloat16")
     plan, jobs = _plan(args, cuda), _jobs(args, cuda)
+    setting = Setting(policy, device, args.input or "prefetch", args.curves or plan.checked)
     described = _bench.describe(setting, plan, shlex.join(["python", "-m", "ampkit", *args.argv]))
     if args.curves is None:
-        keys, notes = _bench.select(args.variants, args.quick, device)
+        keys, notes = _bench.select(args.variants, device, args.quick, args.sweep)
         _measure_times(_bench_report.Figures(described, notes), jobs, keys, setting, plan, args)
     elif len(jobs) == 1:
-        _show_curves(_bench_curves.run(*jobs[0], setting, args.curves, described), args)
+        (job,) = jobs
+        _show_curves(_bench_curves.run(job.model, job.make, setting, described), args)
     else:
         sys.exit(f"python -m ampkit bench --curves: one model and one batch size, not {len(jobs)} of both.")
 
@@ -190,6 +199,7 @@ def _plan(args: argparse.Namespace, cuda: bool) -> _bench.Plan:
 def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:
     """Return a job for each model and batch size."""
     quick = ["mlp", "resnet18-cifar"] if cuda else ["mlp"]
+    quick = ["resnet18-cifar"] if args.input == "uint8" else quick
     models = args.model or (quick if args.quick else ["resnet18-cifar"])
     batches = _SWEEP if args.sweep else sorted(args.batch or [64])
     return [job for model in models for job in _jobs_of(model, batches)]
@@ -198,13 +208,13 @@ def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:
 def _jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:
     """Return a job for each batch size; one for a function of the user's that takes none."""
     if model in CASES:
-        return [_bench.Job(model, partial(CASES[model], batch)) for batch in batches]
+        return [_bench.Job(model, partial(CASES[model], batch), batch) for batch in batches]
     try:
         function = _function(model, RETURNED)
     except _CallError as error:
         raise CaseError(f"--model {error} Models: {', '.join(CASES)}.") from None
     batches = batches if takes_batch_size(function) else batches[:1]
-    return [_bench.Job(model, partial(user_case, model, function, batch)) for batch in batches]
+    return [_bench.Job(model, partial(user_case, model, function, batch), batch) for batch in batches]
 
 
 def _save(figures: _bench_report.Figures, path: str | None) -> None:
@@ -225,6 +235,38 @@ def _show_curves(curves: _bench_curves.Curves, args: argparse.Namespace) -> None
     print(curves.to_json().rstrip() if args.json == "-" else curves)
     if args.plot is not None:
         _bench_curves.draw(curves, args.plot)
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what keeps a training step from being captured, makes it slow or imprecise, by line",
+        description="Train what the function returns for a few eager steps, and say which lines keep the step from "
+        "being captured, make it slow or imprecise, and what to write instead. The exit status is 0 if there is "
+        "nothing, 1 if there is something, 2 if it could not be run.",
+    )
+    doctor.add_argument("call", metavar="module:function", help=f"function that returns {DOCTOR_RETURNED}")
+    doctor.add_argument("--lightning", action="store_true", help=f"the function returns {RETURNED_LIGHTNING}")
+    doctor.add_argument("--json", metavar="FILE", help="also write the report here; -: print it in place of the text")
+    doctor.set_defaults(run=_run_doctor)
+
+
+def _run_doctor(args: argparse.Namespace) -> None:
+    def find() -> Callable[..., Any]:
+        try:
+            return _function(args.call, RETURNED_LIGHTNING if args.lightning else DOCTOR_RETURNED)
+        except _CallError as error:
+            raise DoctorError(str(error)) from error
+
+    try:
+        found = diagnose(args.call, find, lightning=args.lightning, bar=args.json != "-")
+        if args.json is not None and args.json != "-":
+            Path(args.json).write_text(found.to_json())
+    except (DoctorError, OSError) as error:
+        print(f"python -m ampkit doctor: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(found.to_json() if args.json == "-" else found)
+    sys.exit(found.exit_code)
 
 
 def _add_ops(commands: Any) -> None:

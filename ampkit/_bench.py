@@ -1,5 +1,6 @@
 """Honest timing: what is measured of each variant and how, so that none has an advantage over another."""
 
+import copy
 import itertools
 import math
 import os
@@ -9,23 +10,31 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ._bench_cases import Batch, Case, ready
-from ._bench_process import Caches, clean_up, do_what_is_done_once, fast_kernels
-from ._bench_report import Figures, Result, Row
-from ._bench_variants import VARIANTS, Setting, Variant, has_lightning, torch_amp
+from ._bench_cases import Batch, Case, CaseError, ready
+from ._bench_process import Caches, clean_up, do_what_is_done_once, fast_kernels, little_garbage
+from ._bench_report import OUT_OF_MEMORY, Figures, Result, Row
+from ._bench_variants import VARIANTS, Setting, Variant, feed, has_lightning, torch_amp
 from ._graph import CudaGraph
-from ._prefetch import prefetch
 
-# By how much of its fall the loss may differ from the expected one at any time, by the dtype of compute. On a CPU
-# float32 and bfloat16 differed by up to 1.9% (mlp, resnet18-cifar, a small gpt2-like), without clipping by 45% or more.
+# By how much of its fall the loss may differ from the expected one at any time, by the dtype of compute, if rounding
+# makes no larger difference. On a CPU float32 and bfloat16 differed by up to 1.2% (mlp, resnet18-cifar, a small
+# gpt2-like), a learning rate 1.25 times as high by 10% or more, no schedule by 43%, no clipping by 50%.
 TOLERANCE = {torch.float32: 0.02, torch.float16: 0.03, torch.bfloat16: 0.05}
 LEAST_FALL = 0.05  # of the first loss
+NUDGED_RUNS = 2
+# A run from nudged weights went further from the first run than so many times what two others told in 1 of 168 cases
+# (eight runs of a resnet50 on 64x64 images, batch 8, bfloat16, where noise is 15% of the fall).
+NOISE_FACTOR = 4.0
+LARGEST_TOLERANCE = 0.5  # of the fall; where noise asks for more, a loss that passes says little
 PROFILED_STEPS = 10
+LEAD_IN, LEAD_OUT = 3, 1  # steps before and after these: the device has nothing queued when the profiler starts
+ALL_STEPS = LEAD_IN + PROFILED_STEPS + LEAD_OUT
 HOST_CALLS = 30
 MIB = 2**20
 
@@ -47,10 +56,22 @@ class Plan(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One table: the name of a model, and how to make it with its data."""
+    """One table: the name of a model, how to make it with its data, and the batch size that was asked for."""
 
     model: str
     make: Callable[[], Case]
+    batch: int
+
+
+class _Run(NamedTuple):
+    """What the measurements of one run have in common: arguments of `run`, and what it makes of them."""
+
+    figures: Figures
+    setting: Setting
+    plan: Plan
+    save: Callable[[], None]
+    caches: Caches
+    progress: "_Bar"
 
 
 def run(
@@ -71,37 +92,57 @@ def run(
         figures: gets a result per job. What is in it when an exception ends this is valid.
         jobs: in order of batch size, for each model. A variant that ran out of memory is not tried on larger ones.
         keys: of the variants.
-        setting: policy and device.
+        setting: policy, device and input.
         plan: how thoroughly.
         save: called after each measurement.
         bar: show on a terminal how far it is.
 
     Raises:
-        CaseError: a job's function returned something that cannot be trained.
+        CaseError: a job's function returned something that cannot be trained, or has no such input.
         ImportError: a job's model is of a package that is not installed.
     """
     profiled = plan.profile and setting.device.type == "cuda"
     progress = _Bar(len(jobs) * len(keys) * (2 if profiled else 1), bar)
+    compiles = any(VARIANTS[key].compiles for key in keys)
     with fast_kernels(setting.device), Caches() as caches:
-        do_what_is_done_once(
-            setting.device, compiles=any(VARIANTS[key].compiles for key in keys), lightning="lightning" in keys
-        )
+        do_what_is_done_once(setting.device, compiles=compiles, lightning="lightning" in keys)
+        caches.enter_context(little_garbage())
+        common = _Run(figures, setting, plan, save, caches, progress)
         for job in jobs:
-            case = ready(job.make(), setting.policy.params, setting.device)
-            result = Result(job.model, case.batch_size)
-            figures.results.append(result)
-            expected = _Expectations(case, setting, plan, figures.notes)
-            for key in keys:
-                progress.show(f"{job.model}, batch {result.batch}: {key}")
-                row = Row(key, VARIANTS[key].label_on(setting.device), error=_does_not_fit(key, job.model, figures))
-                if not row.error:
-                    with caches.of(result.model, result.batch, row.variant):
-                        measure(row, case, setting, plan, expected)
-                result.rows.append(row)
-                save()
-        if profiled:
-            _profile_all(figures, jobs, setting, caches, progress, save)
+            _measure_all(job, keys, common)
+        for job, result in zip(jobs, figures.results, strict=True) if profiled else ():
+            _profile_all(job, result, common)
     progress.clear()
+
+
+def _measure_all(job: Job, keys: Sequence[str], run: _Run) -> None:
+    errors = {key: _does_not_fit(key, job.model, run.figures) for key in keys}
+    case, problem = (None, "") if all(errors.values()) else _case_of(job, run.setting)
+    result = Result(job.model, job.batch if case is None else case.batch_size)
+    run.figures.results.append(result)
+    expected = None if case is None else _Expectations(case, run.setting, run.plan, run.figures.notes)
+    for key in keys:
+        run.progress.show(f"{job.model}, batch {result.batch}: {key}")
+        row = Row(key, VARIANTS[key].label_on(run.setting.device), error=errors[key] or problem)
+        if case is not None and expected is not None and not row.error:
+            with run.caches.of(result.model, result.batch, row.variant):
+                measure(row, case, run.setting, run.plan, expected)
+        result.rows.append(row)
+        run.save()
+
+
+def _case_of(job: Job, setting: Setting) -> tuple[Case | None, str]:
+    """Return the job's case with its input in place; or none, and why: there is no room for its batches."""
+    case = job.make()
+    try:
+        return ready(case, setting.policy.params, setting.device, setting.source), ""
+    except CaseError as error:
+        raise CaseError(f"{job.model}: {error}") from None
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+    clean_up(setting.device)
+    return None, OUT_OF_MEMORY
 
 
 def _does_not_fit(key: str, model: str, figures: Figures) -> str:
@@ -113,38 +154,38 @@ def _does_not_fit(key: str, model: str, figures: Figures) -> str:
     return ""
 
 
-def _profile_all(
-    figures: Figures,
-    jobs: Sequence[Job],
-    setting: Setting,
-    caches: Caches,
-    progress: "_Bar",
-    save: Callable[[], None],
-) -> None:
-    for job, result in zip(jobs, figures.results, strict=True):
-        case = ready(job.make(), setting.policy.params, setting.device)
-        for row in result.rows:
-            progress.show(f"{job.model}, batch {result.batch}: profile of {row.variant}")
-            with caches.of(result.model, result.batch, row.variant):
-                problem = "" if row.error else profile(row, case, setting)
-            if problem:
-                figures.notes.append(f"No profile of {row.label}, {job.model}, batch {result.batch}: {problem}.")
-            save()
+def _profile_all(job: Job, result: Result, run: _Run) -> None:
+    rows = [row for row in result.rows if not row.error]
+    case, problem = _case_of(job, run.setting) if rows else (None, "")
+    for row in result.rows:
+        run.progress.show(f"{job.model}, batch {result.batch}: profile of {row.variant}")
+        if row in rows and case is not None:
+            with run.caches.of(result.model, result.batch, row.variant):
+                problem = profile(row, case, run.setting)
+        if row in rows and problem:
+            run.figures.notes.append(f"No profile of {row.label}, {job.model}, batch {result.batch}: {problem}.")
+        run.save()
 
 
-def select(keys: Sequence[str] | None, quick: bool, device: torch.device) -> tuple[list[str], list[str]]:
+def select(
+    keys: Sequence[str] | None, device: torch.device, quick: bool = False, sweep: bool = False
+) -> tuple[list[str], list[str]]:
     """Return which variants to measure, and notes on what is left out or not what it seems.
 
     Args:
         keys: those that were asked for; None for the usual ones.
-        quick: of these, only those that take no time to set up.
         device: where to measure.
+        quick: of the usual ones, only those that take no time to set up.
+        sweep: likewise, for they are to be set up for many batch sizes.
     """
     notes = []
-    usual = [key for key, variant in VARIANTS.items() if variant.default and (variant.quick or not quick)]
+    few = quick or sweep
+    usual = [key for key, variant in VARIANTS.items() if variant.default and (variant.quick or not few)]
     wanted = usual if keys is None else [key for key in VARIANTS if key in keys]
-    if quick and keys is None:
-        notes.append("--quick: few repeats, and no variant with torch.compile, float32 or Lightning.")
+    if quick:
+        notes.append("--quick: few repeats.")
+    if few and keys is None:
+        notes.append("Left out unless --variants names them: torch.compile, float32 and Lightning.")
     if "lightning" in wanted and not has_lightning():
         wanted.remove("lightning")
         notes.append("Left out: Lightning with ampkit's callback, which needs pip install 'ampkit[lightning]'.")
@@ -172,6 +213,7 @@ def describe(setting: Setting, plan: Plan, command: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d"),
         "policy": str(setting.policy),
+        "input": setting.source,
         "command": command,
         "repeats": plan.repeats,
         "seconds_per_repeat": plan.seconds,
@@ -181,8 +223,6 @@ def describe(setting: Setting, plan: Plan, command: str) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------- one variant
-
-OUT_OF_MEMORY = "out of memory"
 
 
 def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: "_Expectations") -> None:
@@ -202,13 +242,11 @@ def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Pla
     row.ms, row.fastest, row.slowest = statistics.median(session.ms), min(session.ms), max(session.ms)
     row.setup_s, row.peak_mib, row.setup_peak_mib = session.setup_s, session.peak_mib, session.setup_peak_mib
     row.loss = session.losses[-1]
-    if known:
-        row.expected = known[-1]
-        row.difference = difference(session.losses, known)
-        row.off = not row.difference <= TOLERANCE[setting.policy.compute]  # also where it is nan
+    if known is not None:
+        known.judge(session.losses, row)
     row.report = None if loop.report is None else loop.report()
     if loop.step is not None and setting.device.type == "cuda":
-        row.host_us, row.launch_us = _host_time(loop.step, case, setting.device)
+        row.host_us, row.launch_us = _host_time(loop.step, case, setting)
 
 
 class _Session:
@@ -262,11 +300,16 @@ class _Session:
         self.peak_mib = self._memory.peak_mib()
 
     @property
-    def losses(self) -> list[float]:
-        """The mean losses of each pass over the batches in the checked steps. Waits for the device."""
+    def ends(self) -> range:
+        """The last of the checked steps in each pass over the batches, or in each half where there are too many."""
         n = max(1, min(len(self._batches), self._plan.checked // 2))
-        passes = [self._losses[i : i + n] for i in range(len(self._losses) % n, len(self._losses), n)]
-        return [float(torch.stack([loss.float() for loss in part]).mean()) for part in passes]  # sync
+        return range(n + self._plan.checked % n, self._plan.checked + 1, n)
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss of each of these passes. Waits for the device."""
+        n = self.ends.step
+        return [float(torch.stack([loss.float() for loss in self._losses[end - n : end]]).mean()) for end in self.ends]
 
     def checked_steps(self) -> Iterator[Batch]:
         """Yield the batches of the checked steps alone."""
@@ -308,10 +351,64 @@ class _Memory:
         return (torch.cuda.max_memory_allocated(self._device) - self._base + hidden) / MIB
 
 
-class _Expectations:
-    """The losses that the variants of one case are to have: those of torch AMP, eager, run apart from them.
+class Expected(NamedTuple):
+    """The losses that a variant is to have, and by how much they may differ.
 
-    These runs come first. What the process does once only (start CUDA, let cuDNN choose its kernels) is done in them.
+    Losses that differ by rounding part exponentially. So noise is small in early passes, in which a variant that does
+    something else is off already, whatever noise is in later ones.
+
+    Attributes:
+        losses: means over each pass over the batches.
+        fall: what these fall by, at least `LEAST_FALL`: the unit of the following.
+        noise: by how much runs are apart that differ by rounding alone, at most, up to each pass.
+        tolerances: of each pass.
+        ends: the last step of each pass.
+    """
+
+    losses: list[float]
+    fall: float
+    noise: list[float]
+    tolerances: list[float]
+    ends: Sequence[int]
+
+    @classmethod
+    def of(cls, runs: Sequence[list[float]], floor: float, ends: Sequence[int]) -> "Expected":
+        """Return what follows from the losses of eager runs.
+
+        Args:
+            runs: the one to compare with, and others that started from nudged weights.
+            floor: the tolerance where there is no noise.
+            ends: the last step of each pass.
+        """
+        losses = runs[0]
+        fall = max(max(losses) - min(losses), LEAST_FALL * abs(losses[0])) or 1.0  # 0.0: a loss that is 0 throughout
+        noise = list(itertools.accumulate((_spread(part) / fall for part in zip(*runs, strict=True)), max))
+        return cls(losses, fall, noise, [max(floor, NOISE_FACTOR * part) for part in noise], ends)
+
+    def judge(self, losses: Sequence[float], row: Row) -> None:
+        """Fill in the row what its losses say. Nan is off in any pass: rounding does not lead there."""
+        differences = [abs(a - b) / self.fall for a, b in zip(losses, self.losses, strict=True)]
+        passes = list(zip(differences, self.tolerances, self.noise, strict=True))
+        row.expected = self.losses[-1]
+        row.difference, row.tolerance, row.noise = max(passes, key=lambda part: part[0] / part[1])
+        row.off = any(math.isnan(part) or part > most for part, most, _ in passes)
+        row.compared = max(
+            (end for end, most in zip(self.ends, self.tolerances, strict=True) if most <= LARGEST_TOLERANCE), default=0
+        )
+
+
+def _spread(losses: Sequence[float]) -> float:
+    return math.inf if any(map(math.isnan, losses)) else max(losses) - min(losses)
+
+
+class _Expectations:
+    """What the variants of one case are to come to: eager runs with torch AMP, apart from theirs.
+
+    Three runs each: from the case's weights, and twice from weights that are nudged by as much as rounding to the dtype
+    of compute may change them. How far these go apart is what kernels that round differently, or in another order in
+    each run, may make of the same step.
+
+    They come first. What the process does once only (start CUDA, let cuDNN choose its kernels) is done in them.
 
     Args:
         case: what is trained.
@@ -324,8 +421,8 @@ class _Expectations:
         self._case, self._setting, self._plan, self._notes = case, setting, plan, notes
         self._known = {True: self._run(True)}
 
-    def of(self, whole: bool) -> list[float]:
-        """Return the expected losses of each pass over the batches; none if they could not be had.
+    def of(self, whole: bool) -> Expected | None:
+        """Return the expected losses of each pass over the batches; None if they could not be had.
 
         Args:
             whole: of a step with clipping and schedule, on all batches; else without, on the first batch alone.
@@ -336,32 +433,50 @@ class _Expectations:
             self._known[whole] = self._run(whole)
         return self._known[whole]
 
-    def _run(self, whole: bool) -> list[float]:
-        device, batches = self._setting.device, self._case.batches
-        session = _Session(batches if whole else [batches[0]] * len(batches), device, self._plan)
+    def _run(self, whole: bool) -> Expected | None:
         try:
-            torch_amp(self._case, self._setting, whole=whole).train(session.checked_steps(), session.on_loss)
-            return session.losses
+            runs = [self._losses(whole, nudged) for nudged in range(1 + NUDGED_RUNS)]
         except Exception as error:
             size = self._case.batch_size
             self._notes.append(f"No expected losses for batch {size}, torch AMP failed: {_first_line(error)}.")
-            return []
+            return None
         finally:
-            clean_up(device)
+            clean_up(self._setting.device)
+        return Expected.of(runs, TOLERANCE[self._setting.policy.compute], self._session(whole).ends)
+
+    def _losses(self, whole: bool, nudged: int) -> list[float]:
+        case = replace(self._case, model=nudge(self._case.model, self._rounding(), nudged)) if nudged else self._case
+        session = self._session(whole)
+        torch_amp(case, self._setting, whole=whole).train(session.checked_steps(), session.on_loss)
+        return session.losses
+
+    def _rounding(self) -> torch.dtype:
+        compute = self._setting.policy.compute
+        # TF32, which is allowed, has the mantissa of float16.
+        return torch.float16 if compute == torch.float32 and self._setting.device.type == "cuda" else compute
+
+    def _session(self, whole: bool) -> "_Session":
+        batches = self._case.batches
+        return _Session(batches if whole else [batches[0]] * len(batches), self._setting.device, self._plan)
 
 
-def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest difference of two curves, as a share of what the expected one falls by at most.
+def nudge(model: nn.Module, dtype: torch.dtype, seed: int) -> nn.Module:
+    """Return a copy with each parameter changed at random, by as much as rounding to this dtype may change it."""
+    made = torch.Generator().manual_seed(seed)
+    half_unit = torch.finfo(dtype).eps / 2
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in filter(Tensor.is_floating_point, model.parameters()):
+            param.mul_(1 + half_unit * (2 * torch.rand(param.shape, generator=made) - 1).to(param.dtype))
+    return model
 
-    One that hardly falls (`LEAST_FALL`) counts as if it fell by that: its rounding errors are not a difference.
-    """
-    fall = max(max(expected) - min(expected), LEAST_FALL * abs(expected[0]))
-    differences = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
-    return math.nan if any(map(math.isnan, differences)) else max(differences) / fall
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def _first_line(error: BaseException) -> str:
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+    if _is_out_of_memory(error):
         return OUT_OF_MEMORY
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
@@ -370,14 +485,14 @@ def _first_line(error: BaseException) -> str:
 # ---------------------------------------------------------------------------------------------------------------- host
 
 
-def _host_time(step: Callable[..., Tensor], case: Case, device: torch.device) -> tuple[float, float | None]:
+def _host_time(step: Callable[..., Tensor], case: Case, setting: Setting) -> tuple[float, float | None]:
     """Return the microseconds until a call returns with nothing queued, and those of the launch of its graph in it."""
-    batches = itertools.cycle(list(prefetch(case.batches, device)))
+    batches = itertools.cycle(list(feed(case.batches, case, setting)))
     calls, launches = [], []
     with _launches() as took:
         for _ in range(HOST_CALLS):
             batch = next(batches)
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(setting.device)
             took.clear()
             start = time.perf_counter()
             step(*batch)
@@ -423,10 +538,11 @@ def profile(row: Row, case: Case, setting: Setting) -> str:
         return _first_line(error)
     finally:
         clean_up(setting.device)
-    us, kernels = busy(events)
-    if not kernels:
+    seen = device_work(events)
+    if not seen.kernels:
         return "torch.profiler saw no kernel"
-    row.busy_ms, row.kernels = us / PROFILED_STEPS / 1e3, kernels / PROFILED_STEPS
+    row.busy_ms, row.kernels = seen.busy_us / ALL_STEPS / 1e3, seen.kernels / ALL_STEPS
+    row.idle_share, row.copy_share = seen.idle_share, seen.copy_share
     return ""
 
 
@@ -435,32 +551,63 @@ def _profiled_steps(batches: Sequence[Batch], device: torch.device, events: list
     yield from itertools.islice(forever, 20)
     torch.cuda.synchronize(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        yield from itertools.islice(forever, PROFILED_STEPS)
+        yield from itertools.islice(forever, ALL_STEPS)
         torch.cuda.synchronize(device)
     events.extend(profiler.events() or ())
 
 
-def busy(events: Iterable[Any]) -> tuple[float, int]:
-    """Return for how many microseconds at least one kernel ran, and how many kernels ran.
+class DeviceWork(NamedTuple):
+    """What a device did in `ALL_STEPS`. Shares are of the time of the `PROFILED_STEPS` among them.
 
-    Copies within the device and fills count as time in which it is busy, not as kernels. Copies from and to the host do
-    not count: another engine of the device does them meanwhile.
+    Attributes:
+        busy_us: microseconds in which at least one kernel ran. Copies within the device and fills count as kernels.
+        kernels: how many ran, without copies and fills.
+        idle_share: the share of time in which neither a kernel nor a copy ran.
+        copy_share: the share in which only copies from or to the host ran, which another engine of the device does.
+    """
+
+    busy_us: float
+    kernels: int
+    idle_share: float
+    copy_share: float
+
+
+Interval = tuple[float, float]
+
+
+def device_work(events: Iterable[Any]) -> DeviceWork:
+    """Return what a device did. Streams that work at the same time count once.
 
     Args:
-        events: of torch.profiler.
+        events: of torch.profiler. Those of the host, and annotations, do not count.
     """
-    work = [
-        event
-        for event in events
-        if event.device_type.name == "CUDA"
-        and not event.is_user_annotation
-        and not event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
-    ]
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in work):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total, sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
+    events = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+    computing = [event for event in events if not event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))]
+    kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in computing)
+    busy, at_work = _union(computing), _union(events)
+    if not kernels:
+        return DeviceWork(0.0, 0, 0.0, 0.0)
+    # Steps leave no mark on the device's time: the middle of the time stands for the steps in the middle.
+    first, last = at_work[0][0], at_work[-1][1]
+    step = (last - first) / ALL_STEPS
+    window = first + LEAD_IN * step, last - LEAD_OUT * step
+    worked, computed = (_length(some, window) / (window[1] - window[0]) for some in (at_work, busy))
+    return DeviceWork(_length(busy), kernels, 1 - worked, worked - computed)
+
+
+def _union(events: Iterable[Any]) -> list[Interval]:
+    """Return disjoint intervals, in order, in which at least one of the events was going on."""
+    covered: list[Interval] = []
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in events):
+        if covered and start <= covered[-1][1]:
+            covered[-1] = covered[-1][0], max(covered[-1][1], stop)
+        else:
+            covered.append((start, stop))
+    return covered
+
+
+def _length(disjoint: Iterable[Interval], window: Interval = (-math.inf, math.inf)) -> float:
+    return sum(max(0.0, min(stop, window[1]) - max(start, window[0])) for start, stop in disjoint)
 
 
 class _Bar:

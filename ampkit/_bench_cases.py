@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,13 @@ from ._torch import tree_flatten, tree_unflatten
 Batch = tuple[Any, ...]
 TOKENS = 256  # per sequence of the language model
 WORDS = 50257  # the vocabulary of GPT-2, which no power of two divides
+INPUTS = {
+    "device": "batches lie on the device",
+    "prefetch": "batches from pinned memory by ampkit.prefetch",
+    "uint8": "uint8 images from pinned memory by ampkit.prefetch, decoded and normalised on the device",
+}
+# By channel, of ImageNet, in units of the brightest: torchvision.transforms.Normalize in its reference training.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class CaseError(AmpkitError, ValueError):
@@ -33,12 +40,14 @@ class Case:
         optimizer: called with the parameters for torch's default implementation, and with `fused=True` for the fused
             one: `functools.partial(torch.optim.AdamW, lr=1e-3)` is one.
         batches: cycled.
+        decode: makes of a batch on the device what `loss_fn` takes; None where that is the batch.
     """
 
     loss_fn: Callable[..., Tensor]
     model: nn.Module
     optimizer: Callable[..., torch.optim.Optimizer]
     batches: Sequence[Batch]
+    decode: Callable[[Batch], Batch] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -47,17 +56,71 @@ class Case:
         return next((len(tensor) for tensor in tensors), 1)
 
 
-def ready(case: Case, dtype: torch.dtype, device: torch.device) -> Case:
-    """Return the case with floating tensors of its batches in this dtype, and in pinned memory for a CUDA device."""
+def ready(case: Case, dtype: torch.dtype, device: torch.device, source: str = "prefetch") -> Case:
+    """Return the case with its batches where a training loop is to find them, floating tensors in this dtype.
 
-    def leaf_ready(leaf: Any) -> Any:
+    Args:
+        case: its batches lie in host memory.
+        dtype: of floating tensors when they reach the model.
+        device: where it trains. Batches in host memory are pinned if it is a CUDA device.
+        source: a key of `INPUTS`.
+
+    Raises:
+        CaseError: for "uint8", a case without images.
+    """
+    first = tree_flatten(case.batches[0])[0]
+    images = {i for i, leaf in enumerate(first) if source == "uint8" and _is_image(leaf)}
+    if source == "uint8" and not images:
+        raise CaseError("--input uint8: there are no images, floating tensors (N, 3, H, W), in the batches.")
+
+    def leaf_ready(i: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        leaf = leaf.to(dtype) if leaf.is_floating_point() else leaf
+        leaf = _encoded(leaf) if i in images else leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if source == "device":
+            return leaf.to(device)
         return leaf.pin_memory() if device.type == "cuda" else leaf
 
-    leaves, tree = tree_flatten(list(case.batches))
-    return replace(case, batches=tree_unflatten([leaf_ready(leaf) for leaf in leaves], tree))
+    batches = [_map_leaves(leaf_ready, batch) for batch in case.batches]
+    return replace(case, batches=batches, decode=_Decode(images, dtype, device) if images else None)
+
+
+def _map_leaves(fn: Callable[[int, Any], Any], batch: Batch) -> Batch:
+    leaves, tree = tree_flatten(batch)
+    mapped: Batch = tree_unflatten([fn(i, leaf) for i, leaf in enumerate(leaves)], tree)
+    return mapped
+
+
+def _is_image(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() == 4 and leaf.shape[1] == 3
+
+
+def _encoded(images: Tensor) -> Tensor:
+    """Return normalised images (N, 3, H, W) as decoders write them: uint8, (N, H, W, 3)."""
+    pixels = images.float().permute(0, 2, 3, 1) * torch.tensor(STD) + torch.tensor(MEAN)
+    return (255 * pixels).round().clamp(0, 255).to(torch.uint8).contiguous()
+
+
+class _Decode:
+    """Makes normalised images in channels_last of encoded ones, with one kernel.
+
+    Args:
+        leaves: which leaves of a batch are images.
+        dtype: of the result.
+        device: where the batches are.
+    """
+
+    def __init__(self, leaves: Collection[int], dtype: torch.dtype, device: torch.device) -> None:
+        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+        self._leaves = leaves
+        self._scale, self._shift = (part.to(device, dtype) for part in (1 / (255 * std), -mean / std))
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return the batch with its images decoded."""
+        return _map_leaves(lambda i, leaf: self._image(leaf) if i in self._leaves else leaf, batch)
+
+    def _image(self, pixels: Tensor) -> Tensor:
+        return torch.addcmul(self._shift, pixels.permute(0, 3, 1, 2), self._scale)
 
 
 Maker = Callable[..., Case]  # (batch size, *, seed of weights and data, how many batches)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._bench_cases import Case, ready
-from ._bench_process import clean_up, fast_kernels
+from ._bench_process import clean_up, fast_kernels, little_garbage
 from ._bench_variants import VARIANTS, Setting
 
 BATCHES = 64  # different ones, cycled
@@ -77,21 +77,20 @@ class Curves:
         return json.dumps({**self.setting, **parts}, indent=2) + "\n"
 
 
-def run(model: str, make: Callable[..., Case], setting: Setting, steps: int, described: dict[str, Any]) -> Curves:
-    """Train so many steps eagerly, again, from another seed, and captured; return all losses.
+def run(model: str, make: Callable[..., Case], setting: Setting, described: dict[str, Any]) -> Curves:
+    """Train as long as the schedule says eagerly, again, from another seed, and captured; return all losses.
 
     Args:
         model: what to call the case.
         make: makes it, called with `seed=` and `count=` (of batches).
-        setting: policy and device.
-        steps: how many.
+        setting: policy, device, input, and how many steps.
         described: goes into the results.
     """
     losses = {}
-    with fast_kernels(setting.device):
+    with fast_kernels(setting.device), little_garbage():
         for name, variant, seed in _RUNS:
-            case = ready(make(seed=seed, count=BATCHES), setting.policy.params, setting.device)
-            losses[name] = _losses(VARIANTS[variant].build(case, setting).train, case, steps)
+            case = ready(make(seed=seed, count=BATCHES), setting.policy.params, setting.device, setting.source)
+            losses[name] = _losses(VARIANTS[variant].build(case, setting).train, case, setting.schedule)
             clean_up(setting.device)
     return Curves(described, model, case.batch_size, losses)
 

@@ -10,7 +10,9 @@ from typing import Any
 from ._errors import AmpkitError
 
 BASE = "amp"  # the variant that ratios refer to
-NULL_REGION = 1.05  # below this ratio a capture does not pay
+SWEPT = ("amp-fused", "amp")  # what a sweep compares the captured step with: the first of them that was measured
+NULL_REGION = 0.05  # of a step: a capture that saves less does not pay
+OUT_OF_MEMORY = "out of memory"  # how the error of a row begins that did not fit
 _SCHEMA = 1  # of the JSON file; raised when a field changes its meaning
 
 
@@ -30,6 +32,8 @@ class Row:
         slowest: likewise.
         busy_ms: time per step in which a kernel runs on the GPU.
         kernels: how many run per step.
+        idle_share: the share of the time in which neither a kernel nor a copy runs, while the profiler looks on.
+        copy_share: likewise, the share in which only copies from or to the host run.
         host_us: time until a call returns with nothing queued on the device.
         launch_us: how much of it the driver takes to launch a graph.
         setup_s: what the first steps take longer than as many steps later on, and what comes before them.
@@ -37,8 +41,12 @@ class Row:
         setup_peak_mib: the most that was allocated up to the first of the timed steps.
         loss: mean over the last pass over the batches in the checked steps.
         expected: the same of an eager run with torch AMP.
-        difference: the largest of the losses of all passes from those expected, as a share of what these fall by.
-        off: whether it is more than the tolerance.
+        difference: of the losses of a pass from those expected, as a share of what these fall by; of the pass in which
+            it is largest for its tolerance.
+        tolerance: the largest difference that this pass may have.
+        noise: the difference that rounding alone makes, up to this pass.
+        compared: the step up to which the tolerance is small enough for a loss within it to say something.
+        off: whether the difference is larger than the tolerance, or a loss is nan.
         error: why there are no figures.
         report: what ampkit says it did.
     """
@@ -50,6 +58,8 @@ class Row:
     slowest: float | None = None
     busy_ms: float | None = None
     kernels: float | None = None
+    idle_share: float | None = None
+    copy_share: float | None = None
     host_us: float | None = None
     launch_us: float | None = None
     setup_s: float | None = None
@@ -58,6 +68,9 @@ class Row:
     loss: float | None = None
     expected: float | None = None
     difference: float | None = None
+    tolerance: float | None = None
+    noise: float | None = None
+    compared: int | None = None
     off: bool = False
     error: str = ""
     report: dict[str, Any] | None = None
@@ -104,7 +117,9 @@ class Figures:
     def to_json(self) -> str:
         """Return it as text for a file."""
         results = [result.to_dict() for result in self.results]
-        figures = {"schema": _SCHEMA, **self.setting, "notes": self.notes, "results": results}
+        null_regions = {sweep.model: sweep.null_region for sweep in sweeps(self)}
+        parts = {"notes": self.notes, "null_regions": null_regions, "results": results}
+        figures = {"schema": _SCHEMA, **self.setting, **parts}
         return json.dumps(_without_nan(figures), indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -119,6 +134,8 @@ class Figures:
             if figures.pop("schema") != _SCHEMA:
                 raise FiguresError("the file is of another version of ampkit.")
             notes, results = figures.pop("notes"), figures.pop("results")
+            figures.pop("null_regions", None)  # it follows from the results
+            figures.setdefault("input", "prefetch")  # files of November 2026 do not say
             known = {f.name for f in fields(Row)}
             rows = [[Row(**{k: v for k, v in row.items() if k in known}) for row in r["rows"]] for r in results]
             parts = [Result(r["model"], r["batch"], part) for r, part in zip(results, rows, strict=True)]
@@ -153,9 +170,9 @@ def joined(parts: Sequence[Figures]) -> Figures:
     """Return the figures of several runs as one.
 
     Raises:
-        FiguresError: they were taken on different devices, versions of torch, or policies.
+        FiguresError: they were taken on different devices or versions of torch, or differ in policy or input.
     """
-    for key in ("device", "torch", "policy"):
+    for key in ("device", "torch", "policy", "input"):
         values = {str(part.setting.get(key)) for part in parts}
         if len(values) > 1:
             raise FiguresError(f"the files differ in {key}: {', '.join(sorted(values))}.")
@@ -166,39 +183,47 @@ def joined(parts: Sequence[Figures]) -> Figures:
 # ---------------------------------------------------------------------------------------------------------------- table
 
 _Column = tuple[str, int, Callable[[Result, Row], str]]  # heading, width, and the text of a cell
-_COLUMNS: list[_Column] = [
+_COLUMNS: tuple[_Column, ...] = (
     ("ms/step", 9, lambda _, row: _number(row.ms, 3)),
     ("spread", 18, lambda _, row: "-" if row.ms is None else f"[{row.fastest:.3f}, {row.slowest:.3f}]"),
     ("vs AMP", 7, lambda result, row: _number(result.ratio(row), 2, "x")),
     ("GPU ms", 8, lambda _, row: _number(row.busy_ms, 3)),
     ("busy", 5, lambda _, row: "-" if row.busy_share is None else f"{row.busy_share:.0%}"),
     ("kernels", 7, lambda _, row: _number(row.kernels, 0)),
+    ("idle", 6, lambda _, row: _percent(row.idle_share)),
+    ("copying", 7, lambda _, row: _percent(row.copy_share)),
     ("host us", 8, lambda _, row: _number(row.host_us, 0)),
     ("launch", 7, lambda _, row: _number(row.launch_us, 0)),
     ("set-up s", 8, lambda _, row: _number(row.setup_s, 2)),
     ("peak MiB", 9, lambda _, row: _number(row.peak_mib, 0)),
-    ("loss (expected)", 18, lambda _, row: _losses(row)),
-]
+)
 
 
 def _number(value: float | None, digits: int, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def _losses(row: Row) -> str:
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _losses(row: Row, checked: int) -> str:
     # nan is None in a file
     loss = "nan" if row.loss is None and row.off else _number(row.loss, 4)
-    return loss + (f" ({row.expected:.4f})" if row.expected is not None else "") + (" !" if row.off else "")
+    in_part = row.compared is not None and row.compared < checked
+    mark = " !" if row.off else " ?" if in_part else ""
+    return loss + (f" ({row.expected:.4f})" if row.expected is not None else "") + mark
 
 
 def table(figures: Figures) -> str:
     """Return the figures as text: a table for every model and batch size, and what to know about them."""
     setting = figures.setting
     head = f"{setting['device']}, torch {setting['torch']}, {setting['policy']}, median of {setting['repeats']} repeats"
-    columns = [column for column in _COLUMNS if any(column[2](*pair) != "-" for pair in _cases(figures.results))]
-    parts = [head, *figures.notes, *(_table(result, columns) for result in figures.results)]
-    if setting["cuda"]:  # else graphs are emulated
-        parts += [line for _, group in _by_model(figures.results) for line in _null_region(group)]
+    loss: _Column = ("loss (expected)", 18, lambda _, row: _losses(row, setting["checked_steps"]))
+    columns = [part for part in (*_COLUMNS, loss) if any(part[2](*pair) != "-" for pair in _cases(figures.results))]
+    parts = [f"{head}, input: {setting['input']}", *figures.notes]
+    parts += [_table(result, columns) for result in figures.results]
+    parts += [_sweep_table(sweep, captured=bool(setting["cuda"])) for sweep in sweeps(figures)]
     return "\n".join([*parts, "", *_legend(figures)])
 
 
@@ -225,8 +250,25 @@ def _legend(figures: Figures) -> list[str]:
         lines.append("(*) one batch that lies on the device, without clipping and schedule: the kernels alone.")
     if any(row.off for row in rows):
         lines.append(
-            f"! off: on the way there it differs by more than {tolerance:.0%} of what the expected loss falls by."
+            f"! off: on the way there it differs by more than {tolerance:.0%} of what the expected loss falls by, "
+            "and by more than rounding explains."
         )
+    return lines + [line for result in figures.results for line in _on_noise(result, steps, tolerance)]
+
+
+def _on_noise(result: Result, steps: int, floor: float) -> list[str]:
+    """Return what to know where rounding keeps losses from being compared as strictly as elsewhere, or at all."""
+    where = f"{result.model}, batch {result.batch}"
+    noisy = [(row.tolerance, row.noise) for row in result.rows if row.tolerance is not None and row.noise is not None]
+    tolerance, noise = max(noisy, default=(0.0, 0.0))
+    compared = min((row.compared for row in result.rows if row.compared is not None), default=steps)
+    lines = []
+    if tolerance > floor:
+        lines.append(
+            f"{where}: rounding alone moves losses by {noise:.1%} of their fall; up to {tolerance:.0%} passes."
+        )
+    if compared < steps:
+        lines.append(f"? {where}: beyond step {compared} of {steps} rounding alone moves losses too far to tell much.")
     return lines
 
 
@@ -237,21 +279,89 @@ def _by_model(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     return [(model, [result for result in in_order if result.model == model]) for model in models]
 
 
-def _null_region(group: Sequence[Result]) -> list[str]:
-    """Return a line that says up to which batch size a capture pays, if there are several."""
-    ratios = [
-        (result.batch, ratio)
-        for result in group
-        for row in result.rows
-        if row.variant == "graphed" and (ratio := result.ratio(row)) is not None
+# ---------------------------------------------------------------------------------------------------------------- sweep
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A captured step beside an eager one over batch sizes of a model.
+
+    Attributes:
+        model: which one.
+        points: batch size, row of the eager step, row of the captured one, in order.
+    """
+
+    model: str
+    points: list[tuple[int, Row, Row]]
+
+    @staticmethod
+    def saved(eager: Row, captured: Row) -> float | None:
+        """Return which share of the eager step the captured one saves; None if one of them has no time."""
+        return 1 - captured.ms / eager.ms if captured.ms is not None and eager.ms else None
+
+    @property
+    def null_region(self) -> list[int]:
+        """The batch sizes at which the capture saves less than `NULL_REGION` of a step."""
+        saved = [(batch, self.saved(eager, captured)) for batch, eager, captured in self.points]
+        return [batch for batch, share in saved if share is not None and share < NULL_REGION]
+
+    @property
+    def only_eager_fits(self) -> list[int]:
+        """The batch sizes at which the captured step ran out of memory and the eager one did not."""
+        return [
+            batch
+            for batch, eager, captured in self.points
+            if eager.ms is not None and captured.error.startswith(OUT_OF_MEMORY)
+        ]
+
+
+def sweeps(figures: Figures) -> list[Sweep]:
+    """Return a sweep for each model that was measured at several batch sizes, both captured and eagerly."""
+    found = []
+    for model, group in _by_model(figures.results):
+        rows = [(result.batch, {row.variant: row for row in result.rows}) for result in group]
+        base = next((key for key in SWEPT if any(key in at for _, at in rows)), "")
+        points = [(batch, at[base], at["graphed"]) for batch, at in rows if base in at and "graphed" in at]
+        if len(points) > 1:
+            found.append(Sweep(model, points))
+    return found
+
+
+def _sweep_table(sweep: Sweep, captured: bool) -> str:
+    """Return both steps at each batch size, and where the capture does not pay; if graphs are captured here."""
+    rows = [["batch", "eager ms", "graphed ms", "saves", "eager MiB", "graphed MiB", ""]]
+    for batch, eager, graphed in sweep.points:
+        share = sweep.saved(eager, graphed) if captured else None
+        mark = "~" if captured and batch in sweep.null_region else ""
+        memory = [_number(row.peak_mib, 0) for row in (eager, graphed)]
+        rows.append([str(batch), _time(eager), _time(graphed), "-" if share is None else f"{share:.0%}", *memory, mark])
+    columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in zip(*columns, strict=True)
     ]
-    if len(ratios) < 2:
-        return []
-    told = ", ".join(f"{ratio:.2f}x at {batch}" for batch, ratio in ratios)
-    # from the largest batch down, as long as it does not pay
-    null = [batch for i, (batch, _) in enumerate(ratios) if all(ratio < NULL_REGION for _, ratio in ratios[i:])]
-    end = f"below {NULL_REGION}x from batch {null[0]} on" if null else f"{NULL_REGION}x or more up to the largest"
-    return [f"\n{group[0].model}: graphed_step over torch AMP, eager: {told}; {end}."]
+    _, eager, graphed = sweep.points[0]
+    verdict = _verdict(sweep) if captured else ["Graphs are emulated here: no null region."]
+    return "\n".join([f"\n{sweep.model}: {graphed.label} beside {eager.label}", *lines, *verdict])
+
+
+def _time(row: Row) -> str:
+    return _number(row.ms, 3) if not row.error else OUT_OF_MEMORY if row.error.startswith(OUT_OF_MEMORY) else "failed"
+
+
+def _verdict(sweep: Sweep) -> list[str]:
+    null, only_eager = sweep.null_region, sweep.only_eager_fits
+    least = f"{NULL_REGION:.0%}"
+    lines = [
+        f"~ null region: at batch {', '.join(map(str, null))} the capture saves less than {least} of a step."
+        if null
+        else f"No null region: the capture saves {least} of a step or more at each batch size that fits."
+    ]
+    if only_eager:
+        sizes = ", ".join(map(str, only_eager))
+        lines.append(f"Memory: at batch {sizes} the eager step fits and the captured one does not.")
+    return lines
 
 
 # ----------------------------------------------------------------------------------------------------------------- plot

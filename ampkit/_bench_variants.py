@@ -20,7 +20,6 @@ from ._scaler import GradScaler
 from ._step import graphed_step
 
 MAX_NORM = 1.0
-SCHEDULE = 100_000  # steps of the cosine: the learning rate changes in every step, and hardly
 # The first step must not overflow: torch's own scaler would go on from uninitialised momentum (see seed_momentum).
 INIT_SCALE = 1024.0
 
@@ -28,17 +27,26 @@ OnLoss = Callable[[Tensor], None]
 
 
 class Setting(NamedTuple):
-    """What all variants have in common."""
+    """What all variants have in common.
+
+    Attributes:
+        policy: dtypes.
+        device: where they train.
+        source: where batches come from, a key of `INPUTS`.
+        schedule: in so many steps the learning rate falls to nothing, along a cosine. Then it rises again.
+    """
 
     policy: Policy
     device: torch.device
+    source: str = "prefetch"
+    schedule: int = 20
 
 
 class Loop(NamedTuple):
     """A training loop that is ready to run.
 
     Attributes:
-        train: does a step for each batch in host memory, and hands on each loss, which the next step may overwrite.
+        train: does a step for each batch of the case, and hands on each loss, which the next step may overwrite.
         step: one step on a batch on the device; None where only the whole loop can be called.
         report: what ampkit says it did, for the JSON file; None where ampkit did nothing.
     """
@@ -82,15 +90,24 @@ def _model(case: Case, setting: Setting) -> nn.Module:
     return setting.policy.apply(model) if setting.policy.modules else model
 
 
-def _scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SCHEDULE)
+def _scheduler(optimizer: torch.optim.Optimizer, setting: Setting) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, setting.schedule)
+
+
+def feed(batches: Iterable[Batch], case: Case, setting: Setting) -> Iterable[Batch]:
+    """Return batches of the case on the device, as `loss_fn` takes them."""
+    if setting.source == "device":
+        return batches
+    if case.decode is None:
+        return prefetch(batches, setting.device)
+    return prefetch(batches, setting.device, transform=case.decode)
 
 
 def _loop(
-    step: Callable[..., Tensor], device: torch.device, report: Callable[[], dict[str, Any]] | None = None
+    step: Callable[..., Tensor], case: Case, setting: Setting, report: Callable[[], dict[str, Any]] | None = None
 ) -> Loop:
     def train(batches: Iterable[Batch], on_loss: OnLoss) -> None:
-        for batch in prefetch(batches, device):
+        for batch in feed(batches, case, setting):
             on_loss(step(*batch))
 
     return Loop(train, step, report)
@@ -111,11 +128,11 @@ def torch_amp(
         mode: of torch.compile; None does not compile.
         whole: clip and follow the schedule.
     """
-    policy, device = setting
+    policy, device = setting.policy, setting.device
     model = _model(case, setting)
     optimizer = case.optimizer(model.parameters(), **({"fused": True} if fused else {}))
     scaler = TorchScaler(device.type, INIT_SCALE, enabled=policy.needs_scaling)
-    scheduler = _scheduler(optimizer)
+    scheduler = _scheduler(optimizer, setting)
     forward = torch.compile(model, mode=mode, dynamic=False) if mode else model
 
     def step(*batch: Any) -> Tensor:
@@ -134,7 +151,7 @@ def torch_amp(
             scheduler.step()
         return loss.detach()
 
-    return _loop(step, device)
+    return _loop(step, case, setting)
 
 
 def _float32(case: Case, setting: Setting) -> Loop:
@@ -192,7 +209,7 @@ class _ByHand:
 
 def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
     """Forward, backward, scaling and the fused optimizer, and nothing else: what the kernels alone cost."""
-    policy, device = setting
+    policy, device = setting.policy, setting.device
     model = _model(case, setting)
     optimizer = case.optimizer(model.parameters(), fused=True)
     for group in optimizer.param_groups:
@@ -201,7 +218,7 @@ def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
             group["capturable"] = True
     scaler = TorchScaler(device.type, INIT_SCALE, enabled=policy.needs_scaling)
     scaler.scale(torch.zeros((), device=device))  # makes the scale outside the capture
-    batch = next(iter(prefetch(case.batches[:1], device)))
+    batch = next(iter(feed(case.batches[:1], case, setting)))
     forward = torch.compile(model, dynamic=False) if compiled else model
 
     def body() -> Tensor:
@@ -231,7 +248,7 @@ def _bare_compiled(case: Case, setting: Setting) -> Loop:
 
 def _graphed(case: Case, setting: Setting, compiled: bool = False) -> Loop:
     """`graphed_step` with everything on."""
-    policy, device = setting
+    policy, device = setting.policy, setting.device
     model = _model(case, setting)
     optimizer = case.optimizer(model.parameters(), fused=True)
     called: Any = torch.compile(model, dynamic=False) if compiled else model
@@ -242,11 +259,11 @@ def _graphed(case: Case, setting: Setting, compiled: bool = False) -> Loop:
         policy=policy,
         scaler=GradScaler(device.type, INIT_SCALE, enabled=policy.needs_scaling),
         max_norm=MAX_NORM,
-        scheduler=_scheduler(optimizer),
+        scheduler=_scheduler(optimizer, setting),
         on_failure="raise",
         graph="auto" if device.type == "cuda" else "emulate",
     )
-    return _loop(lambda *batch: step(*batch).loss, device, lambda: step.report().to_dict())
+    return _loop(lambda *batch: step(*batch).loss, case, setting, lambda: step.report().to_dict())
 
 
 def _graphed_compiled(case: Case, setting: Setting) -> Loop:
@@ -259,25 +276,25 @@ def has_lightning() -> bool:
 
 
 def _lightning(case: Case, setting: Setting) -> Loop:
-    """A Lightning Trainer with ampkit's callback, over batches from `prefetch`."""
+    """A Lightning Trainer with ampkit's callback, over the same input."""
     import lightning.pytorch as pl
 
     AmpkitCallback = importlib.import_module("ampkit.lightning").AmpkitCallback  # noqa: N806 - a class
-    policy, device = setting
+    policy, device = setting.policy, setting.device
     scaler = GradScaler(device.type, INIT_SCALE) if policy.needs_scaling else None
     callback = AmpkitCallback(scaler=scaler, on_failure="raise", graph="auto" if device.type == "cuda" else "emulate")
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = _model(case, Setting(policy, torch.device("cpu")))
+            self.net = _model(case, setting._replace(device=torch.device("cpu")))
 
         def training_step(self, batch: Batch) -> Tensor:
             return case.loss_fn(self.net, *batch)
 
         def configure_optimizers(self) -> Any:
             optimizer = case.optimizer(self.net.parameters(), fused=True)
-            return [optimizer], [{"scheduler": _scheduler(optimizer), "interval": "step"}]
+            return [optimizer], [{"scheduler": _scheduler(optimizer, setting), "interval": "step"}]
 
     class Losses(pl.Callback):
         def __init__(self, on_loss: OnLoss) -> None:
@@ -299,7 +316,7 @@ def _lightning(case: Case, setting: Setting) -> Loop:
             enable_model_summary=False,
             **lightning_precision(policy, device),
         )
-        trainer.fit(Module(), prefetch(batches, device))
+        trainer.fit(Module(), feed(batches, case, setting))
 
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)  # which devices there are, and tips

@@ -1,6 +1,7 @@
 """Whose line it is: the innermost line of the user's own code in a stack, in an error, or where a node was made."""
 
 import contextlib
+import functools
 import inspect
 import linecache
 import os
@@ -31,6 +32,8 @@ _WRAPPERS = (
     f"{_TORCH}_dynamo{os.sep}eval_frame.py",
     warnings.catch_warnings.__init__.__code__.co_filename,
 )
+# It enters the preflight in the user's name.
+_ENTERS_FOR_THE_USER = f"{_AMPKIT}debug{os.sep}_syncs.py"
 # Files of torch whose lines say no more than the user's line does.
 _THIN = ("_tensor", "_tensor_str", "functional", "_jit_internal", "_ops", "__init__", "streams", "graph")
 
@@ -39,6 +42,12 @@ def user_line(error: BaseException) -> str:
     """Return `file:line: source` of the innermost of the user's lines that an error came through, "" if none."""
     frames = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if _is_users_frame(frame)]
     return _line(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
+
+
+def running_line(frame: FrameType | None) -> str:
+    """Return `file:line: source` of the innermost of the user's lines on a stack, "" if none."""
+    users = next(filter(_is_users_frame, _frames(frame)), None)
+    return _line(users.f_code.co_filename, users.f_lineno) if users else ""
 
 
 def users_level() -> int:
@@ -111,6 +120,7 @@ def warn_at(frame: FrameType, message: Warning | str, category: type[Warning]) -
     warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, scope["__name__"], registry)
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_users(filename: str, module: str = "") -> bool:
     """Return whether code is neither torch's (what it generates included) nor ampkit's nor Python's own."""
     if filename.startswith((*_NOT_THE_USERS, "<eval_with_key>", "<frozen ", "<string>")) or module.startswith("torch."):
@@ -130,14 +140,17 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _entering(frame: FrameType) -> FrameType:
-    """Return the frame in which a context was entered, if need be through an `ExitStack` or a `contextmanager`."""
-    if frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back and _is_contextlib(frame.f_back):
+    """Return the frame in which a context was entered.
+
+    If need be through an `ExitStack`, a `contextmanager` or `debug.find_syncs`.
+    """
+    if frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back and _passes_on(frame.f_back):
         frame = frame.f_back
-    return next(outer for outer in _frames(frame) if not _is_contextlib(outer))
+    return next(outer for outer in _frames(frame) if not _passes_on(outer))
 
 
-def _is_contextlib(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == contextlib.__file__
+def _passes_on(frame: FrameType) -> bool:
+    return frame.f_code.co_filename in (contextlib.__file__, _ENTERS_FOR_THE_USER)
 
 
 def _line(filename: str, number: int) -> str:

@@ -1,13 +1,14 @@
-"""Which graph serves which input; how many are kept; the bytes of each."""
+"""Which graph serves which input; how many are kept; what each costs and saves."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ._graph import CudaGraph, EmulatedGraph, Graph, Pool
 from ._inputs import StaticInputs
+from ._timing import Saving, Timing, combined
 from ._torch import tree_flatten, tree_unflatten
 
 
@@ -16,18 +17,20 @@ class Captured:
 
     Attributes:
         nbytes: device memory that came with it: growth of the pool in its capture, and the buffers.
-        replays: how often it was launched.
+        timing: how often it was launched, and how long that and an eager call take.
     """
 
-    def __init__(self, graph: Graph, inputs: StaticInputs, changed: list[bool], pool_bytes: int) -> None:
+    def __init__(
+        self, graph: Graph, inputs: StaticInputs, changed: list[bool], pool_bytes: int, timing: Timing
+    ) -> None:
         self._graph = graph
         self.inputs = inputs
         self._changed = changed  # which buffers the step changes in place
         self.nbytes = pool_bytes + inputs.nbytes
-        self.replays = 0
-        self._outputs: Any = None
-        self._output_leaves: Any = None
-        self._output_tree: Any = None
+        self.timing = timing
+        self._outputs: Any = _NONE_YET
+        self._tensors: list[Tensor] = []  # in them
+        self._rebuilt: _Rebuild = next  # the tree around tensors that take their places
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return the outputs, in tensors of their own. Sync: none."""
@@ -35,20 +38,52 @@ class Captured:
         before = self.inputs.versions()
         outputs = self._graph.replay()
         now = self.inputs.versions()
-        # An emulated graph changes them only now.
-        self._changed = [old or a != b for old, a, b in zip(self._changed, before, now, strict=True)]
+        if now != before:  # an emulated graph changes them only now
+            self._changed = [old or a != b for old, a, b in zip(self._changed, before, now, strict=True)]
         if any(self._changed):
             self.inputs.copy_back(leaves, self._changed)
         if outputs is not self._outputs:  # an emulated graph's are new each time
-            self._outputs = outputs
-            self._output_leaves, self._output_tree = tree_flatten(outputs)
-        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._output_leaves]
-        return tree_unflatten(copies, self._output_tree)
+            self._outputs, self._tensors = outputs, []
+            self._rebuilt = _rebuild(outputs, self._tensors)
+        return self._rebuilt(map(Tensor.clone, self._tensors))
 
     def reset(self) -> None:
         """Give up the graph."""
-        self._outputs = self._output_leaves = None
+        self._outputs, self._tensors, self._rebuilt = _NONE_YET, [], next
         self._graph.reset()
+
+
+_NONE_YET = object()  # None may be what the step returns
+_Rebuild = Callable[[Iterator[Tensor]], Any]
+
+
+def _rebuild(node: Any, tensors: list[Tensor]) -> _Rebuild:
+    """Return what makes a tree like `node`, with the tensors it is given for those of `node`, which it notes.
+
+    It is what `tree_unflatten` makes, but a tuple of constants stays the same one: with accumulation there is one that
+    holds a number for each parameter.
+    """
+    if isinstance(node, Tensor):
+        tensors.append(node)
+        return next
+    kind = type(node)
+    if kind is dict:
+        keys, values = list(node), _rebuild(list(node.values()), tensors)
+        return lambda given: dict(zip(keys, values(given), strict=True))
+    if kind is tuple and _CONSTANTS.issuperset(map(type, node)):
+        return lambda given: node
+    if kind is list or kind is tuple or (isinstance(node, tuple) and hasattr(kind, "_make")):  # a named tuple
+        parts = [_rebuild(child, tensors) for child in node]
+        make = kind if kind in (list, tuple) else kind._make
+        return lambda given: make([part(given) for part in parts])
+    leaves, tree = tree_flatten(node)
+    if len(leaves) == 1 and leaves[0] is node:
+        return lambda given: node
+    parts = [_rebuild(leaf, tensors) for leaf in leaves]
+    return lambda given: tree_unflatten([part(given) for part in parts], tree)
+
+
+_CONSTANTS = frozenset((bool, int, float, str, type(None)))
 
 
 class Cache:
@@ -67,6 +102,7 @@ class Cache:
         self._budget = memory_budget
         self._pool = Pool()
         self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._dropped = Saving(0, None, None)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -87,19 +123,30 @@ class Cache:
         evicted = []
         while len(self._graphs) >= self.limit:
             key, captured = self._graphs.popitem(last=False)
-            captured.reset()
+            self._drop(captured)
             evicted.append(key)
         return evicted
+
+    def _drop(self, captured: Captured) -> None:
+        captured.reset()  # waits for the device, as the next line would
+        self._dropped = combined([self._dropped, captured.timing.saving()])
+        captured.timing.replays = 0  # counted; a new graph of this layout has the same timing
 
     def new_graph(self, stream: Any, generators: Any) -> Graph:
         """Return a graph to capture, emulated where there is no stream."""
         return EmulatedGraph() if stream is None else CudaGraph(stream, self._pool, generators)
 
     def add(
-        self, key: Hashable, graph: Graph, inputs: StaticInputs, changed: list[bool], pool_bytes_before: int
+        self,
+        key: Hashable,
+        graph: Graph,
+        inputs: StaticInputs,
+        changed: list[bool],
+        pool_bytes_before: int,
+        timing: Timing,
     ) -> Captured:
         """Keep a graph that was captured."""
-        captured = Captured(graph, inputs, changed, max(0, self._pool.nbytes - pool_bytes_before))
+        captured = Captured(graph, inputs, changed, max(0, self._pool.nbytes - pool_bytes_before), timing)
         self._graphs[key] = captured
         return captured
 
@@ -110,8 +157,13 @@ class Cache:
     def clear(self) -> None:
         """Reset all graphs. The pool goes with the last."""
         for captured in self._graphs.values():
-            captured.reset()
+            self._drop(captured)
         self._graphs.clear()
+
+    def saving(self) -> Saving:
+        """Return what all graphs so far have saved, those that were dropped too. Sync: waits for the calls that were
+        measured to end."""
+        return combined([self._dropped, *(captured.timing.saving() for captured in self._graphs.values())])
 
     @property
     def pool_bytes(self) -> int:

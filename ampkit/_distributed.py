@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ._torch import call_before_process_group_ends
+from ._torch import call_before_process_group_ends, is_sharded
 
 WARMUP_DDP = 12  # DDP rebuilds its buckets after the first step and samples timings up to the 11th
 
@@ -105,9 +105,13 @@ def _close_all() -> None:
     _open.clear()
 
 
-def why_not_sharded(name: str, param: Tensor) -> str:
-    """Return why a parameter that is sharded over processes cannot be captured here."""
-    return (
-        f"parameter {name} is a {type(param).__name__}: gradient norm, overflow check and the ranks' votes are not "
-        "implemented for parameters that fully_shard split. Use DistributedDataParallel, or pass graph='off'."
-    )
+def why_not_sharded(module: nn.Module) -> str:
+    """Return why parameters that `fully_shard` split over processes are not captured; "" if there are none."""
+    for name, param in module.named_parameters():
+        if is_sharded(param):
+            return (
+                f"parameter {name} is a {type(param).__name__}: gradient norm, overflow check and the ranks' votes are "
+                "not implemented for parameters that fully_shard split. Use DistributedDataParallel, or pass "
+                "graph='off'."
+            )
+    return ""

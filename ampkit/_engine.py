@@ -19,6 +19,7 @@ from ._inputs import Spec, StaticInputs, describe_change, read_batch
 from ._preflight import Preflight, describe
 from ._scaler import check_positive
 from ._state import Generation, Settings, TrainingState
+from ._timing import Clock, Timing
 from ._torch import fail_on_recompile, tree_flatten, tree_unflatten, version
 from ._verify import Verdict, verified
 
@@ -33,11 +34,15 @@ class GraphReport(NamedTuple):
         bytes: device memory that came with it: what the pool grew by in its capture, and its input buffers. Graphs
             share a pool, so one that fits into what others brought adds little.
         replays: how often it was launched.
+        eager_ms: what a call with this input took eagerly, see `Report`; None where it was not measured.
+        replay_ms: what it takes as a launch of this graph; likewise.
     """
 
     layout: str
     bytes: int
     replays: int
+    eager_ms: float | None = None
+    replay_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,13 @@ class Report:
         per_graph: the graphs that are alive, the least recently used first.
         skipped: optimizer steps that the loss scale skipped.
         failure: why capture was given up, or None.
+        eager_ms: what an eager step took: median over warm-up calls that are neither the first of their input nor the
+            last, which are slower than others. None where there was none, as with `warmup=2`. On CUDA it is the time
+            from the first work of the call on its stream to the last, waiting for the host included.
+        replay_ms: what a replayed step takes, likewise: median over the 2nd to the 9th of a graph. Both are means over
+            the graphs, by their replays.
+        saved_s: the difference of the two times all replays that it was measured for, in seconds: below 0 if they are
+            slower.
     """
 
     graphs: int
@@ -65,6 +77,9 @@ class Report:
     per_graph: tuple[GraphReport, ...]
     skipped: int
     failure: str | None
+    eager_ms: float | None = None
+    replay_ms: float | None = None
+    saved_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict that `json` takes."""
@@ -76,9 +91,26 @@ class Report:
             f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
             f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
         )
+        times = [f"  {self._times()}"] if self.replay_ms is not None else []
         graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
         reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]
-        return "\n".join([head, *graphs, *reasons, *([f"  not captured: {self.failure}"] if self.failure else [])])
+        failure = [f"  not captured: {self.failure}"] if self.failure else []
+        return "\n".join([head, *times, *graphs, *reasons, *failure])
+
+    def _times(self) -> str:
+        """Return what a replay takes and has saved."""
+        assert self.replay_ms is not None  # or there is nothing to say
+        replay = f"a replay takes {_milliseconds(self.replay_ms)}"
+        if self.eager_ms is None:
+            return replay
+        saved = "" if self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
+        ratio = self.eager_ms / self.replay_ms
+        times = f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
+        return f"{replay}, an eager step took {_milliseconds(self.eager_ms)}: {times}{saved}"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"
 
 
 class Options(NamedTuple):
@@ -127,6 +159,7 @@ class _Layout:
         self.problem = ""  # what the preflight found
         self.eager = ""  # why it is never captured, if so
         self.reason = reason  # of its warm-up
+        self.timing = Timing()
 
 
 class Engine:
@@ -178,6 +211,8 @@ class Engine:
         real = options.graph == "auto" and device.type == "cuda"
         self._stream = capture_stream(device) if real else None
         self._warmup = max(options.warmup, ranks.warmup) if real else options.warmup
+        self._clock = Clock(device if real else None)
+        self._marks = 0  # how many calls to come are marked where they start
         self._refused = "graph='off'" if options.graph == "off" else ""
         self._failure: str | None = None
         self._warned: set[str] = set()
@@ -206,6 +241,7 @@ class Engine:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own."""
+        start = self._mark()
         spec, leaves = read_batch(args, kwargs, self._device)
         if self._refused:
             if self._options.graph != "off":
@@ -217,22 +253,41 @@ class Engine:
         wants = layout is not None and not layout.eager and layout.warm >= self._warmup << layout.evictions
         problem = layout.problem if layout is not None and wants else ""
         all_want, all_can = self._ranks.decide(wants, not problem, captured is not None)
+        if self._ranks.wrappers and start is not None:
+            start = self._clock.now()  # behind a vote, which waits for the device
         if captured is None:
             assert layout is not None  # made above
             if not all_can and not layout.eager:
                 self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
             if not layout.eager and not wants:
-                return self._warm_up(layout, lambda: self._fn(phase, *args, **kwargs))
+                return self._warm_up(layout, lambda: self._fn(phase, *args, **kwargs), start)
             if not layout.eager and all_want:
                 captured = self._capture(key, layout, leaves)
             if captured is None:
                 reason = self._refused or layout.eager or "another rank is not ready to capture"
                 return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
         self.replays += 1
-        captured.replays += 1
+        captured.timing.replays += 1
         if self._unverified:
             return self._verified(captured, phase, leaves)
-        return captured.replay(leaves)
+        if not captured.timing.replay.wanted():
+            return captured.replay(leaves)
+        return self._timed_replay(captured, leaves, start if layout is None else None)
+
+    def _mark(self) -> Any:
+        """Return a mark of this moment, as long as calls are being timed, else None."""
+        if not self._marks:
+            return None
+        self._marks -= 1
+        return self._clock.now()
+
+    def _timed_replay(self, captured: Captured, leaves: list[Any], start: Any) -> Any:
+        """Replay, and note how long the call took, if it has a start: one that captures has none."""
+        outputs = captured.replay(leaves)
+        if start is not None:
+            captured.timing.replay.add(start, self._clock.now())
+        self._marks = _MARKS
+        return outputs
 
     def run(self, reason: str, fn: Callable[[], Any], around: AbstractContextManager[Any] | None = None) -> Any:
         """Return what `fn` returns, called eagerly and counted under this reason."""
@@ -252,7 +307,8 @@ class Engine:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def report(self, skipped: int = 0) -> Report:
-        """Return the counts so far. Reads the allocator, not the device."""
+        """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""
+        saving = self._cache.saving()
         return Report(
             graphs=len(self._cache),
             captures=self.captures,
@@ -261,10 +317,13 @@ class Engine:
             eager=dict(self._eager),
             bytes=self._cache.nbytes,
             per_graph=tuple(
-                GraphReport(str(key.spec), captured.nbytes, captured.replays) for key, captured in self._cache
+                GraphReport(str(key.spec), captured.nbytes, *captured.timing.saving()) for key, captured in self._cache
             ),
             skipped=skipped,
             failure=self._failure,
+            eager_ms=saving.eager_ms,
+            replay_ms=saving.replay_ms,
+            saved_s=saving.seconds,
         )
 
     def close(self) -> None:
@@ -279,7 +338,7 @@ class Engine:
     def _observe(self) -> int:
         """Return a number for the settings around this call, having dropped the graphs that the state outlived."""
         now, before = self._state.generation(), self._generation
-        if now == before:
+        if now is before or now == before:
             return self._setting
         if before is not None:
             replaced = before.replaced_in(now)
@@ -317,9 +376,12 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- warm-up, capture
 
-    def _warm_up(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
+    def _warm_up(self, layout: _Layout, fn: Callable[[], Any], start: Any) -> Any:
+        self._marks = _MARKS
         if layout.warm + 1 != self._warmup:
             outputs = self.run(layout.reason, fn)
+            if start is not None and layout.warm and layout.timing.eager.wanted():
+                layout.timing.eager.add(start, self._clock.now())
             layout.warm += 1  # behind it: a call that raised has shown nothing
             return outputs
         before = self._state.tensors().keys()
@@ -363,7 +425,7 @@ class Engine:
             self._ranks.close_before_end(self)
         self.captures += 1
         changed = [old != new for old, new in zip(versions, inputs.versions(), strict=True)]
-        captured = self._cache.add(key, graph, inputs, changed, pool_bytes)
+        captured = self._cache.add(key, graph, inputs, changed, pool_bytes, layout.timing)
         return (
             captured if self._ranks.agree(not self._cache.over_budget()) else self._within_budget(key, layout, leaves)
         )
@@ -447,6 +509,7 @@ class Engine:
 
 
 _MAX_LAYOUTS = 256  # without a graph; a batch that holds a step number makes one per call
+_MARKS = 64  # after a call that is to be timed: inputs may take turns
 _MAX_SETTINGS = 32  # OneCycleLR's momentum makes one per call
 
 

@@ -1,21 +1,19 @@
 """What a policy does to a model, read off a run on fake tensors: dtypes, casts and bytes kept for backward."""
 
 import json
-import os
 import re
 import shutil
-import traceback
 from collections import Counter
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import _module_rules, _torch
+from ._blame import user_line
 from ._fake import can_save_for_backward, fake_copy, fake_device
 from ._policy import Policy
 from ._record import Recorder, Row, Totals
@@ -29,7 +27,6 @@ _SHORT = {
     torch.complex128: "c128",
 }
 _Call = tuple[nn.Module, Any, Any]  # a model, its inputs and its keyword arguments
-_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 _UNKNOWN = "needs a CUDA build"
 _COLUMNS = ("module", "operation", "in", "compute", "out", "runs", "casts", "kept")
 _NUMBER = re.compile(r"(?:^|(?<=_))\d+$")  # a whole part of a path, or what follows its last underscore
@@ -198,12 +195,7 @@ def _record(call: _Call, autocast: AbstractContextManager[Any]) -> tuple[Recorde
 
 def _why(error: Exception) -> str:
     """Return what went wrong, and the last line of code outside torch that led there."""
-    outside = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*_NOT_THE_USERS, "<"))
-    ]
-    where = f" ({outside[-1].filename}:{outside[-1].lineno}: {outside[-1].line})" if outside else ""
+    where = f" ({line})" if (line := user_line(error)) else ""
     text = str(error).strip().splitlines()
     limit = "Fake tensors have no values and no device"
     if not torch.backends.cuda.is_built():

@@ -305,7 +305,9 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
         make = getattr(value, "_make", type(value))  # that of a namedtuple
         return make(parts)
     if type(value) in _DICTS:
-        return type(value)(zip(value, parts, strict=True))
+        # By its name: from torch 2.14 on, torch.compile cannot trace a call of the OrderedDict that `type` returns.
+        make = OrderedDict if isinstance(value, OrderedDict) else dict
+        return make(zip(value, parts, strict=True))
     if _is_dataclass(value):
         return _rebuilt_dataclass(value, parts)
     if isinstance(value, MutableMapping):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._distributed import Ranks
+from ._distributed import Ranks, why_not_sharded
 from ._engine import Engine, Options, Report
 from ._optim import CapturableGroups, broken_kernel, why_not_capturable
 from ._scaler import GradScaler
@@ -95,6 +95,9 @@ class GraphedFunction:
                     f"{name}: a part of it is compiled with CUDA graphs of its own, which cannot be captured in "
                     "another one. Compile in the default mode, torch.compile(model), or pass graph='off'."
                 )
+        for i, module in enumerate(modules):
+            if options.graph != "off" and (problem := why_not_sharded(module)):
+                raise NotImplementedError(f"{name}, modules[{i}]: {problem}")
         blockers = [blocker for optimizer in optimizers if (blocker := why_not_capturable(optimizer))]
         self._groups = [CapturableGroups(optimizer, device) for optimizer in optimizers]
         self._engine = Engine(

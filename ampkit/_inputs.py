@@ -1,13 +1,14 @@
 """What counts as the same input, and the static buffers that a captured step reads its input from."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._errors import InputMismatch
-from ._torch import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten, version
+from ._torch import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten, versions
 
 
 class TensorSpec(NamedTuple):
@@ -40,6 +41,9 @@ class Spec(NamedTuple):
     tree: TreeSpec
     leaves: tuple[TensorSpec | Constant, ...]
 
+    def __hash__(self) -> int:
+        return hash(self.leaves)  # equal specs have equal leaves, and torch takes long over the hash of a tree
+
     def __str__(self) -> str:
         return ", ".join(map(str, self.leaves)) or "no input"
 
@@ -53,7 +57,7 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
 
     Sync: none. Aliasing: the leaves are the caller's objects.
     """
-    leaves, tree = tree_flatten((args, kwargs))
+    leaves, tree = _flat(args, kwargs)
     keys: list[TensorSpec | Constant] = []
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -63,6 +67,46 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
         else:
             keys.append(TensorSpec(leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
     return Spec(tree, tuple(keys)), leaves
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Return `tree_flatten((args, kwargs))`, whose trees of plain containers are made only once each."""
+    leaves: list[Any] = []
+    try:
+        structure = _structure(args, leaves), _structure(kwargs, leaves)
+    except _NotPlainError:
+        return tree_flatten((args, kwargs))
+    tree = _trees.get(structure)
+    if tree is None:
+        by_torch, tree = tree_flatten((args, kwargs))
+        if len(by_torch) != len(leaves) or not all(map(operator.is_, by_torch, leaves)):
+            return by_torch, tree  # another torch, with another idea of these containers
+        if len(_trees) == _MAX_TREES:
+            _trees.clear()
+        _trees[structure] = tree
+    return leaves, tree
+
+
+class _NotPlainError(Exception):
+    """A batch holds something that may be a container of its own."""
+
+
+def _structure(node: Any, leaves: list[Any]) -> Hashable:
+    """Return what a tree is without its leaves, which are appended to `leaves`."""
+    kind = type(node)
+    if kind in _LEAVES:
+        leaves.append(node)
+        return None
+    if kind is tuple or kind is list:
+        return (kind, *[_structure(child, leaves) for child in node])
+    if kind is dict:
+        return (kind, *node, *[_structure(child, leaves) for child in node.values()])
+    raise _NotPlainError
+
+
+_LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
+_MAX_TREES = 256  # a dict with other keys in each batch makes one per call
+_trees: dict[Hashable, TreeSpec] = {}
 
 
 def path(tree: TreeSpec, leaf: int) -> str:
@@ -93,29 +137,29 @@ class StaticInputs:
     def __init__(self, spec: Spec, leaves: Sequence[Any]) -> None:
         self.spec = spec
         held = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._held = held
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._buffers: list[Tensor] = [held[i] for i in self._places]
         self.args, self.kwargs = tree_unflatten(held, spec.tree)
 
     def copy_(self, leaves: Sequence[Any]) -> None:
         """Copy a batch of the same spec into the buffers, on the current stream. Sync: none."""
-        for i in self._tensors:
-            self._held[i].copy_(leaves[i], non_blocking=True)
+        for i, buffer in zip(self._places, self._buffers, strict=True):
+            buffer.copy_(leaves[i], non_blocking=True)
 
     def versions(self) -> list[int]:
         """Return a number per buffer that every change in place raises. A replay does not."""
-        return [version(self._held[i]) for i in self._tensors]
+        return versions(self._buffers)
 
     def copy_back(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
         """Copy buffers that the step changed in place to the caller's tensors, as an eager step would. Sync: none."""
-        for i, was_changed in zip(self._tensors, changed, strict=True):
+        for i, buffer, was_changed in zip(self._places, self._buffers, changed, strict=True):
             if was_changed:
-                leaves[i].copy_(self._held[i], non_blocking=True)
+                leaves[i].copy_(buffer, non_blocking=True)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(self._held[i].untyped_storage().nbytes() for i in self._tensors)
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

@@ -48,8 +48,13 @@ class Meter:
         """Leave what comes now out of the speed: validation, or the time between epochs."""
         self._mark = None
 
-    def take(self, step: int, scaler: GradScaler, grad_norm: Tensor | None, replays: int) -> Reading | None:
-        """Start a reading and return the one before, None if there is none. Sync: none that takes time."""
+    def take(
+        self, step: int, scaler: GradScaler, grad_norm: Tensor | None, numbers: dict[str, float]
+    ) -> Reading | None:
+        """Start a reading, in which `numbers` are known, and return the one before, None if there is none.
+
+        Sync: none that takes time.
+        """
         before = self.finish()
         now = _Mark(self._device)
         known = scaler.tensors() if scaler.is_enabled() else {}
@@ -57,7 +62,7 @@ class Meter:
         self._taken = _Taken(
             step,
             {name: tensor for name, tensor in tensors.items() if tensor is not None},
-            {"graph_replays": float(replays)},
+            numbers,
             (self._mark, now, self._samples * self._processes) if self._mark is not None else None,
         )
         self._mark, self._samples = now, 0

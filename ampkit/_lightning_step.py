@@ -13,6 +13,7 @@ from ._distributed import Ranks
 from ._engine import Engine, Options, Report
 from ._errors import AmpkitWarning, InputMismatch
 from ._lightning_reads import BatchIndex, HostReads, HostWrites
+from ._observer import Observer
 from ._recipe import Phase, Recipe, StepOutput
 from ._scaler import GradScaler
 from ._state import TrainingState
@@ -72,6 +73,7 @@ class TrainerStep:
         scaler: enabled or not.
         clip: how to clip.
         options: of the engine.
+        observer: measures in some of the steps; None if nothing does.
         give_up: called with the reason when no call will be captured any more; issues a warning, or raises.
 
     Attributes:
@@ -91,6 +93,7 @@ class TrainerStep:
         scaler: GradScaler,
         clip: Clip,
         options: Options,
+        observer: Observer | None,
         give_up: Callable[[str], None],
     ) -> None:
         self._forward = forward
@@ -113,6 +116,7 @@ class TrainerStep:
             ranks=self._ranks,
             device=device,
             capturable=True,
+            observer=observer,
         )
         self._engine = Engine(
             self._run,
@@ -127,6 +131,8 @@ class TrainerStep:
         )
         self._rest: tuple[Any, ...] = ()
         self._held: tuple[int, ...] = ()
+        self._observer = observer
+        self._observed = False  # this window
         self._numbers: dict[Hashable, float] = {}  # that were logged
         self._problem = ""  # found in the calls that are looked at
         self._eager = ""  # why no call is captured any more
@@ -158,7 +164,9 @@ class TrainerStep:
         """
         self._rest, self.stepped = rest, False
         self._held = () if window.first else self._held
-        place = _Place(Phase(window.last, self._held), window.divisor, self._reads.values(window.epoch))
+        if window.first and self._observer is not None:
+            self._observed = self._observer.begin()
+        place = _Place(Phase(window.last, self._held, self._observed), window.divisor, self._reads.values(window.epoch))
         self._recipe.groups.refresh()
         try:
             out, held = self._watch(place, batch) if self._watched else self._call(place, batch)
@@ -174,11 +182,16 @@ class TrainerStep:
             # What a capture left there is memory of one graph, which says nothing about a replay of another.
             self._recipe.scaler.grad_norm, self._recipe.scaler.found_inf = out.grad_norm, None
             self.grad_norm = out.grad_norm
+            self._tell_observer()
         self.stepped = True
         ((template, tensors),) = out.aux.items()
         output, logged = template.filled(tensors)
         self._log(logged)
         return output
+
+    def _tell_observer(self) -> None:
+        if self._observer is not None:
+            self._observer.stepped(self._recipe.scaler.skipped)
 
     def _log(self, logged: list[calls.LogCall]) -> None:
         for name, value, args, kwargs in logged:
@@ -235,7 +248,8 @@ class TrainerStep:
         self._stay_eager("training_step returned no loss, which is a decision of the host that a graph would freeze.")
         held, self._held = self._held, self._held if not window.last else ()
         if window.last and held and none.output is None and not self._recipe.scaler.is_enabled():
-            self._engine.run("training_step returned None", lambda: self._recipe.flush(held))
+            self._engine.run("training_step returned None", lambda: self._recipe.flush(held, self._observed))
+            self._tell_observer()
         self._log(none.logged)
         return none.output
 

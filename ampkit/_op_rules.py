@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -125,7 +126,8 @@ def define(ops: OpRules) -> None:
             for name, rule in ops
             for function in _spellings()[name]
         }
-        _MODES[ops] = type("OpRules", (_Mode,), {"table": table, "__module__": __name__})
+        in_python = tuple(item for item in table.items() if isinstance(item[0], FunctionType))
+        _MODES[ops] = type("OpRules", (_Mode,), {"table": table, "in_python": in_python, "__module__": __name__})
 
 
 @contextmanager
@@ -141,10 +143,14 @@ def op_rules_context(ops: OpRules, device_type: str, autocast: torch.autocast) -
         yield
 
 
+_Found = tuple[OpRule, bool, tuple[tuple[str, int], ...]]  # rule, whether it is for the input only, `_mutating`
+
+
 class _Mode(TorchFunctionMode):
     """Casts the inputs of ruled operations. The rules live in the type: it is what torch.compile guards a mode by."""
 
-    table: ClassVar[dict[Callable[..., Any], tuple[OpRule, bool, tuple[tuple[str, int], ...]]]]
+    table: ClassVar[dict[Callable[..., Any], _Found]]
+    in_python: ClassVar[tuple[tuple[Callable[..., Any], _Found], ...]]  # the functions of `table` written in Python
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -154,7 +160,7 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, on cast inputs if it has a rule."""
-        found = self.table.get(func)
+        found = self._find(func)
         kwargs = kwargs or {}
         if found is None:
             return func(*args, **kwargs)
@@ -172,6 +178,16 @@ class _Mode(TorchFunctionMode):
         # Autocast has a rule of its own for many operations, which would undo this one.
         with torch.autocast(self.device_type, enabled=False):
             return func(*args, **kwargs)
+
+    def _find(self, func: Callable[..., Any]) -> _Found | None:
+        if isinstance(func, FunctionType):
+            # Not by the table: from torch 2.13 on, torch.compile does not find the function of an operator there (that
+            # of `1 - x` is Tensor.__rsub__), as it takes another hash for it.
+            for function, found in self.in_python:
+                if func is function:
+                    return found
+            return None
+        return self.table.get(func)
 
 
 def _castable(value: object, device_type: str) -> bool:

@@ -156,7 +156,7 @@ class OpTableDiff:
 
         An operation that had no autocast kernel ran in its inputs' dtype; the nearest rule, `compute`, stands for that.
         What a policy cannot say is left out: banned operations, those of other libraries or with a private name, those
-        whose rule is unknown.
+        whose rule is unknown, and overloads that the running torch does not have.
 
         Args:
             compute: name of the dtype that autocast lowers to.
@@ -167,7 +167,7 @@ class OpTableDiff:
         return {
             names[op]: rules[old]
             for op, (old, _) in self.changes.items()
-            if old in rules and op.startswith("aten::") and not names[op].startswith("_")
+            if old in rules and op.startswith("aten::") and not names[op].startswith("_") and _torch.has_overload(op)
         }
 
     def __str__(self) -> str:

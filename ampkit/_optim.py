@@ -264,7 +264,8 @@ class CapturableGroups:
             self._move_step_counts()
         given: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate
+            if on_cuda or not group.get("foreach"):  # on the CPU, torch takes a tensor in a loop or in a fused kernel
+                group["lr"] = rate
             if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
                 group["capturable"] = True
         try:

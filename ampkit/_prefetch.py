@@ -1,14 +1,15 @@
-"""When the next batch is copied to the device: while a step runs, from pinned memory, on a side stream."""
+"""When the next batch is copied to the device and decoded there: while a step runs, on a side stream."""
 
+import functools
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from ._errors import AmpkitWarning
+from ._errors import AmpkitError, AmpkitWarning
 from ._torch import tree_flatten, tree_unflatten
 
 Batch = TypeVar("Batch")
@@ -18,63 +19,136 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
     """Iterate over `loader`, with every tensor of a batch on `device`.
 
     On CUDA each batch is pinned (unless the loader did that), copied on a side stream while the device still works on
-    the previous step, and handed over by an event: the copy costs the step nothing. On the CPU it is a plain iterator.
+    earlier steps, and handed over by an event: the copy costs the step nothing. On the CPU it is a plain iterator.
+
+    A batch is taken from the loader when the loop asks for it and never before, so that random numbers and the state of
+    the loader are those of a plain loop at every step. The copy is hidden all the same: a loop that does not wait for
+    the device is up to `depth` steps ahead of it, so the copy is queued long before its step is due, as long as the
+    loader and the launch of a step together take the host less time than the step takes the device. A loop that reads
+    the loss in every step is not ahead, and waits for each copy.
+
+    `transform` takes over what loaders do to images on the host: they send uint8, a quarter of the bytes of float32,
+    and the device decodes. Make its constants before the loop::
+
+        mean, scale = (torch.tensor(v, device="cuda").view(1, 3, 1, 1) for v in (MEAN, SCALE))  # in units of a pixel
+
+        def decode(batch):
+            images, labels = batch  # uint8, (N, H, W, 3)
+            return (images.permute(0, 3, 1, 2) - mean) * scale, labels  # float32, channels_last
+
+        for images, labels in ampkit.prefetch(loader, "cuda", transform=decode): ...
 
     Args:
         loader: any iterable of batches (trees of tensors and other objects; the others pass through). Each `iter()` of
-            the prefetcher starts a new `iter(loader)`, so one prefetcher serves all epochs. `len()` is the loader's.
+            the prefetcher starts a new `iter(loader)`, so one prefetcher serves all epochs. `len()` is the loader's. A
+            loader must not write to a pinned batch that it has handed out: the copy may still be due.
         device: where the batches go: "cuda", "cuda:1", "cpu" or a `torch.device`.
         depth: how many steps the host may run ahead of the device. It bounds the memory of waiting batches.
+        transform: called with each batch on the device and returns the batch to hand out, a tree of tensors and others.
+            It runs without autograd, on the side stream right behind the copy, beside the step that runs meanwhile: it
+            may read what existed before the loop, and must not change what a step reads. The host calls it when the
+            loop asks for the batch, between two steps; what it draws from the default generators, it draws in that
+            order, and the numbers are those of the same call as the first line of the loop's body.
 
     Raises:
-        ValueError: `depth` is not a positive int, or `device` names CUDA where there is none.
+        ValueError: `depth` is not a positive int, `device` names CUDA where there is none, or `transform` is not
+            callable.
+        AmpkitError: while iterating, `transform` raised (its exception is the cause), or returned None.
 
     Sync: waits only where the host is `depth` steps ahead. Aliasing: none, every batch has tensors of its own.
     """
 
-    def __init__(self, loader: Iterable[Batch], device: "torch.device | str", *, depth: int = 2) -> None:
+    @overload
+    def __init__(
+        self, loader: Iterable[Batch], device: "torch.device | str", *, depth: int = 2, transform: None = None
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self, loader: Iterable[Any], device: "torch.device | str", *, depth: int = 2, transform: Callable[[Any], Batch]
+    ) -> None: ...
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: "torch.device | str",
+        *,
+        depth: int = 2,
+        transform: Callable[[Any], Batch] | None = None,
+    ) -> None:
         if not isinstance(depth, int) or depth < 1:
             raise ValueError(f"prefetch(depth={depth!r}): expected an int of at least 1.")
+        if transform is not None and not callable(transform):
+            raise ValueError(f"prefetch(transform={transform!r}): expected a function of a batch, or None.")
         self.loader = loader
         self.device = _indexed(torch.device(device))
         self.depth = depth
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # a loader without len raises its own TypeError
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._copied() if self.device.type == "cuda" else (self._moved(batch) for batch in self.loader)
+        return self._copied() if self.device.type == "cuda" else self._moved()
 
-    def _moved(self, batch: Batch) -> Batch:
-        moved: Batch = _map_tensors(lambda tensor: tensor.to(self.device), batch)
-        return moved
+    def _moved(self) -> Iterator[Batch]:
+        for i, batch in enumerate(self.loader):
+            yield self._transformed(_map_tensors(lambda tensor: tensor.to(self.device), batch), i)
 
     def _copied(self) -> Iterator[Batch]:
-        side = torch.cuda.Stream(self.device)
+        side, consumer = _side_stream(self.device), torch.cuda.current_stream(self.device)
+        if self.transform is not None:
+            side.wait_stream(consumer)  # its constants may still be in the making
         steps: deque[torch.cuda.Event] = deque()
-        for batch in self.loader:
-            with torch.cuda.stream(side):
-                on_device = _map_tensors(self._copy, batch)
+        for i, batch in enumerate(self.loader):
             consumer = torch.cuda.current_stream(self.device)
-            consumer.wait_stream(side)
+            try:
+                with torch.cuda.stream(side):
+                    copy = functools.partial(self._copy, consumer=consumer, side=side)
+                    on_device = self._transformed(_map_tensors(copy, batch), i)
+            finally:  # also after an error: the memory of what `transform` reads may be given away then
+                consumer.wait_stream(side)
             # The allocator must not give the memory to the side stream's next copy while the consumer still reads it.
-            _map_tensors(lambda tensor, stream=consumer: _record(tensor, stream), on_device)
+            # What `transform` read and did not return was used on the side stream alone, in whose order it is reused.
+            _map_tensors(lambda tensor, stream=consumer: self._record(tensor, stream), on_device)
             yield on_device
             del on_device
             steps.append(consumer.record_event())
             if len(steps) > self.depth:
                 steps.popleft().synchronize()
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor, *, consumer: torch.cuda.Stream, side: torch.cuda.Stream) -> Tensor:
+        if tensor.device == self.device:
+            if self.transform is not None:  # it reads on the side stream what the loader wrote on the consumer's
+                side.wait_stream(consumer)  # after the steps that are queued there: nothing is hidden then
+                tensor.record_stream(side)
+            return tensor
         if tensor.device.type == "cpu" and not tensor.is_pinned():
             tensor = tensor.pin_memory()  # the pinned allocator keeps it until the copy below is over
         return tensor.to(self.device, non_blocking=True)
 
+    def _transformed(self, batch: Any, i: int) -> Batch:
+        if self.transform is None:
+            return batch  # type: ignore[no-any-return]
+        try:
+            with torch.no_grad():
+                made = self.transform(batch)
+        except Exception as error:
+            raise AmpkitError(f"prefetch(transform): batch {i}: {type(error).__name__}: {error}") from error
+        if made is None:
+            raise AmpkitError(f"prefetch(transform): batch {i}: it returned None, not a batch. Does it lack a return?")
+        return made
 
-def _record(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    if tensor.is_cuda:
-        tensor.record_stream(stream)
-    return tensor
+    def _record(self, tensor: Tensor, consumer: torch.cuda.Stream) -> Tensor:
+        if tensor.device == self.device:
+            tensor.record_stream(consumer)
+        return tensor
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for copies to a device: one for all prefetchers, for each stream keeps freed memory apart."""
+    return torch.cuda.Stream(device)
 
 
 def _map_tensors(fn: Any, tree: Any) -> Any:

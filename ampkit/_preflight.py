@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -14,7 +14,21 @@ from torch import Tensor
 
 from . import _torch
 from ._blame import Blame, Place, real_frame, warn_at
-from ._problems import DRAW_ON_DEVICE, HOST_SOURCES, PRINT, READ, WAITS, Problem, Watched, problem_of, problems_of
+from ._problems import (
+    DRAW_ON_DEVICE,
+    HOST_SOURCES,
+    PRINT,
+    READ,
+    WAITS,
+    Problem,
+    Watched,
+    host_wait,
+    is_late,
+    problem_of,
+    problems_of,
+)
+
+_Key = tuple[str, str]  # of a finding: line and what
 
 
 class Finding(NamedTuple):
@@ -25,12 +39,17 @@ class Finding(NamedTuple):
         what: what happens there.
         advice: what to write instead.
         count: how often it happened.
+        ms: milliseconds that the host spent in it, all times together, None where that cannot be measured. The host is
+            slower under the preflight, and so has less to wait for.
+        graph_only: the host does not wait for it, but a graph cannot hold it.
     """
 
     line: str
     what: str
     advice: str
     count: int  # type: ignore[assignment]  # hides tuple.count
+    ms: float | None = None
+    graph_only: bool = False
 
 
 def describe(findings: Sequence[Finding]) -> str:
@@ -39,9 +58,10 @@ def describe(findings: Sequence[Finding]) -> str:
         return ""
     lines = len({finding.line or finding.what for finding in findings})
     rows = [f"{lines} line{'s' if lines > 1 else ''} of the step cannot be captured:"]
-    for line, what, advice, count in findings:
-        where, times = f"{line} - " if line else "", f" ({count} times)" if count > 1 else ""
-        rows.append(f"  {where}{what}{times}. {advice}")
+    for finding in findings:
+        where = f"{finding.line} - " if finding.line else ""
+        times = f" ({finding.count} times)" if finding.count > 1 else ""
+        rows.append(f"  {where}{finding.what}{times}. {finding.advice}")
     return "\n".join(rows)
 
 
@@ -60,14 +80,18 @@ class Preflight(_torch.TorchDispatchMode):
     Args:
         device: where the step computes.
         generators: CUDA generators beside the default one that a graph would know.
+        graphed: advise how to write it in a graphed step; otherwise, how to write it anywhere.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self, device: torch.device, generators: Sequence[torch.Generator] = (), *, graphed: bool = True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched = Watched(device, tuple(generators))
-        self._found: dict[tuple[str, str], Finding] = {}
+        self._graphed = graphed
+        self._found: dict[_Key, Finding] = {}
         self._named: set[str] = set()  # places of which it is known why they wait
         self._waits: int | None = None  # of the operation that runs
         self._stepped_aside = False  # in this backward
@@ -140,16 +164,19 @@ class Preflight(_torch.TorchDispatchMode):
         self._announce(entered, *_torch.PRINT_ENTRY, PRINT)
         if self._watched.device.type == "cuda":
             for name, owner, attribute in _torch.host_waits():
-                waits = Problem(f"{name} waits for the device", "Wait after the step.")
-                self._announce(entered, owner, attribute, waits)
+                self._announce(entered, owner, attribute, host_wait(name))
 
     def _announce(self, entered: ExitStack, owner: Any, name: str, problem: Problem) -> None:
         original = getattr(owner, name)
 
         def announced(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == self._thread and (problem is not PRINT or self._watched.has(args)):
-                self._report(problem)
-            return original(*args, **kwargs)
+            if threading.get_ident() != self._thread or (problem is PRINT and not self._watched.has(args)):
+                return original(*args, **kwargs)
+            key, start = self._report(problem), time.perf_counter()  # reported first: see `_on_wait`
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._spent(key, time.perf_counter() - start)
 
         _replace(entered, owner, name, announced)
 
@@ -169,14 +196,18 @@ class Preflight(_torch.TorchDispatchMode):
             return op(*args, **kwargs)
         self._look_for_draws()
         outer, self._waits = self._waits, 0
+        start = time.perf_counter()
         try:
             # A binding between, to learn of waits while it is known who waits. It changes how subclasses dispatch.
             plain = hasattr(op, "overloadpacket") and all(kind is Tensor for kind in kinds)
-            result = _torch.call_from_binding(op, (), args, kwargs) if plain else op(*args, **kwargs)
+            result = _torch.call_from_binding(_torch.op_builtin(op), (), args, kwargs) if plain else op(*args, **kwargs)
         finally:
             waits, self._waits = self._waits, outer
-        for problem in problems_of(op, args, kwargs, result, self._watched, waited=bool(waits)):
-            self._report(problem)
+        seconds = time.perf_counter() - start
+        problems = problems_of(op, args, kwargs, result, self._watched, waited=bool(waits))
+        keys = [self._report(problem) for problem in problems]
+        if problems and not (problems[0].graph_only or is_late(op)):
+            self._spent(keys[0], seconds)
         return result
 
     def _on_warning(self, message: Any, category: Any, filename: str, *where: Any) -> None:
@@ -207,8 +238,8 @@ class Preflight(_torch.TorchDispatchMode):
             before, self._drawn[name] = self._drawn[name], read()
             if before is not None and before != self._drawn[name]:
                 where = "here or just before" + (" or in another thread" if threading.active_count() > 1 else "")
-                problem = Problem(f"draws from {name}, {where}, which a graph would freeze", DRAW_ON_DEVICE)
-                self._add(problem, self._blame() or Place())
+                what = f"draws from {name}, {where}, which a graph would freeze"
+                self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._blame() or Place())
 
     def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         """Return autograd's engine with another first look at the graph."""
@@ -218,7 +249,7 @@ class Preflight(_torch.TorchDispatchMode):
                 return engine(outputs, *args, **kwargs)
             outer, self._stepped_aside = self._stepped_aside, False
             found = [(node, problem_of(node)) for node in _torch.graph_nodes(outputs)]
-            hooks = [node.register_prehook(self._step_aside(node, problem)) for node, problem in found if problem]
+            hooks = [hook for node, problem in found if problem for hook in self._step_aside(node, problem)]
             try:
                 return engine(outputs, *args, **kwargs)
             finally:
@@ -228,31 +259,47 @@ class Preflight(_torch.TorchDispatchMode):
 
         return run
 
-    def _step_aside(self, node: Any, problem: Problem) -> Callable[[Any], None]:
-        """Return a hook that lets a node run unobserved, for it would compute otherwise under a dispatch mode."""
+    def _step_aside(self, node: Any, problem: Problem) -> Iterator[Any]:
+        """Yield hooks that let a node run unobserved, for it would compute otherwise under a dispatch mode."""
+        began: list[tuple[_Key | None, float]] = []
 
         def step_aside(grads: Any) -> None:
-            self._report(problem, node)
+            key = self._report(problem, node)
             _torch.step_aside(self)
             self._stepped_aside = True
+            began.append((key, time.perf_counter()))
 
-        return step_aside
+        def measure(*grads: Any) -> None:
+            key, start = began.pop()
+            self._spent(key, time.perf_counter() - start)
 
-    def _report(self, problem: Problem, node: Any = None) -> None:
-        """Add a problem of the line that runs, or that made this node of the graph."""
+        yield node.register_prehook(step_aside)
+        yield node.register_hook(measure)
+
+    def _report(self, problem: Problem, node: Any = None) -> _Key | None:
+        """Add a problem of the line that runs, or that made this node of the graph; return its key, if it counts."""
         place = self._blame(node)
         in_engine = place is not None and (place.backward or not place.line)
         if place is None or (in_engine and self._checks_nan and problem is READ):
-            return
-        self._add(problem, place)
+            return None
         self._named.add(place.key)
+        return self._add(problem, place)
 
-    def _add(self, problem: Problem, place: Place) -> None:
+    def _add(self, problem: Problem, place: Place) -> _Key:
         what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
         if place.backward and (place.line, what) not in self._found:
             what = f"{what}, in its backward"
-        known = self._found.get((place.line, what), Finding(place.line, what, problem.advice, 0))
-        self._found[place.line, what] = known._replace(count=known.count + 1)
+        advice = problem.advice if self._graphed else problem.elsewhere or problem.advice
+        known = self._found.get((place.line, what), Finding(place.line, what, advice, 0, graph_only=True))
+        graph_only = known.graph_only and problem.graph_only
+        self._found[place.line, what] = known._replace(count=known.count + 1, graph_only=graph_only)
+        return place.line, what
+
+    def _spent(self, key: _Key | None, seconds: float) -> None:
+        """Add to the time of a finding."""
+        if key is not None:
+            known = self._found[key]
+            self._found[key] = known._replace(ms=(known.ms or 0.0) + 1e3 * seconds)
 
 
 def _replace(entered: ExitStack, owner: Any, name: str, new: Any) -> None:

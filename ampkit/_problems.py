@@ -14,20 +14,44 @@ from . import _torch
 
 
 class Problem(NamedTuple):
-    """What happens, and what to write instead."""
+    """What happens, and what to write instead.
+
+    Attributes:
+        what: what happens.
+        advice: what to write instead.
+        elsewhere: what to write instead outside of a graphed step, if that is something else.
+        graph_only: the host does not wait for it, but a graph cannot hold it.
+    """
 
     what: str
     advice: str
+    elsewhere: str = ""
+    graph_only: bool = False
 
 
 _KEEP_SHAPE = "Use torch.where or masked_fill, which keep the shape."
 DRAW_ON_DEVICE = "Draw with torch on the device, or before the step and pass the numbers in as a tensor."
-WAITS = Problem("waits for the device", "Do it before or after the step, or with operations that stay on the device.")
+WAITS = Problem(
+    "waits for the device",
+    "Do it before or after the step, or with operations that stay on the device.",
+    "Do it with operations that stay on the device, or once in many steps.",
+)
 READ = Problem(
     "waits for the device to read a value (.item(), float(tensor), `if tensor:`)",
     "Keep the value on the device (torch.where), or return it in aux and read it after the step.",
+    "Keep the value on the device (torch.where), or read it once in many steps.",
 )
-PRINT = Problem("prints a tensor, which reads it", "Return it in aux and print it after the step.")
+PRINT = Problem(
+    "prints a tensor, which reads it",
+    "Return it in aux and print it after the step.",
+    "Print it once in many steps.",
+)
+
+
+def host_wait(name: str) -> Problem:
+    """Return the problem of a function that does nothing but wait."""
+    streams = "Leave it out, or have a stream wait (stream.wait_stream, event.wait), which does not hold up the host."
+    return Problem(f"{name} waits for the device", "Wait after the step.", streams)
 
 
 class Watched(NamedTuple):
@@ -50,7 +74,12 @@ def problems_of(
     problems = list(check(_Call(_name(op), args, kwargs, result, watched))) if check else []
     if waited and not problems:
         return [WAITS._replace(what=f"{_name(op)} {WAITS.what}")]
-    return problems
+    return [problem._replace(graph_only=False) for problem in problems] if waited else problems
+
+
+def is_late(op: Any) -> bool:
+    """Return whether an operation is dispatched when what it stands for is over, so that its time says nothing."""
+    return _name(op) == "lift_fresh"
 
 
 def problem_of(node: Any) -> Problem | None:
@@ -90,7 +119,7 @@ class _Call(NamedTuple):
 
 def _reads(call: _Call) -> Iterator[Problem]:
     if call.watched.has(call.args):
-        yield READ if call.name in _SINGLE_READS else Problem(f"{call.name} waits for the device", READ.advice)
+        yield READ if call.name in _SINGLE_READS else READ._replace(what=f"{call.name} waits for the device")
 
 
 def _depends_on_data(call: _Call) -> Iterator[Problem]:
@@ -139,26 +168,35 @@ def _copied(source: Tensor | None, target: Tensor, watched: Watched) -> Iterator
     if watched.device.type == "cpu" or not target.numel():
         return
     if kinds == (watched.device.type, "cpu"):
+        pinned = target.is_pinned()
         advice = "Keep it on the device, or return it in aux and copy it after the step."
-        yield Problem(f"copies from the device to {_memory(target)} memory", advice)
+        elsewhere = "Keep it on the device, or copy it after the step, to pinned memory with non_blocking=True."
+        yield Problem(f"copies from the device to {_memory(pinned)} memory", advice, elsewhere, graph_only=pinned)
     elif kinds == ("cpu", watched.device.type):
+        pinned = source is not None and source.is_pinned()
         advice = "Make the tensor on the device (torch.full, torch.arange) or before the step, or pass it in."
-        yield Problem(f"copies from {_memory(source)} memory to the device", advice)
+        elsewhere = (
+            "Make the tensor on the device (torch.full, torch.arange), or copy it from pinned memory with "
+            "non_blocking=True, as ampkit.prefetch does with batches."
+        )
+        yield Problem(f"copies from {_memory(pinned)} memory to the device", advice, elsewhere, graph_only=pinned)
 
 
-def _memory(tensor: Tensor | None) -> str:
-    return "pinned host" if tensor is not None and tensor.is_pinned() else "pageable host"
+def _memory(pinned: bool) -> str:
+    return "pinned host" if pinned else "pageable host"
 
 
 def _draws(call: _Call) -> Iterator[Problem]:
     results, generator = _tensors(call.result), call.kwargs.get("generator")
     device, generators = call.watched
     if device.type != "cpu" and results and all(tensor.device.type == "cpu" for tensor in results):
-        yield Problem("draws random numbers on the host, which a graph would freeze", DRAW_ON_DEVICE)
+        what = "draws random numbers on the host, which a graph would freeze"
+        yield Problem(what, DRAW_ON_DEVICE, graph_only=True)
     elif generator is not None and generator.device.type == "cuda" == device.type:
         known = (*generators, *torch.cuda.default_generators)
         if not any(_torch.is_same_generator(generator, other) for other in known):
-            yield Problem("draws from a CUDA generator that the graph does not know", "Pass generators=[generator].")
+            what = "draws from a CUDA generator that the graph does not know"
+            yield Problem(what, "Pass generators=[generator].", graph_only=True)
 
 
 _Check = Callable[[_Call], Iterator[Problem]]

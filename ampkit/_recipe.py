@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._distributed import Ranks
+from ._observer import Observer
 from ._optim import CapturableGroups
 from ._policy import Policy
 from ._scaler import GradScaler
@@ -39,10 +40,12 @@ class Phase(NamedTuple):
     Attributes:
         last: whether the optimizer steps in it.
         held: indices of the parameters that have a gradient from earlier micro-batches.
+        observed: whether an observer measures in it: a graph of its own, so that all others hold none of its kernels.
     """
 
     last: bool
     held: tuple[int, ...]
+    observed: bool = False
 
 
 class Recipe:
@@ -64,6 +67,7 @@ class Recipe:
         device: where parameters are.
         capturable: whether a graph may hold the optimizer.
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
+        observer: who measures in the phases that are observed.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Recipe:
         device: torch.device,
         capturable: bool,
         max_value: float | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._loss_fn = loss_fn
         self._model = model
@@ -96,11 +101,15 @@ class Recipe:
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         self.groups = CapturableGroups(optimizer, device)
         self._capturable = capturable
-        self.gradients: dict[str, Tensor] = {}  # the kept ones, by the name that messages use
+        self.gradients: dict[str, Tensor] = {}  # the kept ones, and the observer's, by the name that messages use
         self._working = WorkingWeights(model)
         self._watched = False
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
+        self.observer = observer
+        if observer is not None:
+            observer.attach(model, device)
+            self.gradients.update(observer.tensors())
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> tuple[StepOutput, tuple[int, ...]]:
         """Do the part of a step that belongs to one micro-batch; return its output and what is held after it."""
@@ -126,28 +135,34 @@ class Recipe:
         params = self._take_up(phase.held)
         torch.clear_autocast_cache()  # of an autocast around the step, which has casts that an optimizer outdated
         try:
-            with weights, ExitStack() as stack:
+            with weights, self._observing(phase), ExitStack() as stack:
                 for wrapper in () if phase.last else self._ranks.wrappers:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward(args, kwargs)
                 scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
                 scaled.backward()
             held: tuple[int, ...] = () if phase.last else self._hold(params, phase.held)
-            norm, skipped = self._finish() if phase.last else (None, self._never)
+            norm, skipped = self._finish(phase.observed) if phase.last else (None, self._never)
         finally:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             self._drop(params)
             torch.clear_autocast_cache()
         return StepOutput(self._output(loss), self._outputs(aux), norm, skipped), held
 
-    def flush(self, held: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
+    def flush(self, held: tuple[int, ...], observed: bool = False) -> tuple[Tensor | None, Tensor]:
         """Step the optimizer on what is held; return gradient norm and whether the step was skipped."""
         params = self._take_up(held)
         self._ranks.average([self.gradients[_name(i)] for i in held])  # DDP does it in the last backward of a window
         try:
-            return self._finish()
+            return self._finish(observed)
         finally:
             self._drop(params)
+
+    def _observing(self, phase: Phase) -> AbstractContextManager[None]:
+        if not phase.observed:
+            return nullcontext()
+        assert self.observer is not None  # it asked for this
+        return self.observer.observing()
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         if not self._watched:
@@ -167,7 +182,10 @@ class Recipe:
         _check_loss(loss)
         return loss, aux
 
-    def _finish(self) -> tuple[Tensor | None, Tensor]:
+    def _finish(self, observed: bool) -> tuple[Tensor | None, Tensor]:
+        if observed:
+            assert self.observer is not None  # likewise
+            self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
         if self._max_value is not None:
             self.scaler.unscale_(self._optimizer)
             params = [param for group in self._optimizer.param_groups for param in group["params"]]

@@ -12,12 +12,13 @@ from ._distributed import Ranks, why_not_sharded
 from ._engine import Engine, Options, Report, check_at_least
 from ._errors import CaptureError, InputMismatch
 from ._module_rules import ModuleRules, why_not_applied
+from ._observer import Observer
 from ._optim import broken_kernel, why_not_capturable
 from ._policy import Policy
 from ._recipe import Phase, Recipe, StepOutput
 from ._scaler import GradScaler, check_positive
 from ._state import TrainingState
-from ._torch import cudagraphs_of_its_own, is_sharded
+from ._torch import cudagraphs_of_its_own
 
 
 class Scheduler(Protocol):
@@ -41,6 +42,7 @@ def graphed_step(
     warmup: int = 3,
     after_step: Callable[[nn.Module], object] | None = None,
     verify: int = 0,
+    numerics: Observer | None = None,
     on_failure: str = "eager",
     graph: str = "auto",
     generators: Sequence[torch.Generator] = (),
@@ -78,6 +80,8 @@ def graphed_step(
             (`averaged.update_parameters` of torch's `AveragedModel`), a constraint on weights.
         verify: compare the first so many replays with eager steps from the same state, bit by bit; on a difference name
             the tensor and go on eagerly (or raise). Each takes two steps' time and a few copies of the state.
+        numerics: what `ampkit.debug.numerics(model)` returned: it measures in some of the steps, which get graphs of
+            their own, warmed up in the same way, and changes no bit of any step.
         on_failure: "eager": if the step cannot be captured, warn once and go on eagerly. "raise": raise `CaptureError`.
         graph: "auto": a CUDA graph if the model is on CUDA. "emulate": the same engine, re-running `loss_fn` instead
             of a graph, on any device. "off": eager.
@@ -127,6 +131,7 @@ def graphed_step(
         ranks=ranks,
         device=device,
         capturable=not blocker,
+        observer=numerics,
     )
     modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
     engine = Engine(
@@ -159,6 +164,7 @@ class GraphedStep:
         self._buckets = buckets
         self._micro = 0  # micro-batches in this window so far
         self._held: tuple[int, ...] = ()
+        self._observed = False  # this window
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one step with this batch; with `accumulate`, one micro-batch of it.
@@ -181,9 +187,11 @@ class GraphedStep:
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
         last = self._micro + 1 == self._accumulate
+        if self._micro == 0 and self._recipe.observer is not None:
+            self._observed = self._recipe.observer.begin()
         self._recipe.groups.refresh()
         try:
-            out, held = self._engine(args, kwargs, Phase(last, self._held))
+            out, held = self._engine(args, kwargs, Phase(last, self._held, self._observed))
         except (InputMismatch, CaptureError):
             raise  # before anything was done
         except BaseException:
@@ -206,13 +214,15 @@ class GraphedStep:
             return
         self._recipe.groups.refresh()
         held, self._micro, self._held = self._held, 0, ()
-        norm, _ = self._engine.run("flush of a short window", lambda: self._recipe.flush(held))
+        norm, _ = self._engine.run("flush of a short window", lambda: self._recipe.flush(held, self._observed))
         torch.clear_autocast_cache()
         self._stepped(norm)
 
     def _stepped(self, grad_norm: Any) -> None:
         # What a capture left there is memory of one graph, which says nothing about a replay of another.
         self.scaler.grad_norm, self.scaler.found_inf = grad_norm, None
+        if self._recipe.observer is not None:
+            self._recipe.observer.stepped(self.scaler.skipped)
         if self._scheduler is not None:
             self._scheduler.step()
 
@@ -291,9 +301,8 @@ def _check_capturable(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
                 f"graphed_step({name}): it is compiled with CUDA graphs of its own, which cannot be captured in "
                 "another one. Compile it in the default mode, torch.compile(model), or pass graph='off'."
             )
-    for name, param in model.named_parameters():
-        if is_sharded(param):
-            raise NotImplementedError(f"graphed_step(model): {why_not_sharded(name, param)}")
+    if problem := why_not_sharded(model):
+        raise NotImplementedError(f"graphed_step(model): {problem}")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

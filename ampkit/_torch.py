@@ -1,9 +1,13 @@
 """Every private torch name that ampkit uses, guarded. Checked on torch 2.11.0 (CPU and CUDA 13.0 builds)."""
 
+import functools
+import importlib
 import inspect
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -145,6 +149,15 @@ def op_overload(name: str) -> Any:
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def has_overload(name: str) -> bool:
+    """Return whether the running torch has an operation of this name, as `ops_with_kernel` gives it."""
+    try:
+        op_overload(name)
+    except AttributeError:
+        return False
+    return True
 
 
 def op_schema(op: Any) -> Any:
@@ -295,13 +308,23 @@ _private(*PRINT_ENTRY)
 call_from_binding: Callable[..., Any] = _private(torch._C, "_disabled_torch_function_impl")
 
 
+def op_builtin(op: Any) -> Any:
+    """Return what an overload calls. From torch 2.15 on, a warning of C++ below an overload names the line of this call.
+
+    That is in torch/_ops.py, unless the builtin is called without the overload.
+    """
+    return _private(op, "_op")
+
+
+
 def host_waits() -> Iterator[tuple[str, Any, str]]:
-    """Yield the functions that wait for a CUDA device unseen by the sync debug mode: what they are called, the owner
-    and the name under which callers look them up.
+    """Yield the functions that wait for a CUDA device without an operation: what they are called, the owner and the
+    name under which callers look them up. The sync debug mode sees the stream's alone, and only when it is over.
     """
     yield "torch.cuda.synchronize()", torch._C, "_cuda_synchronize"
     yield "torch.accelerator.synchronize()", torch._C, "_accelerator_synchronizeDevice"
     yield "event.synchronize()", torch.cuda.Event, "synchronize"
+    yield "stream.synchronize()", torch.cuda.Stream, "synchronize"
 
 
 def forward_stack(node: Any) -> list[str]:
@@ -363,3 +386,173 @@ def forget_compiled_code() -> None:
     inductor = sys.modules.get("torch._inductor.utils")
     if inductor is not None:
         _private(inductor, "clear_caches")()
+
+
+def activate_gpu_trace() -> dict[str, Any] | None:
+    """Have torch call back for what it does on a GPU; return its `CallbackRegistry`s by kind, None if it has none.
+
+    The kinds are those of `torch.cuda._gpu_trace.register_callback_for_<kind>`. Once activated, it stays so for the
+    process (c10/core/impl/GPUTrace.cpp). A registry has `callback_list`, `add_callback` and nothing to take one off.
+    """
+    try:
+        trace = importlib.import_module("torch.cuda._gpu_trace")
+    except ImportError:
+        return None
+    activate = getattr(torch._C, "_activate_gpu_trace", None)
+    names = {kind: "".join(map(str.capitalize, kind.split("_"))) + "Callbacks" for kind in GPU_TRACE_KINDS}
+    if activate is None or not all(hasattr(trace, name) for name in names.values()):
+        return None
+    activate()
+    return {kind: getattr(trace, name) for kind, name in names.items()}
+
+
+# What torch calls back for, with the names of what it passes: handles of CUDA's, the address of a block of memory.
+GPU_TRACE_KINDS: dict[str, tuple[str, ...]] = {
+    "event_creation": ("event",),
+    "event_deletion": ("event",),
+    "event_record": ("event", "stream"),
+    "event_wait": ("event", "stream"),
+    "memory_allocation": ("address",),
+    "memory_deallocation": ("address",),
+    "stream_creation": ("stream",),
+    "device_synchronization": (),
+    "stream_synchronization": ("stream",),
+    "event_synchronization": ("event",),
+}
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number that a node of the graph was given when it was made; the engine runs the highest one first."""
+    return int(_private(node, "_sequence_nr")())
+
+
+_next_sequence_number = _private(torch.autograd, "_get_sequence_nr")
+
+
+def newest_sequence_number() -> int:
+    """Return the number of the node that this thread made last: in forward, of the operation that runs."""
+    return int(_next_sequence_number()) - 1
+
+
+# The larger of two numbers each, in place, for many tensors in one kernel.
+foreach_maximum_: Callable[..., None] = _private(torch, "_foreach_maximum_")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is what torch.compile(module) returned: the hooks of those below it do not run."""
+    return "get_compiler_config" in vars(module) and "_orig_mod" in module._modules
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called: its hooks run in compiled code, if at all."""
+    return vars(module).get("_compiled_call_impl") is not None
+
+
+# Context without function modes and `__torch_function__`, for what ampkit asks of tensors between operations.
+without_torch_function: Callable[[], AbstractContextManager[None]] = _private(torch._C, "DisableTorchFunction")
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return `version` of each, without a step of the interpreter per tensor."""
+    return list(map(_version_of, tensors))
+
+
+_private(Tensor, "_version")
+_version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+@contextmanager
+def allocator_history(entries: int) -> Iterator[None]:
+    """Context in which the CUDA allocator keeps its last events, with the Python stack of each allocation."""
+    torch.cuda.init()  # an allocator that does not exist yet would miss the request
+    if _private(torch._C, "_cuda_isHistoryEnabled")():  # whoever began it decides what is kept, and for how long
+        yield
+        return
+    record = _private(torch.cuda.memory, "_record_memory_history")
+    record("all", context="alloc", stacks="python", max_entries=entries)
+    try:
+        yield
+    finally:
+        record(None)
+
+
+def allocator_snapshot() -> dict[str, Any]:
+    """Return the CUDA allocators' segments with their blocks, and the history that was kept. Allocates nothing there.
+
+    What it holds is documented at `torch.cuda.memory._snapshot`. pytorch.org/memory_viz shows it once it is pickled.
+    """
+    snapshot: dict[str, Any] = _private(torch.cuda.memory, "_snapshot")()
+    return snapshot
+
+
+def allocator_pages(snapshot: dict[str, Any]) -> dict[str, str]:
+    """Return torch's own HTML pages of a snapshot, by name. Each loads its script from a network when it is opened."""
+    viz = _private(torch.cuda, "_memory_viz")
+    return {"trace": _private(viz, "trace_plot")(snapshot), "segments": _private(viz, "segment_plot")(snapshot)}
+
+
+def saved_by(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a node of the graph keeps. Those that hooks have packed are left packed, and left out."""
+    kind: Any = type(node)
+    for name in _raw_saved(kind):
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # a backward has freed them
+            continue
+        for saved in value if isinstance(value, (tuple, list)) else (value,):
+            data = getattr(saved, "data", None)
+            if isinstance(data, Tensor):
+                yield data
+    variable = getattr(node, "variable", None)  # a leaf's
+    if isinstance(variable, Tensor):
+        yield variable
+
+
+@functools.cache
+def _raw_saved(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def input_metadata(node: Any) -> Sequence[Any]:
+    """Return shape, dtype and device of the gradients that a node of the graph takes."""
+    metadata: Sequence[Any] = _private(node, "_input_metadata")
+    return metadata
+
+
+def use_count(tensor: Tensor) -> int:
+    """Return how many have this tensor, all of Python counted once."""
+    return int(_private(tensor, "_use_count")())
+
+
+def shares_storage_with_none(tensor: Tensor) -> bool:
+    """Return whether no other tensor lies in the same memory. The storage's object in Python is one user itself."""
+    storage = tensor.untyped_storage()
+    return bool(_private(torch._C, "_storage_Use_Count")(storage._cdata) <= 2)
+
+
+def leaf_hooks(leaf: Tensor) -> list[Callable[[Tensor | None], Tensor | None]]:
+    """Return what is called with the gradient of this leaf."""
+    return list((_private(leaf, "_backward_hooks") or {}).values())
+
+
+def post_accumulate_hooks(leaf: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return what is called when this leaf's gradient is there."""
+    return list((_private(leaf, "_post_accumulate_grad_hooks") or {}).values())
+
+
+_graph_tasks = itertools.count(1 << 40)  # far from those that autograd gives
+
+
+@contextmanager
+def graph_task() -> Iterator[None]:
+    """Context that passes for a backward where Python asks: checkpointing recomputes once per such number."""
+    before, number = _private(torch._C, "_current_graph_task_id"), next(_graph_tasks)
+    torch._C._current_graph_task_id = lambda: number
+    try:
+        yield
+    finally:
+        torch._C._current_graph_task_id = before
+
+
+# What `Tensor.item` comes down to.
+READ: Any = _private(torch.ops.aten, "_local_scalar_dense").default

@@ -1,5 +1,6 @@
 """How a captured step gets into a Lightning Trainer: what takes the place of what, by public names, and is put back."""
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,11 +26,14 @@ from ._errors import AmpkitWarning, CaptureError, CaptureWarning
 from ._lightning_reads import HostReads, names_in
 from ._lightning_stats import Meter, Reading
 from ._lightning_step import Clip, TrainerStep, Window
+from ._lightning_watch import Watch
 from ._module_rules import ModuleRules, why_not_applied
 from ._optim import broken_kernel, why_not_capturable
 from ._policy import Policy
 from ._scaler import GradScaler
-from ._torch import cudagraphs_of_its_own, is_sharded, tree_flatten
+from ._torch import cudagraphs_of_its_own, tree_flatten
+from .debug._numerics import Numerics
+from .debug._profile import MemoryProfile
 
 # Every private name of Lightning that is used, with the reason; a test fails when one goes.
 PRIVATE_NAMES = {
@@ -55,13 +59,17 @@ class AmpkitCallback(Callback):
         memory_budget: bytes that all graphs may take together, None without limit.
         verify: compare the first so many replays with eager steps, bit by bit.
         on_failure: "eager": if nothing can be captured, warn and go on. "raise": raise `CaptureError`.
+        numerics: measure in each so-manieth optimizer step what `ampkit.debug.numerics` does; None in none.
+        memory: record who holds the memory in one of the eager steps at the beginning, as `ampkit.debug.memory` does.
 
     Raises:
         ValueError: an argument that cannot work, or in `fit` a policy that differs from the Trainer's precision.
 
     Loss scale, skipped steps, gradient norm (where there is a loss scale or clipping), samples per second and graph
     replays go to the progress bar and to every logger each `log_every_n_steps`, as of one such interval before: so
-    nothing waits for the device.
+    nothing waits for the device. With `numerics` and `memory` their figures go to the loggers too, under
+    `ampkit/numerics/` and `ampkit/memory/`.
+
     """
 
     def __init__(
@@ -75,6 +83,8 @@ class AmpkitCallback(Callback):
         memory_budget: int | None = None,
         verify: int = 0,
         on_failure: str = "eager",
+        numerics: int | None = None,
+        memory: bool = False,
     ) -> None:
         self._options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget)
         self._options.check("AmpkitCallback")
@@ -82,8 +92,20 @@ class AmpkitCallback(Callback):
             raise ValueError(f"AmpkitCallback(scaler={type(scaler).__name__}): pass an ampkit.GradScaler.")
         self._policy = Policy.parse(policy) if isinstance(policy, str) else policy
         self._scaler = scaler
+        self._watches = functools.partial(Watch, numerics, memory, None if graph == "off" else warmup)
+        self._watch = self._watches()
         self._fit: _Fit | None = None
         self._last_report: Callable[[], Report] = lambda: _nothing_captured(None)
+
+    @property
+    def numerics(self) -> Numerics | None:
+        """What measures the numbers of the `fit` that runs or ran last, None without."""
+        return self._watch.numerics
+
+    @property
+    def memory(self) -> MemoryProfile | None:
+        """Who held the memory in a step of the `fit` that runs or ran last; None without, and before that step."""
+        return self._watch.profile
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, of the `fit` that runs or ran last. Waits for the device."""
@@ -107,7 +129,8 @@ class AmpkitCallback(Callback):
             self._give_up(f"{problem} Training goes on as Lightning does it.")
             return
         _check_policy(self._policy, plugin)
-        self._fit = _Fit(trainer, pl_module, self._policy, self._scaler, self._options, self._give_up)
+        self._watch = self._watches()
+        self._fit = _Fit(trainer, pl_module, self._policy, self._scaler, self._options, self._watch, self._give_up)
         self._last_report = self._fit.report
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -177,12 +200,14 @@ class _Fit:
         policy: Policy | None,
         scaler: GradScaler | None,
         options: Options,
+        watch: Watch,
         give_up: Callable[[str], None],
     ) -> None:
         strategy = trainer.strategy
         self._trainer = trainer
         self._module = module
         self._options = options
+        self._watch = watch
         self._give_up = give_up
         self._reads = HostReads(module, LightningModule)
         self.device = strategy.root_device
@@ -269,6 +294,7 @@ class _Fit:
             scaler=self.scaler,
             clip=clip,
             options=self._options,
+            observer=self._watch.observer(self._module),
             give_up=lambda text: self._give_up(f"{text} Training goes on eagerly."),
         )
 
@@ -281,7 +307,9 @@ class _Fit:
         trainer = self._trainer
         every = trainer.accumulate_grad_batches
         first = trainer.fit_loop.batch_idx % every == 0  # where Lightning calls zero_grad
-        return self._step(Window(first, self.in_optimizer_step, every, trainer.current_epoch), *args)
+        window = Window(first, self.in_optimizer_step, every, trainer.current_epoch)
+        with self._watch.recording(self._module, trainer.optimizers[0], args[0], window.last):
+            return self._step(window, *args)
 
     # ------------------------------------------------------------------------------------------------------- readings
 
@@ -295,13 +323,14 @@ class _Fit:
         shown = trainer.loggers or self._bar is not None
         if shown and every and self._ended_window and trainer.global_step % every == 0:
             step = trainer.global_step - 1  # the number that Lightning logs metrics of this step under
-            self.write(self.meter.take(step, self.scaler, self._step.grad_norm, self._step.replays))
+            numbers = {"graph_replays": float(self._step.replays), **self._watch.figures(self.device)}
+            self.write(self.meter.take(step, self.scaler, self._step.grad_norm, numbers))
 
     def write(self, reading: Reading | None) -> None:
         """Give a reading to the loggers and to the progress bar."""
         if reading is None:
             return
-        self._shown = {_IN_THE_BAR[name]: value for name, value in reading.values.items()}
+        self._shown = {short: reading.values[name] for name, short in _IN_THE_BAR.items() if name in reading.values}
         for logger in self._trainer.loggers:
             logger.log_metrics({f"ampkit/{name}": value for name, value in reading.values.items()}, step=reading.step)
 
@@ -537,9 +566,9 @@ def _why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    if problem := why_not_sharded(module):
+        return problem
     for name, param in module.named_parameters():
-        if is_sharded(param):
-            return why_not_sharded(name, param)
         if param.device != device:
             return f"parameter {name} is on {param.device}, not on {device}: a graph is of one device."
     if cudagraphs_of_its_own(module):

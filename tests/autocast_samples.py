@@ -1,7 +1,8 @@
 """A sample call for each operation that has an autocast kernel, and the rule that autocast must follow for it.
 
 The rules are written down, not asked for: the suite fails where the dispatcher does something else. They are those of
-torch 2.11 (ATen/autocast_mode.h and autocast_mode.cpp), the names those of the dispatcher, without `aten::`.
+torch 2.11 (ATen/autocast_mode.h and autocast_mode.cpp) with what later versions changed, checked up to 2.15; the names
+are those of the dispatcher, without `aten::`.
 
 - lower: eligible tensors are cast to autocast's dtype.
 - float32: eligible tensors are cast to float32.
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from harness import VERSION
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -92,12 +94,36 @@ RULES: dict[str, dict[str, list[str]]] = {
     },
 }
 # fmt: on
-RULE = {device: {op: rule for rule, ops in rules.items() for op in ops} for device, rules in RULES.items()}
+# What later versions changed in these rules: the operation's rule, or None where there is no such operation any more.
+CHANGES: list[tuple[tuple[int, int], str, dict[str, str | None]]] = [
+    ((2, 12), "cuda", {"rms_norm": "float32"}),  # pytorch#174824
+    *(  # pytorch#173895: no dimension names any more
+        ((2, 13), device, {op: None for ops in rules.values() for op in ops if "name" in op.lower()})
+        for device, rules in RULES.items()
+    ),
+    *(((2, 14), device, {"linalg_matrix_sqrth": "float32"}) for device in RULES),  # pytorch#187987
+    ((2, 14), "cpu", {"cholesky": None, "qr": None}),  # pytorch#186817, pytorch#186815
+]
+
+
+def _rules(device: str) -> dict[str, str]:
+    """Return the rules of the running torch, by operation."""
+    rules: dict[str, str | None] = {op: rule for rule, ops in RULES[device].items() for op in ops}
+    for version, changed, changes in CHANGES:
+        if changed == device and version <= VERSION:
+            rules.update(changes)
+    return {op: rule for op, rule in rules.items() if rule}
+
+
+RULE = {device: _rules(device) for device in RULES}
 
 # Each operation that is not exercised on a device, and why. Nothing may be missing without a line here.
-NOT_EXERCISED: dict[str, dict[str, str]] = {
+_NOT_EXERCISED: dict[str, dict[str, str]] = {
     "cpu": {"index_copy.dimname": "torch has no kernel behind it: index_copy does not support dimension names yet"},
     "cuda": {"norm.names_ScalarOpt_dim": "autocast adds a dtype, and norm with a dtype does not support names yet"},
+}
+NOT_EXERCISED = {
+    device: {op: why for op, why in whys.items() if op in RULE[device]} for device, whys in _NOT_EXERCISED.items()
 }
 # As it is: for cuDNN's RNNs autocast has float16 written into the code (ATen/cudnn/AutocastRNN.cpp).
 ALWAYS_FLOAT16 = {"_cudnn_rnn"}
@@ -359,6 +385,7 @@ SAMPLES: dict[str, Callable[[Make], Call]] = {
     "linalg_matrix_rank.atol_rtol_float": lambda m: call(m.spd(), atol=1e-3),
     "linalg_matrix_rank.atol_rtol_tensor": lambda m: call(m.spd(), atol=torch.tensor(1e-3)),
     "linalg_matrix_rank.tol_tensor": lambda m: call(m.spd(), torch.tensor(1e-3)),
+    "linalg_matrix_sqrth": lambda m: call(m.spd()),
     "linalg_multi_dot": lambda m: call([m.normal(N, N) for _ in range(3)]),
     "linalg_qr": lambda m: call(m.normal(N, 3)),
     "linalg_solve": lambda m: call(m.spd(), m.normal(N, 2)),
@@ -424,6 +451,7 @@ SAMPLES: dict[str, Callable[[Make], Call]] = {
     "replication_pad1d": lambda m: call(m.normal(2, N), [1, 2]),
     "replication_pad2d": lambda m: call(m.normal(2, N, N), [1, 2, 3, 1]),
     "replication_pad3d": lambda m: call(m.normal(2, 4, 4, 4), [1, 2, 3, 1, 1, 1]),
+    "rms_norm": lambda m: call(m.normal(3, N), [N], m.normal(N)),
     "rnn_relu_cell": lambda m: _cell(m, 1),
     "rnn_tanh_cell": lambda m: _cell(m, 1),
     "rsqrt": lambda m: call(m.unit(N)),

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -467,7 +468,13 @@ def main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
     if "RANK" in os.environ:
         work = probe if args.fsdp_probe else timed if args.time else train_all
-        row = work(args, join(args.device))
+        device = join(args.device)
+        try:
+            row = work(args, device)
+        except Exception:
+            traceback.print_exc()
+            # An interpreter that ends right after it joined sometimes aborts, as gloo's threads still run.
+            os._exit(1)
         print(json.dumps(row), flush=True)
         if "error" in row:
             os._exit(0)  # how a process ends after a failed bare capture is not what the probe asks

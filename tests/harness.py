@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import ampkit
 
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])  # of torch, as (2, 11)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 # The engine under test: emulated on the CPU, real graphs on a GPU.
 ENGINES = [("cpu", "emulate"), pytest.param(("cuda", "auto"), marks=pytest.mark.cuda)]
@@ -84,6 +85,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 UNFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
     "plain adam": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+    "foreach adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "foreach rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, foreach=True),
     "adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
     "asgd": lambda params: torch.optim.ASGD(params, lr=1e-2),
     "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),

@@ -1,13 +1,14 @@
 """python -m ampkit bench: what is measured, that no variant has an advantage or is wrong unseen, and what is shown."""
 
+import copy
 import functools
-import gc
 import json
-import math
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ampkit import _bench, _bench_curves, _bench_report, _bench_variants
+from ampkit import _bench, _bench_curves, _bench_process, _bench_report, _bench_variants
 from ampkit.__main__ import main
-from ampkit._bench_cases import CASES, GPT, Case, user_case
+from ampkit._bench_cases import CASES, GPT, MEAN, STD, Case, ready, user_case
 from ampkit._bench_report import Figures, Result, Row
 from ampkit._bench_variants import VARIANTS, Loop, Setting, Variant, torch_amp
 from ampkit._policy import Policy
 
 SHORT = ["--repeats", "2", "--seconds", "0.01"]
 ROW_KEYS = {
-    *("variant", "label", "ms", "fastest", "slowest", "ratio", "busy_ms", "busy_share", "kernels", "host_us"),
-    *("launch_us", "setup_s", "peak_mib", "setup_peak_mib", "loss", "expected", "difference", "off", "error", "report"),
+    *("variant", "label", "ms", "fastest", "slowest", "ratio", "busy_ms", "busy_share", "kernels", "idle_share"),
+    *("copy_share", "host_us", "launch_us", "setup_s", "peak_mib", "setup_peak_mib", "loss", "expected", "difference"),
+    *("tolerance", "noise", "compared", "off", "error", "report"),
 }
 
 
@@ -46,19 +48,29 @@ def fixed() -> tuple[Any, ...]:
     return tiny(6)
 
 
+def pictures(batch: int) -> tuple[Any, ...]:
+    """Normalised images that are not in channels_last, with weights beside them, which are no images."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 4))
+    batches = [(torch.randn(batch, 3, 8, 8), torch.randint(4, (batch,)), torch.rand(batch)) for _ in range(2)]
+    return weighted, model, functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9), batches
+
+
+def weighted(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    return (F.cross_entropy(model(x), y, reduction="none") * weights).mean()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage() -> Iterator[None]:
-    """Each variant ends with a garbage collection: let it look at what the tests make alone."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    """Each run begins with a garbage collection: let it look at what the tests make alone."""
+    torch.optim.SGD([torch.zeros(1)])  # imports what makes most of it
+    with _bench_process.little_garbage():
+        yield
 
 
 @pytest.fixture(autouse=True)
 def module_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("mine")
-    module.tiny, module.fixed = tiny, fixed  # type: ignore[attr-defined]
+    module.tiny, module.fixed, module.pictures = tiny, fixed, pictures  # type: ignore[attr-defined]
     module.number = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mine", module)
 
@@ -112,14 +124,18 @@ def test_rows_json_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert rows["graphed"]["host_us"] is rows["graphed"]["peak_mib"] is rows["graphed"]["busy_ms"] is None
     assert "No CUDA device" in figures["notes"][0]
     assert "graphed_step, emulated" in printed
-    assert "peak MiB" not in printed, "a column that has no figure is left out"
+    assert "MiB" not in printed, "a column that has no figure is left out"
+    assert "Graphs are emulated here: no null region." in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert plot.stat().st_size > 20_000
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_quick_ends_soon_and_says_what_it_cannot_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_ends_soon_and_says_what_it_cannot_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--quick needs no GPU: one small model, and the note names what only a GPU can show."""
+    monkeypatch.setitem(CASES, "mlp", functools.partial(user_case, "mlp", tiny))
     out = tmp_path / "quick.json"
     bench("--quick", "--json", str(out))
     (result,) = json.loads(out.read_text())["results"]
@@ -141,6 +157,54 @@ def test_json_to_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[s
     assert captured.err == ""
 
 
+@pytest.mark.parametrize("source", ["device", "prefetch", "uint8"])
+@pytest.mark.usefixtures("on_cpu")
+def test_every_variant_gets_the_same_input(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--input: all get what `loss_fn` takes, in the dtype of the policy, in channels_last where it was uint8."""
+    seen: list[tuple[Tensor, ...]] = []
+
+    def watched(model: nn.Module, *batch: Tensor) -> Tensor:
+        seen.append(batch)
+        return weighted(model, *batch)
+
+    monkeypatch.setattr("mine.pictures", lambda batch: (watched, *pictures(batch)[1:]))
+    keys = ["amp", "graphed", *(["lightning"] if find_spec("lightning") else [])]
+    figures = figures_of(tmp_path, "--model", "mine:pictures", "-b", "4", "--input", source, "--variants", *keys)
+    assert figures["input"] == source
+    (result,) = figures["results"]
+    assert result["batch"] == 4
+    assert [(row["error"], row["off"]) for row in result["rows"]] == [("", False)] * len(keys)
+    layout = torch.channels_last if source == "uint8" else torch.contiguous_format
+    for x, y, weights in seen:
+        assert (x.shape, x.dtype, y.dtype, weights.shape) == ((4, 3, 8, 8), torch.float32, torch.int64, (4,))
+        assert x.is_contiguous(memory_format=layout)
+
+
+def test_images_survive_uint8() -> None:
+    """What is encoded comes back normalised, to half a step of a pixel's 255, and cut off at black and white."""
+    case = user_case("pictures", pictures, 4)
+    encoded = ready(case, torch.float32, torch.device("cpu"), "uint8")
+    pixels, labels, weights = encoded.batches[1]
+    assert (pixels.dtype, pixels.shape, pixels.is_contiguous()) == (torch.uint8, (4, 8, 8, 3), True)
+    assert encoded.batch_size == 4
+    assert encoded.decode is not None
+    images, *others = encoded.decode(encoded.batches[1])
+    assert others == [labels, weights]
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    expected = case.batches[1][0].clamp(-mean / std, (1 - mean) / std)
+    torch.testing.assert_close(images, expected, rtol=0, atol=float(0.51 / 255 / std.min()))
+    assert (
+        ready(case, torch.bfloat16, torch.device("cpu"), "uint8").decode(encoded.batches[1])[0].dtype == torch.bfloat16
+    )
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_uint8_needs_images() -> None:
+    """A model without images says so; nothing else is measured in its place."""
+    with pytest.raises(SystemExit, match=r"mine:tiny: --input uint8: there are no images, .* \(N, 3, H, W\)"):
+        bench("--model", "mine:tiny", "--input", "uint8", "--variants", "amp")
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_lightning_trains_the_same_steps(tmp_path: Path) -> None:
     """The Lightning callback runs on the same batches to the same loss."""
@@ -152,10 +216,11 @@ def test_lightning_trains_the_same_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
-def test_every_variant_on_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["device", "prefetch", "uint8"])
+def test_every_variant_on_a_gpu(source: str, tmp_path: Path) -> None:
     """All variants but the compiled ones: each figure is there, and what must hold between them does."""
     keys = [key for key, variant in VARIANTS.items() if not variant.compiles and key != "lightning"]
-    figures = figures_of(tmp_path, "--model", "mine:tiny", "-b", "32", "--variants", *keys)
+    figures = figures_of(tmp_path, "--model", "mine:pictures", "-b", "32", "--input", source, "--variants", *keys)
     assert figures["device"] == torch.cuda.get_device_name()
     rows = {row["variant"]: row for row in figures["results"][0]["rows"]}
     assert list(rows) == keys
@@ -164,6 +229,8 @@ def test_every_variant_on_a_gpu(tmp_path: Path) -> None:
         assert row["host_us"] > 0
         assert row["kernels"] >= 5
         assert row["busy_ms"] > 0
+        assert 0 <= row["idle_share"] < 1
+        assert 0 <= row["copy_share"] < 1 - row["idle_share"]
         assert 0 < row["peak_mib"] < 1024
     for captured in ("bare", "graphed"):
         assert 0 < rows[captured]["launch_us"] <= rows[captured]["host_us"]
@@ -181,7 +248,13 @@ def not_clipped(case: Case, setting: Setting) -> Loop:
 
 
 def other_learning_rate(case: Case, setting: Setting) -> Loop:
-    return torch_amp(Case(case.loss_fn, case.model, functools.partial(case.optimizer, lr=0.1), case.batches), setting)
+    """A third too high."""
+    return torch_amp(replace(case, optimizer=functools.partial(case.optimizer, lr=0.065)), setting)
+
+
+def no_schedule(case: Case, setting: Setting) -> Loop:
+    """Clipped and at the right learning rate, which it keeps."""
+    return torch_amp(case, setting._replace(schedule=100_000))
 
 
 def never_steps(case: Case, setting: Setting) -> Loop:
@@ -202,7 +275,7 @@ def diverges(case: Case, setting: Setting) -> Loop:
     return Loop(train)
 
 
-@pytest.mark.parametrize("wrong", [not_clipped, other_learning_rate, never_steps, diverges])
+@pytest.mark.parametrize("wrong", [not_clipped, other_learning_rate, no_schedule, never_steps, diverges])
 @pytest.mark.usefixtures("on_cpu")
 def test_a_loss_that_is_off_is_marked(
     wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -216,7 +289,10 @@ def test_a_loss_that_is_off_is_marked(
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("planted")]
     assert line.endswith(" !")
-    assert "! off: on the way there it differs by more than 5% of what the expected loss falls by." in printed
+    assert "! off: on the way there it differs by more than 5% of what the expected loss falls by, and by m" in printed
+    (row,) = [row for row in result["rows"] if row["off"]]
+    assert row["compared"] == 20, "this model is compared to the end"
+    assert wrong is diverges or row["difference"] > row["tolerance"] >= 0.05
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -250,12 +326,36 @@ def test_a_sweep_ends_for_a_variant_that_runs_out_of_memory(tmp_path: Path, monk
         return torch_amp(case, setting)
 
     plant(monkeypatch, "compile", needs_memory)
-    figures = figures_of(tmp_path, "--model", "mine:tiny", "--sweep", "--variants", "amp", "compile")
+    figures = figures_of(tmp_path, "--quick", "--model", "mine:tiny", "--sweep", "--variants", "amp", "compile")
     assert [result["batch"] for result in figures["results"]] == [8, 16, 32, 64, 128, 256, 512, 1024]
     errors = [result["rows"][1]["error"] for result in figures["results"]]
     assert errors == ["", "", "out of memory", *["out of memory at batch 32 already"] * 5]
     assert tried == [8, 16, 32]
     assert all(result["rows"][0]["ms"] for result in figures["results"])
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_sweep_ends_where_there_is_no_room_for_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the input fits: rows say so, larger ones are not made, and the next model is measured."""
+    made = []
+
+    def needs_memory(case: Case, *args: Any) -> Case:
+        made.append(case.batch_size)
+        if case.batch_size == 32:
+            raise RuntimeError("CUDA error: out of memory")
+        return ready(case, *args)
+
+    monkeypatch.setattr(_bench, "ready", needs_memory)
+    argv = ["--model", "mine:tiny", "mine:fixed", "-b", "8", "32", "64", "--variants", "amp", "graphed"]
+    results = figures_of(tmp_path, *argv)["results"]
+    assert made == [8, 32, 6]
+    assert [[row["error"] for row in result["rows"]] for result in results] == [
+        ["", ""],
+        ["out of memory"] * 2,
+        ["out of memory at batch 32 already"] * 2,
+        ["", ""],
+    ]
+    assert [result["batch"] for result in results] == [8, 32, 64, 6]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -337,11 +437,65 @@ def test_a_bare_step_is_compared_with_a_bare_eager_one(
     assert (result["rows"][1]["difference"] == 0.0) is not whole
 
 
-def test_the_difference_of_two_curves() -> None:
-    """It is the largest on the way, not that at the end; nan is no agreement; a flat curve has some tolerance."""
-    assert _bench.difference([3.0, 2.5, 1.0], [3.0, 2.0, 1.0]) == 0.25
-    assert math.isnan(_bench.difference([3.0, float("nan"), 1.0], [3.0, 2.0, 1.0]))
-    assert _bench.difference([2.0, 2.01], [2.0, 2.0]) == pytest.approx(0.1)
+REFERENCE = [3.0, 2.5, 2.0, 1.0]  # falls by 2
+
+
+def judged(losses: list[float], *nudged: list[float], reference: list[float] = REFERENCE) -> Row:
+    row = Row("graphed", "graphed_step")
+    ends = range(5, 5 * len(reference) + 1, 5)
+    _bench.Expected.of([reference, *nudged], 0.03, ends).judge(losses, row)
+    return row
+
+
+def test_losses_are_compared_pass_by_pass() -> None:
+    """Without noise the tolerance is the floor; the worst pass counts, not the last; a flat curve has some."""
+    row = judged([3.0, 2.5, 2.5, 1.0], REFERENCE)
+    assert (row.difference, row.tolerance, row.noise, row.compared, row.off) == (0.25, 0.03, 0.0, 20, True)
+    assert not judged([3.05, 2.5, 2.0, 1.0]).off
+    flat = judged([2.0, 2.01], reference=[2.0, 2.0])
+    assert (flat.difference, flat.off) == (pytest.approx(0.1), True)
+    assert not judged([0.0, 0.0], reference=[0.0, 0.0]).off
+
+
+def test_noise_widens_the_tolerance_from_where_it_is() -> None:
+    """What nudged runs differ by, four times; in earlier passes, where they do not, the floor holds."""
+    nudged = [3.0, 2.5, 2.1, 1.0], [3.0, 2.5, 1.95, 1.0]  # up to 0.15 apart, of 2
+    late = judged([3.0, 2.5, 2.0, 1.5], *nudged)
+    assert (late.difference, late.tolerance, late.noise, late.off) == (0.25, *map(pytest.approx, (0.3, 0.075)), False)
+    assert judged([3.0, 2.5, 2.0, 1.7], *nudged).off
+    early = judged([3.0, 2.3, 2.0, 1.0], *nudged)
+    assert (early.difference, early.tolerance, early.off) == (pytest.approx(0.1), 0.03, True)
+
+
+def test_noise_cannot_hide_a_wrong_loss_unseen() -> None:
+    """Where noise leaves a loss little to say, the row tells; nan, and what noise does not explain, is off even so."""
+    wild = [3.0, 2.5, 1.0, 3.0]
+    row = judged([3.0, 2.5, 5.0, 4.0], wild)
+    assert (row.off, row.compared, row.difference, row.tolerance) == (False, 10, 1.5, 2.0)
+    assert judged([3.0, 2.5, 7.0, 4.0], wild).off
+    assert judged([3.0, 2.5, float("nan"), 4.0], wild).off
+    assert judged([3.0, 2.4, 2.0, 1.0], wild).off, "earlier passes are compared as strictly as ever"
+    lost = judged([3.0, 2.5, 99.0, 99.0], [3.0, 2.5, float("nan"), float("nan")])
+    assert (lost.off, lost.compared) == (False, 10)
+    figures = saved()
+    figures.results[0].rows = [row]
+    printed = _bench_report.table(figures)
+    assert "- (1.0000) ?" in printed
+    assert "? mlp, batch 64: beyond step 10 of 20 rounding alone moves losses too far to tell much." in printed
+    assert judged(REFERENCE, [9.0, 9.0, 9.0, 9.0]).compared == 0
+
+
+def test_a_nudge_is_less_than_rounding() -> None:
+    """Every parameter moves by half a unit in the last place at most, most of them do; the model stays as it was."""
+    model = nn.Linear(64, 64)
+    before = copy.deepcopy(model)
+    for dtype in (torch.float16, torch.bfloat16):
+        nudged, other = _bench.nudge(model, dtype, 1), _bench.nudge(model, dtype, 2)
+        moved = ((nudged.weight - model.weight) / model.weight).abs()
+        assert 0.4 < moved.max() / (torch.finfo(dtype).eps / 2) < 1.01
+        assert (moved > 0).float().mean() > 0.9
+        assert not torch.equal(nudged.weight, other.weight)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- what the times mean
@@ -387,17 +541,71 @@ def test_busy_time_counts_overlap_once() -> None:
         event("Optimizer.step#SGD.step", 0, 100, annotation=True),
         event("aten::mm", 0, 200, device="CPU"),
     ]
-    assert _bench.busy(reversed(events)) == (15 + 2 + 1 + 2, 4)
-    assert _bench.busy([]) == (0.0, 0)
+    seen = _bench.device_work(reversed(events))
+    assert (seen.busy_us, seen.kernels) == (15 + 2 + 1 + 2, 4)
+    assert _bench.device_work([]) == _bench.device_work(events[-4:]) == (0.0, 0, 0.0, 0.0)
 
 
-def test_events_of_the_profiler_have_what_busy_reads() -> None:
+def steps_of_100_us(n: int, start: float = 0.0) -> list[Any]:
+    """In each a copy is hidden, another stream works to the 80th, a copy is not hidden, and 10 us are idle."""
+    events = []
+    for at in (start + 100.0 * i for i in range(n)):
+        events += [
+            event("gemm", at, at + 60),
+            event("Memcpy HtoD (Pinned -> Device)", at + 10, at + 30),
+            event("decode", at + 40, at + 80),
+            event("inside decode", at + 50, at + 70),
+            event("Memcpy DtoH (Device -> Pinned)", at + 75, at + 90),
+        ]
+    return events
+
+
+def test_idle_and_copying_are_shares_of_the_steps_in_the_middle() -> None:
+    """Streams overlap: what is neither a kernel nor a copy is idle, what is only a copy is shown apart."""
+    n = _bench.ALL_STEPS
+    seen = _bench.device_work([*steps_of_100_us(n), event("last", 100 * n - 10, 100 * n)])
+    assert (seen.idle_share, seen.copy_share) == pytest.approx((0.1, 0.1))
+    assert (seen.busy_us, seen.kernels) == (80 * n + 10, 3 * n + 1)
+    # The first copy stands alone, for the queue was empty, and the device waits for the host in the first three steps.
+    start = event("Memcpy HtoD (Pinned -> Device)", 0, 50)
+    later = [*steps_of_100_us(n - 3, start=300), event("last", 100 * n - 10, 100 * n)]
+    seen = _bench.device_work([start, *later])
+    assert (seen.idle_share, seen.copy_share) == pytest.approx((0.1, 0.1))
+    assert _bench.device_work([event("gemm", 0, 70)]) == (70.0, 1, 0.0, 0.0)
+
+
+def test_the_profile_of_a_variant_fills_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the events of so many steps, per step; and a profiler that sees nothing is told of, without figures."""
+    row, case = Row("amp", "torch AMP, eager"), user_case("fixed", fixed, 6)
+    setting = Setting(Policy(), torch.device("cpu"))
+    n = _bench.ALL_STEPS
+    trained = []
+
+    def steps(batches: Any, device: torch.device, events: list[Any]) -> Iterator[Any]:
+        for batch in batches:
+            trained.append(batch)
+            yield batch
+        events.extend(found)
+
+    monkeypatch.setattr(_bench, "_profiled_steps", steps)
+    found: list[Any] = []
+    assert _bench.profile(row, case, setting) == "torch.profiler saw no kernel"
+    assert (row.busy_ms, row.idle_share) == (None, None)
+    found = [*steps_of_100_us(n), event("last", 100 * n - 10, 100 * n)]
+    assert _bench.profile(row, case, setting) == ""
+    assert len(trained) == 2 * len(case.batches)
+    assert row.busy_ms == pytest.approx(0.08, rel=0.01)
+    assert (row.idle_share, row.copy_share) == pytest.approx((0.1, 0.1))
+
+
+def test_events_of_the_profiler_have_what_is_read() -> None:
     """The names of a real event's attributes: torch may change them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         torch.ones(4).add(1)
     events = profiler.events()
     assert {found.device_type.name for found in events} == {"CPU"}
-    assert _bench.busy(events) == (0.0, 0)
+    assert _bench.device_work(events).kernels == 0
+    assert all(found.time_range.end >= found.time_range.start and not found.is_user_annotation for found in events)
 
 
 # ---------------------------------------------------------------------------------------------------- what is trained
@@ -486,13 +694,16 @@ def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Lightning, without CUDA: a note instead of a row."""
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
     monkeypatch.setattr(_bench, "has_lightning", lambda: False)
-    keys, notes = _bench.select(None, False, cuda)
+    keys, notes = _bench.select(None, cuda)
     assert keys == ["float32", "amp", "amp-fused", "compile", "reduce-overhead", "bare", "graphed", "graphed-compile"]
     assert notes == ["Left out: Lightning with ampkit's callback, which needs pip install 'ampkit[lightning]'."]
-    keys, notes = _bench.select(["graphed", "max-autotune", "amp"], False, cpu)
+    keys, notes = _bench.select(["graphed", "max-autotune", "amp"], cpu)
     assert keys == ["amp", "graphed"]
     assert notes[0].endswith("peak memory, torch.compile max-autotune.")
-    assert _bench.select(None, True, cuda)[0] == ["amp", "amp-fused", "bare", "graphed"]
+    for few in ("quick", "sweep"):
+        keys, notes = _bench.select(None, cuda, **{few: True})
+        assert keys == ["amp", "amp-fused", "bare", "graphed"]
+        assert notes[-1] == "Left out unless --variants names them: torch.compile, float32 and Lightning."
 
 
 def test_every_precision_of_lightning_is_found() -> None:
@@ -506,57 +717,83 @@ def test_every_precision_of_lightning_is_found() -> None:
 # ------------------------------------------------------------------------------------------------------ what is shown
 
 
-def saved(model: str = "mlp", batch: int = 64, device: str = "a GPU", ratio: float = 4.0) -> Figures:
+def saved(model: str = "mlp", batch: int = 64, device: str = "a GPU", source: str = "prefetch") -> Figures:
     setting = {"device": device, "torch": "2", "cuda": "13", "date": "2026-11-21", "policy": "float16", "repeats": 3}
-    rows = [
-        Row("amp", "torch AMP, eager", 8.0, 7.5, 9.0, 1.6, 100, 8000.0, None, 0.1, 100.0, 120.0, 2.0, 2.0, 0.0),
-        Row("bare", "bare capture (*)", 1.9, 1.9, 1.9, 1.8, 80, 60.0, 55.0, 0.2, 110.0, 120.0, 1.5, 1.5, 0.0),
-        Row(
-            "graphed",
-            "graphed_step",
-            8.0 / ratio,
-            1.9,
-            8.5,
-            1.8,
-            85,
-            150.0,
-            60.0,
-            0.3,
-            104.0,
-            130.0,
-            2.5,
-            2.0,
-            0.2,
-            True,
-        ),
-        Row("lightning", "Lightning", error="ValueError: no"),
-    ]
-    return Figures({**setting, "checked_steps": 20, "tolerance": 0.03}, ["A note."], [Result(model, batch, rows)])
+    setting |= {"input": source, "checked_steps": 20, "tolerance": 0.03}
+    losses = {"loss": 2.0, "expected": 2.0, "difference": 0.0, "tolerance": 0.03, "noise": 0.0, "compared": 20}
+    amp = Row("amp", "torch AMP, eager", 8.0, 7.5, 9.0, 1.6, 100, host_us=8000.0, peak_mib=100.0, **losses)
+    bare = Row("bare", "bare capture (*)", 1.9, 1.9, 1.9, 1.8, 80, 0.05, 0.0, 60.0, 55.0, 0.2, 110.0, 120.0, **losses)
+    graphed = Row("graphed", "graphed_step", 2.0, 1.9, 8.5, 1.8, 85, 0.016, 0.002, 150.0, 60.0, 0.3, 104.0, 130.0)
+    graphed = replace(graphed, **{**losses, "loss": 2.5, "difference": 0.2}, off=True)
+    rows = [amp, bare, graphed, Row("lightning", "Lightning", error="ValueError: no")]
+    return Figures(setting, ["A note."], [Result(model, batch, rows)])
 
 
 def test_the_table() -> None:
     """Every figure of a row, the mark, the failed row, and what the marks mean."""
     lines = _bench_report.table(saved()).splitlines()
-    assert lines[:2] == ["a GPU, torch 2, float16, median of 3 repeats", "A note."]
+    assert lines[:2] == ["a GPU, torch 2, float16, median of 3 repeats, input: prefetch", "A note."]
     (graphed,) = [line for line in lines if line.startswith("graphed_step")]
-    cells = "2.000 [1.900, 8.500] 4.00x 1.800 90% 85 150 60 0.30 104 2.5000 (2.0000) !"
+    cells = "2.000 [1.900, 8.500] 4.00x 1.800 90% 85 1.6% 0.2% 150 60 0.30 104 2.5000 (2.0000) !"
     assert graphed.split() == ["graphed_step", *cells.split()]
     assert "Lightning         failed: ValueError: no" in lines
     assert "(*) one batch that lies on the device, without clipping and schedule: the kernels alone." in lines
-    assert lines[-1] == "! off: on the way there it differs by more than 3% of what the expected loss falls by."
+    assert lines[-1].startswith(
+        "! off: on the way there it differs by more than 3% of what the expected loss falls by, "
+    )
+
+
+def test_noise_is_told_of() -> None:
+    """Where rounding moves the losses the reader learns by how much, and what is let pass."""
+    figures = saved()
+    figures.results[0].rows[2] = replace(figures.results[0].rows[2], tolerance=0.12, noise=0.03)
+    printed = _bench_report.table(figures)
+    assert "mlp, batch 64: rounding alone moves losses by 3.0% of their fall; up to 12% passes." in printed
+    assert "rounding alone" not in _bench_report.table(saved())
+
+
+def swept(*points: tuple[int, float | None, float | None], model: str = "mlp", base: str = "amp-fused") -> Figures:
+    """Batch size, and milliseconds of the eager and of the captured step: None where it ran out of memory."""
+    parts = []
+    for batch, *times in points:
+        part = saved(model, batch)
+        part.results[0].rows = [
+            Row(key, key, ms, ms, ms, peak_mib=ms and memory, error="" if ms else "out of memory")
+            for key, ms, memory in zip((base, "graphed"), times, (1000.0, 1100.0), strict=True)
+        ]
+        parts.append(part)
+    return _bench_report.joined(parts)
 
 
 def test_where_a_capture_stops_paying() -> None:
-    """The null region begins where this and all larger batches gain less than 5%."""
+    """The null region: batch sizes at which a step saves less than 5% of the eager one, with memory beside speed."""
+    figures = swept((64, 10.0, 9.4), (8, 8.0, 2.0), (16, 8.0, 7.61), (32, 8.0, 4.0), (128, 20.0, 20.2))
+    lines = _bench_report.table(figures).splitlines()
+    at = lines.index("mlp: graphed beside amp-fused")
+    assert [line.split() for line in lines[at + 1 : at + 7]] == [
+        ["batch", "eager", "ms", "graphed", "ms", "saves", "eager", "MiB", "graphed", "MiB"],
+        ["8", "8.000", "2.000", "75%", "1000", "1100"],
+        ["16", "8.000", "7.610", "5%", "1000", "1100", "~"],
+        ["32", "8.000", "4.000", "50%", "1000", "1100"],
+        ["64", "10.000", "9.400", "6%", "1000", "1100"],
+        ["128", "20.000", "20.200", "-1%", "1000", "1100", "~"],
+    ]
+    assert lines[at + 7] == "~ null region: at batch 16, 128 the capture saves less than 5% of a step."
+    assert json.loads(figures.to_json())["null_regions"] == {"mlp": [16, 128]}
+    assert Figures.from_json(figures.to_json()) == figures
+    printed = _bench_report.table(swept((8, 8.0, 2.0), (16, 8.0, 4.0), base="amp"))
+    assert "mlp: graphed beside amp\n" in printed, "where the fused optimizer was not measured"
+    assert "No null region: the capture saves 5% of a step or more at each batch size that fits." in printed
+    assert "beside" not in _bench_report.table(swept((8, 8.0, 2.0)))
 
-    def said(*ratios: float) -> str:
-        parts = [saved(batch=8 * 2**i, ratio=ratio) for i, ratio in enumerate(ratios)]
-        return _bench_report.table(_bench_report.joined(parts))
 
-    told = said(4.0, 1.01, 1.5, 1.04, 1.0)
-    assert "4.00x at 8, 1.01x at 16, 1.50x at 32, 1.04x at 64, 1.00x at 128; below 1.05x from batch 64 on." in told
-    assert "1.05x or more up to the largest." in said(4.0, 1.5)
-    assert "graphed_step over" not in said(4.0)
+def test_a_captured_step_that_needs_more_memory_is_told_of() -> None:
+    """Where only the eager step fits, a line says so; the null region is of those that both have a time."""
+    printed = _bench_report.table(swept((8, 8.0, 2.0), (16, 9.0, None), (32, 10.0, None), (64, None, None)))
+    assert "Memory: at batch 16, 32 the eager step fits and the captured one does not." in printed
+    assert ["16", "9.000", "out", "of", "memory", "-", "1000", "-"] in [line.split() for line in printed.splitlines()]
+    assert "No null region" in printed
+    assert "Memory:" not in _bench_report.table(swept((8, 8.0, 2.0), (16, None, 3.0)))
 
 
 def test_saved_figures_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -594,6 +831,7 @@ def test_nan_survives_a_file() -> None:
         ("no json", "not a file that"),
         ('{"schema": 0}', "of another version of ampkit"),
         (saved(device="another GPU").to_json(), "the files differ in device: a GPU, another GPU"),
+        (saved(source="uint8").to_json(), "the files differ in input: prefetch, uint8"),
     ],
 )
 def test_files_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> None:

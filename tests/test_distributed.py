@@ -217,6 +217,11 @@ def test_sharded_parameters_are_refused(sharded: nn.Module, graph: str) -> None:
     with pytest.raises(NotImplementedError) as raised:
         ampkit.graphed_step(lambda m, x: m(x).square().mean(), sharded, optimizer, graph=graph)
     assert re.search("0.weight is a DTensor: .* not implemented .* graph='off'", str(raised.value))
+    with pytest.raises(NotImplementedError, match=r"graphed\(evaluate\), modules\[0\]: .* 0.weight is a DTensor"):
+
+        @ampkit.graphed(modules=(sharded,), graph=graph)
+        def evaluate(x: torch.Tensor) -> torch.Tensor:
+            return sharded(x)
 
 
 @pytest.mark.parametrize(("policy", "max_norm"), [("float32", None), ("bfloat16", 1.0)])

@@ -16,7 +16,7 @@ import torch
 from matplotlib.image import imread
 from torch.nn import functional as F
 from torch.utils.data import Subset
-from torchvision.io import write_png
+from torchvision.transforms.functional import to_pil_image
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "train_resnet.py"
@@ -141,7 +141,7 @@ def image_folder(path: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         generator = torch.Generator().manual_seed(index)
         image = torch.randint(256, (3, 40, 40), dtype=torch.uint8, generator=generator)
-        write_png(image, str(folder / f"{index}.png"))
+        to_pil_image(image).save(folder / f"{index}.png")
     return ["--dataset", "imagefolder", "--data-path", str(path), "-j", "0"]
 
 

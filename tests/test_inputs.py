@@ -1,12 +1,14 @@
 """What counts as the same input; static buffers; the paths that messages use."""
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from ampkit import InputMismatch
+from ampkit import InputMismatch, _inputs
 from ampkit._inputs import Spec, StaticInputs, describe_change, read_batch
+from ampkit._torch import tree_flatten
 
 CPU = torch.device("cpu")
 
@@ -95,3 +97,45 @@ def test_static_inputs_keep_tree_and_constants() -> None:
     assert inputs.args[0]["n"] == 3
     assert inputs.kwargs == {"flag": True}
     assert inputs.nbytes == 16
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+T = torch.zeros(2)
+BATCHES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "tensors": ((T, T), {}),
+    "by name": ((T,), {"mask": T, "scale": 2.0}),
+    "nothing": ((), {}),
+    "nested": (([T, (T, {"a": T, "b": [None, "x"]})],), {"more": {"c": ()}}),
+    "keys in another order": (({"b": T, "a": T},), {}),
+    "numbers as keys": (({1: T, "1": T},), {}),
+    "named tuple": ((Pair(T, [T]),), {}),
+    "ordered": ((OrderedDict(a=T, b=T),), {}),
+    "dtype and device": ((T, torch.float16, CPU), {}),
+    "parameter": ((torch.nn.Parameter(T, requires_grad=False),), {}),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_leaves_and_tree_are_those_of_torch(name: str) -> None:
+    """Containers that are looked up and containers that are flattened anew: torch's leaves, in its order, its tree."""
+    args, kwargs = BATCHES[name]
+    expected, tree = tree_flatten((args, kwargs))
+    for _ in range(2):  # made, then looked up
+        spec, leaves = read_batch(args, kwargs, CPU)
+        assert spec.tree == tree
+        assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in expected]
+    others = [read_batch(*batch, CPU)[0] for other, batch in BATCHES.items() if other != name]
+    assert spec not in others
+
+
+def test_trees_that_vary_do_not_pile_up() -> None:
+    """A dict with other keys in each batch: its tree is right each time, and memory is bounded."""
+    for i in range(600):
+        spec, leaves = read_batch(({f"key {i}": T},), {}, CPU)
+        assert spec.tree == tree_flatten((({f"key {i}": T},), {}))[1]
+        assert leaves[0] is T
+    assert len(_inputs._trees) <= _inputs._MAX_TREES

@@ -330,7 +330,8 @@ def test_modules_that_cannot_have_a_rule() -> None:
     with pytest.raises(ValueError, match=r"module '0' \(Linear\) cannot have a rule: .* forward on the instance"):
         Policy(modules={"0": "float16"}).apply(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for category in (DeprecationWarning, FutureWarning):  # the second in torch 2.15
+            warnings.simplefilter("ignore", category)
         scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"it is scripted"):
         Policy().apply(scripted)

@@ -390,12 +390,18 @@ def test_compiled_code_never_serves_the_old_policy(backend: str, device: str, fr
 
 
 def test_uncompiled_code_below_a_compiled_call_does_not_compile_the_mode(fresh_dynamo: None) -> None:
-    """Sequential.compile() leaves all of it to Python, where dynamo would begin to compile at the mode."""
-    model = nn.Sequential(nn.LayerNorm(4), nn.Softmax(-1))
-    runs = []
-    model.compile(backend=lambda graph, inputs: runs.append(graph) or graph.forward)
+    """A graph break in a loop leaves the function to Python, where dynamo would begin to compile at the mode."""
+
+    def network(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = torch.softmax(x, -1)
+        return x
+
+    runs: list[Any] = []
+    compiled = torch.compile(network, backend=lambda graph, inputs: runs.append(graph) or graph.forward)
     with POLICIES[0].autocast("cpu"):
-        assert model(torch.randn(2, 4, requires_grad=True)).dtype is torch.float16
+        assert compiled(torch.randn(2, 4, requires_grad=True)).dtype is torch.float16
     assert not runs
 
 

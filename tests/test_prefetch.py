@@ -1,13 +1,17 @@
-"""prefetch: the same batches, on the device, without waiting."""
+"""prefetch: the same batches, on the device, decoded there, without waiting."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from harness import DEVICES
+from harness import DEVICES, deterministic, make_net, no_sync
 from torch import Tensor
+from torch.nn import functional as F
 
 import ampkit
+from ampkit import _prefetch
 
 Batch = dict[str, object]
 
@@ -67,6 +71,309 @@ def test_an_error_of_the_loader_reaches_the_loop() -> None:
     assert next(batches) == 1
     with pytest.raises(OSError, match="disk"):
         next(batches)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loop_that_ends_early_closes_the_loader(device: str) -> None:
+    """No batch was taken beyond the one that the loop had, and the loader's own clean-up has run."""
+    taken, closed = [], []
+
+    def loader() -> Iterator[Tensor]:
+        try:
+            for i in range(5):
+                taken.append(i)
+                yield torch.full((2,), float(i))
+        finally:
+            closed.append(True)
+
+    for batch in ampkit.prefetch(loader(), device, transform=lambda batch: batch + 1):
+        if batch[0] == 2:
+            break
+    assert taken == [0, 1]
+    del batch
+    assert closed == [True]
+
+
+# ---------------------------------------------------------------------------------------------------------- transform
+
+
+def pixels(n: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    return [
+        (torch.randint(256, (4, size, size, 3), dtype=torch.uint8, generator=made), torch.randint(10, (4,)))
+        for _ in range(n)
+    ]
+
+
+def decoder(device: str) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """The one of the docstring."""
+    mean, scale = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in ((120.0, 110.0, 100.0), (0.02, 0.03, 0.02)))
+
+    def decode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        images, labels = batch
+        assert images.device.type == device
+        assert not torch.is_grad_enabled()
+        return (images.permute(0, 3, 1, 2) - mean) * scale, labels
+
+    return decode
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transform_decodes_on_the_device(device: str) -> None:
+    """Each batch once, in order, behind its copy, without autograd: the values of the same call on the host."""
+    source = pixels(20)
+    decode = decoder("cpu")
+    batches = ampkit.prefetch(source, device, transform=decoder(device))
+    for _ in range(2):
+        seen = list(batches)
+        assert len(seen) == len(source)
+        for (images, labels), batch in zip(seen, source, strict=True):
+            with torch.no_grad():
+                expected, _ = decode(batch)
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            torch.testing.assert_close(images.cpu(), expected)
+            assert torch.equal(labels.cpu(), batch[1])
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transform_draws_random_numbers_as_the_loop_would(device: str) -> None:
+    """Transform and step draw from one generator in the order of calls, as if the loop's body called it first."""
+
+    def flip(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        images, labels = batch
+        return torch.where(torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5, images.flip(2), images), labels
+
+    source = pixels(12)
+    drawn = {}
+    for by_prefetch in (True, False):
+        torch.manual_seed(5)
+        drawn[by_prefetch] = []
+        for batch in ampkit.prefetch(source, device, transform=flip if by_prefetch else None):
+            images, _ = batch if by_prefetch else flip(batch)
+            drawn[by_prefetch] += [images.cpu(), torch.rand(3, device=device).cpu()]
+    assert all(torch.equal(a, b) for a, b in zip(drawn[True], drawn[False], strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("error", [ZeroDivisionError("by a pixel"), StopIteration("here")])
+def test_an_error_of_transform_names_it(device: str, error: Exception) -> None:
+    """Which batch, and what was raised, which is the cause; earlier batches came, and a new loop starts anew."""
+
+    def fails_at_1(batch: Tensor) -> Tensor:
+        if fails and batch[0] == 1:
+            raise error
+        return batch + 1
+
+    fails = True
+    batches = ampkit.prefetch([torch.full((2,), float(i)) for i in range(3)], device, transform=fails_at_1)
+    iterator = iter(batches)
+    assert next(iterator)[0] == 1
+    with pytest.raises(
+        ampkit.AmpkitError, match=rf"prefetch\(transform\): batch 1: {type(error).__name__}: "
+    ) as caught:
+        next(iterator)
+    assert caught.value.__cause__ is error
+    assert next(iterator, None) is None, "the loop is over"
+    assert torch.is_grad_enabled()
+    fails = False
+    assert [int(batch[0]) for batch in batches] == [1, 2, 3]
+
+
+def test_a_transform_that_returns_nothing() -> None:
+    """A forgotten return is told of where it is, not where the loop unpacks it."""
+    with pytest.raises(ampkit.AmpkitError, match=r"prefetch\(transform\): batch 0: it returned None, not a batch"):
+        next(iter(ampkit.prefetch([torch.ones(1)], "cpu", transform=lambda batch: None)))
+
+
+def test_transform_must_be_a_function() -> None:
+    """The error comes where the prefetcher is made."""
+    with pytest.raises(ValueError, match=r"prefetch\(transform=3\): expected a function of a batch, or None"):
+        ampkit.prefetch([], "cpu", transform=3)  # type: ignore[call-overload]
+
+
+class Queue:
+    """Stands for a CUDA stream: writes down what is asked of it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: "Queue") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> "Queue":
+        self.log.append(f"event on {self.name}")
+        return self
+
+    def synchronize(self) -> None:
+        self.log.append("host waits")
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is queued, and on which stream, by a prefetcher with a CUDA device, on a machine that need not have one."""
+    log: list[str] = []
+    side, consumer = Queue("side", log), Queue("consumer", log)
+    current = [consumer]
+
+    @contextmanager
+    def stream(entered: Queue) -> Iterator[None]:
+        current.append(entered)
+        yield
+        current.pop()
+
+    def copy(self: Any, tensor: Tensor, **_: Any) -> Tensor:
+        log.append(f"copy on {current[-1].name}")
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(_prefetch, "_side_stream", lambda device: side)
+    monkeypatch.setattr(_prefetch, "_indexed", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(ampkit.prefetch, "_copy", copy)
+    return log
+
+
+def test_what_is_queued_in_which_order(queued: list[str]) -> None:
+    """Copy and transform behind each other on the side stream, while the step before is queued and not waited for."""
+
+    def transform(batch: Tensor) -> Tensor:
+        assert torch.cuda.current_stream(batch.device).name == "side"  # type: ignore[attr-defined]
+        queued.append("transform")
+        return batch + 1
+
+    loader = (torch.full((1,), float(i)) for i in range(4))
+    for i, batch in enumerate(ampkit.prefetch(loader, "cuda", depth=1, transform=transform)):
+        assert batch == i + 1
+        queued.append("step")
+    one = ["copy on side", "transform", "consumer waits for side", "step", "event on consumer"]
+    assert queued == ["side waits for consumer", *one, *one, "host waits", *one, "host waits", *one, "host waits"]
+
+
+def test_the_step_waits_for_a_transform_that_failed(queued: list[str]) -> None:
+    """What it had queued may still read constants that are freed with the error."""
+
+    def fails(batch: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    with pytest.raises(ampkit.AmpkitError, match="ValueError: no"):
+        list(ampkit.prefetch([torch.ones(1)], "cuda", transform=fails))
+    assert queued[-1] == "consumer waits for side"
+
+
+@pytest.mark.cuda
+def test_transform_runs_while_the_step_does() -> None:
+    """Copy and transform are over while the step that was launched before still runs."""
+    over = []
+
+    def watched(batch: Tensor) -> Tensor:
+        decoded = batch.float() / 255
+        over.append(torch.cuda.current_stream().record_event())
+        return decoded
+
+    source = [torch.full((1 << 20,), i, dtype=torch.uint8).pin_memory() for i in range(3)]
+    batches = iter(ampkit.prefetch(source, "cuda", transform=watched))
+    next(batches)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # a second
+    step = torch.cuda.current_stream().record_event()
+    batch = next(batches)
+    over[1].synchronize()
+    assert not step.query()
+    assert torch.equal(batch, torch.full_like(batch, 1 / 255))
+
+
+@pytest.mark.cuda
+def test_transformed_batches_survive_a_slow_consumer() -> None:
+    """Neither what was copied nor what was made of it is overwritten while somebody reads it, the device being busy."""
+    source = [(torch.full((256, 1024), i, dtype=torch.uint8).pin_memory(), i) for i in range(60)]
+    busy = torch.randn(2048, 2048, device="cuda")
+    sums, kept = [], []
+
+    def both(batch: tuple[Tensor, int]) -> tuple[Tensor, Tensor, int]:
+        raw, i = batch
+        return raw, raw.float().sqrt().square(), i
+
+    for raw, decoded, i in ampkit.prefetch(source, "cuda", transform=both):
+        for _ in range(3):
+            busy = busy @ busy.t() / 2048
+        sums.append((raw.sum() - 256 * 1024 * i, (decoded - i).abs().max()))
+        if i % 3 == 0:
+            kept.append((raw, decoded, i))
+    assert all(float(a) == 0 and float(b) < 1e-3 for a, b in sums)
+    for raw, decoded, i in kept:
+        assert torch.equal(raw, torch.full_like(raw, i))
+        torch.testing.assert_close(decoded, torch.full_like(decoded, float(i)))
+
+
+@pytest.mark.cuda
+def test_batches_that_lie_on_the_device_are_transformed_when_they_are_there() -> None:
+    """The loader's kernels come first, and its memory is not given to others while transform reads it."""
+    busy = torch.randn(4096, 4096, device="cuda")
+
+    def loader() -> Iterator[Tensor]:
+        for i in range(20):
+            (busy @ busy).sum()
+            yield torch.full((1 << 20,), float(i), device="cuda")
+            torch.full((1 << 20,), -1.0, device="cuda")  # would take the memory of the batch
+
+    sums = [batch.mean() for batch in ampkit.prefetch(loader(), "cuda", transform=lambda batch: batch * 2)]
+    assert [float(mean) for mean in sums] == [2.0 * i for i in range(20)]
+
+
+@pytest.mark.cuda
+def test_nothing_waits_for_the_device() -> None:
+    """Neither the copy of pinned uint8 images nor their decoding."""
+    source = [(images.pin_memory(), labels.pin_memory()) for images, labels in pixels(10)]
+    batches = ampkit.prefetch(source, "cuda", depth=100, transform=decoder("cuda"))
+    with no_sync():
+        assert len(list(batches)) == 10
+
+
+@pytest.mark.cuda
+def test_epochs_take_no_more_memory() -> None:
+    """A new prefetcher for each epoch copies on the same stream: freed batches of the last one are used again."""
+    source = [torch.zeros(1 << 22, dtype=torch.uint8).pin_memory()] * 6  # 4 MiB each, 16 decoded
+
+    def epoch() -> int:
+        for batch in ampkit.prefetch(source, "cuda", transform=lambda batch: batch.float()):
+            batch.add_(1)
+        del batch
+        torch.cuda.synchronize()
+        return torch.cuda.memory_reserved()
+
+    epoch()
+    first = epoch()
+    assert [epoch() for _ in range(40)][-1] <= first + (64 << 20)
+
+
+@pytest.mark.cuda
+def test_a_captured_step_behind_a_random_transform_has_eager_bits() -> None:
+    """Dropout in the graph and augmentation beside it draw the numbers of an eager step behind the same loop."""
+
+    def augment(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        images, labels = batch
+        images = images.permute(0, 3, 1, 2).float() / 255
+        return images + 0.1 * torch.randn_like(images), labels
+
+    def train(graph: str) -> list[Tensor]:
+        model = make_net("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        step = ampkit.graphed_step(
+            lambda net, x, y: F.cross_entropy(net(x), y), model, optimizer, policy="bfloat16", graph=graph
+        )
+        torch.manual_seed(11)
+        losses = [step(*batch).loss.cpu() for batch in ampkit.prefetch(source, "cuda", transform=augment)]
+        assert step.report().replays > 0 if graph == "auto" else True
+        return [*losses, *(param.detach().cpu() for param in model.parameters())]
+
+    source = pixels(12)
+    with deterministic():
+        graphed, eager = train("auto"), train("off")
+    assert all(torch.equal(a, b) for a, b in zip(graphed, eager, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5])

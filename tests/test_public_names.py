@@ -25,6 +25,7 @@ PUBLIC_NAMES = [
     "StepOutput",
     "custom_bwd",
     "custom_fwd",
+    "debug",
     "explain",
     "graphed",
     "graphed_step",

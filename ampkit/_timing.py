@@ -1,0 +1,119 @@
+"""How long calls take, eagerly and replayed, measured without waiting for the device."""
+
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Clock:
+    """Takes the time of a device: CUDA events on the current stream. On the host, where there is no device.
+
+    Between two events lies what the stream did and all its waiting for the host, so that of a step that the host holds
+    up they show the host's time.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        """Return a mark of this moment, for `Durations`. Sync: none."""
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+class Durations:
+    """How long some calls took.
+
+    Args:
+        most: how many are wanted.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._marks: list[tuple[Any, Any]] = []  # not read yet
+        self._ms: list[float] = []
+
+    def wanted(self) -> bool:
+        """Return whether there are to be more."""
+        return len(self._marks) + len(self._ms) < self._most
+
+    def add(self, start: Any, end: Any) -> None:
+        """Note a call between two marks of a clock. Sync: none."""
+        self._marks.append((start, end))
+
+    def median_ms(self) -> float | None:
+        """Return the median, None where nothing was measured. Sync: waits for the last of the calls to end."""
+        self._ms += (_milliseconds(start, end) for start, end in self._marks)
+        self._marks.clear()
+        return statistics.median(self._ms) if self._ms else None
+
+
+class Timing:
+    """How long calls with one layout of the input take.
+
+    Attributes:
+        eager: of warm-up calls that are neither the first, in which libraries start, nor under the preflight.
+        replay: of calls that were a graph launch, from their second: the first one captures.
+        replays: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.eager = Durations(_EAGER)
+        self.replay = Durations(_REPLAYS)
+        self.replays = 0
+
+    def saving(self) -> "Saving":
+        """Return both medians. Sync: waits for the calls that were measured to end."""
+        return Saving(self.replays, self.eager.median_ms(), self.replay.median_ms())
+
+
+class Saving(NamedTuple):
+    """What replays saved.
+
+    Attributes:
+        replays: how many there were.
+        eager_ms: of one eager call, None where it was not measured.
+        replay_ms: of one replay, None where it was not measured.
+    """
+
+    replays: int
+    eager_ms: float | None
+    replay_ms: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """Time saved by all replays, below 0 if they were slower; None where it is not known."""
+        if self.eager_ms is None or self.replay_ms is None:
+            return None
+        return self.replays * (self.eager_ms - self.replay_ms) / 1000
+
+
+def combined(savings: Iterable[Saving]) -> Saving:
+    """Return means over the replays: of those with both times, or where there are none of each time alone."""
+    known = [saving for saving in savings if saving.replays]
+    both = [saving for saving in known if saving.seconds is not None]
+    eager = [(saving.replays, saving.eager_ms) for saving in both or known if saving.eager_ms is not None]
+    replay = [(saving.replays, saving.replay_ms) for saving in both or known if saving.replay_ms is not None]
+    return Saving(sum(saving.replays for saving in both or known), _mean(eager), _mean(replay))
+
+
+def _mean(weighted: list[tuple[int, float]]) -> float | None:
+    weights = sum(weight for weight, _ in weighted)
+    return sum(weight * value for weight, value in weighted) / weights if weights else None
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(1000 * (end - start))
+    end.synchronize()  # sync
+    return float(start.elapsed_time(end))
+
+
+_EAGER = 4  # a long warm-up has more; three calls have one
+_REPLAYS = 8

@@ -1,0 +1,29 @@
+"""Where the device waits, where numbers break, who holds the bytes."""
+
+from ._compare import ComparedTensor as ComparedTensor
+from ._compare import Comparison as Comparison
+from ._compare import compare as compare
+from ._cycles import Cycle as Cycle
+from ._cycles import Cycles as Cycles
+from ._cycles import cycles as cycles
+from ._findings import NumericsFinding as NumericsFinding
+from ._findings import NumericsRow as NumericsRow
+from ._forecast import forecast as forecast
+from ._memory import Recorded as Recorded
+from ._memory import memory as memory
+from ._memory_plot import memory_page as memory_page
+from ._memory_plot import plot_memory as plot_memory
+from ._numerics import Numerics as Numerics
+from ._numerics import NumericsReport as NumericsReport
+from ._numerics import numerics as numerics
+from ._oom import on_oom as on_oom
+from ._oom import snapshot as snapshot
+from ._profile import CATEGORIES as CATEGORIES
+from ._profile import Holder as Holder
+from ._profile import Mark as Mark
+from ._profile import MemoryProfile as MemoryProfile
+from ._syncs import Syncs as Syncs
+from ._syncs import find_syncs as find_syncs
+from ._trace import Trace as Trace
+from ._trace import TraceEvent as TraceEvent
+from ._trace import trace as trace

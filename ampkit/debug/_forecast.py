@@ -1,0 +1,163 @@
+"""Memory of a training step before there is a device: the step on fake tensors, under the ledger of a real one."""
+
+import copy
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._blame import user_line
+from .._fake import can_save_for_backward, fake_copy, fake_device
+from .._policy import Policy
+from ._allocator import Allocator
+from ._backward import without_engine
+from ._categories import Ledger, Sizes
+from ._profile import MemoryProfile
+
+
+def forecast(
+    loss_fn: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    *,
+    policy: Policy | str | None = None,
+    device: str = "cuda",
+    steps: int = 2,
+    label: str = "",
+) -> MemoryProfile:
+    """Return who will hold how much memory in a training step, without a GPU and without memory.
+
+        at32 = ampkit.debug.forecast(loss_fn, model, optimizer, batch)
+        at16 = ampkit.debug.forecast(loss_fn, model, optimizer, batch, policy="16-mixed")
+        print(at16.beside(at32))
+
+    Model, optimizer and batch are copied, without their data, to the device. Then `zero_grad`, forward, backward and
+    `optimizer.step` run on these copies. For CUDA the caching allocator is run along, for a tensor takes the block that
+    it lies in, and cuBLAS's workspaces are counted, of an H100 where there is no GPU. Not counted, for no one can know
+    without the device: workspaces that kernels take while they run (cuDNN's, above all while it chooses algorithms),
+    and the context of CUDA itself, which is not in `torch.cuda.memory_allocated` either.
+
+    Args:
+        loss_fn: `loss_fn(model, *batch)` returns the loss, or `(loss, aux)`, as for `graphed_step`. It cannot read the
+            value of a tensor.
+        model: on any device, also on meta. It is not touched.
+        optimizer: over its parameters. Its state is thought to be empty before the first step. Not touched.
+        batch: what the loss is called with behind the model: a tuple, or a single tensor. On any device.
+        policy: `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it.
+        device: "cuda" (no GPU needed, but a torch that was built with CUDA) or "cpu".
+        steps: how many; the first makes the optimizer's state, so the second is like those that follow.
+        label: what the profile calls itself, by default the policy.
+
+    Raises:
+        ValueError: an argument that cannot work, or a step that reads the value of a tensor; the message has the line.
+
+    Sync: none. Hooks on modules' gradients are not called, nor those on tensors that are no leaves.
+    """
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"debug.forecast(device={device!r}): expected 'cuda' or 'cpu'.")
+    if not can_save_for_backward(device):
+        raise ValueError(
+            "debug.forecast(device='cuda'): this torch was built without CUDA. Use one that was, or 'cpu'."
+        )
+    if steps < 1:
+        raise ValueError(f"debug.forecast(steps={steps!r}): expected how many steps, 1 or more.")
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    batch = batch if isinstance(batch, (tuple, list)) else (batch,)
+    label = label or ("autocast as it was" if policy is None else str(policy))
+    with fake_device(device), torch.set_grad_enabled(True):
+        try:
+            step = _Step(loss_fn, model, optimizer, batch, policy, device)
+            return step.profile(steps, label, sys._getframe(1))
+        except Exception as error:
+            if not _torch.is_limit_of_fake_tensors(error):
+                raise
+            where = user_line(error)
+            raise ValueError(
+                f"debug.forecast: the step needs a value or a device, and fake tensors have none: {error} At {where}"
+            ) from error
+
+
+class _Step:
+    """A training step on fake tensors. Made and run within `fake_device`."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        policy: Policy | None,
+        device: str,
+    ) -> None:
+        (self._model, self._loss_fn), self._batch = fake_copy((model, loss_fn), device), fake_copy(batch, device)
+        if policy is not None and (policy.modules or policy.params is not torch.float32):
+            policy.apply(self._model)
+        copies: dict[Tensor, Tensor] = dict(zip(model.parameters(), self._model.parameters(), strict=True))
+        self._optimizer = _optimizer_of(optimizer, copies, device)
+        self._policy = policy
+        self._device = device
+
+    def profile(self, steps: int, label: str, entered: FrameType) -> MemoryProfile:
+        """Run it, and return what it took."""
+        on_cuda = self._device == "cuda"
+        device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+        sizes = Allocator() if on_cuda else Sizes()
+        parts = self._model, self._optimizer, self._batch
+        ledger = Ledger(device, *parts, entered, sizes, watches_allocator=False)
+        with without_engine(ledger.at_node), ledger:
+            for _ in range(steps):
+                ledger.begin_step()
+                self._run()
+        return ledger.profile(label, forecast=True)
+
+    def _run(self) -> None:
+        self._optimizer.zero_grad()
+        with self._autocast():
+            loss = self._loss_fn(self._model, *self._batch)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        if self._policy is not None and self._policy.needs_scaling:
+            loss = loss * torch.ones((), device=loss.device)
+        loss.backward()
+        with _Counts():  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._policy is None else self._policy.autocast(self._device)
+
+
+class _Counts(_torch.TorchDispatchMode):
+    """Context in which an optimizer can read its count of steps: numbers on which no size depends."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _torch.READ:
+            return 1
+        return func(*args, **(kwargs or {}))
+
+
+def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[Tensor, Tensor], device: str) -> torch.optim.Optimizer:
+    """Return a copy over the copies of parameters, without state."""
+    made = copy.copy(optimizer)
+    made.state = defaultdict(dict)
+    made.param_groups = [_group(group, copies, device) for group in optimizer.param_groups]
+    return made
+
+
+def _group(group: dict[str, Any], copies: dict[Tensor, Tensor], device: str) -> dict[str, Any]:
+    options = {name: fake_copy(value, device) for name, value in group.items() if name != "params"}
+    params = [copies[param] if param in copies else fake_copy(param, device) for param in _params(group)]
+    # torch takes foreach by itself, but asks the exact class of each parameter, which a fake one has not.
+    if device == "cuda" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
+        options["foreach"] = True
+    return {"params": params, **options}
+
+
+def _params(group: dict[str, Any]) -> Iterable[Tensor]:
+    params: Iterable[Tensor] = group["params"]
+    return params

@@ -1,0 +1,182 @@
+"""The ways to ask where the memory went: a function that is called a few times, or a context around a loop."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from ._categories import Blocks, Ledger, Sizes
+from ._profile import MemoryProfile
+
+
+class Recorded:
+    """Context that records who holds the memory of a device. Made by `memory`.
+
+    It can be entered once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        inputs: Any,
+        device: torch.device,
+        label: str,
+    ) -> None:
+        self._parts = model, optimizer, inputs
+        self._device = device
+        self._label = label
+        self._ledger: Ledger | None = None
+        self._profile: MemoryProfile | None = None
+
+    def __enter__(self) -> "Recorded":
+        self._enter(sys._getframe(1))
+        return self
+
+    @contextmanager
+    def entered(self, frame: FrameType) -> Iterator[Ledger]:
+        """Context in which it records for a caller at that frame."""
+        ledger = self._enter(frame)
+        try:
+            yield ledger
+        finally:
+            self.__exit__(None, None, None)
+
+    def _enter(self, entered: FrameType) -> Ledger:
+        if self._ledger is not None:
+            raise ValueError("debug.memory: this context was entered before. Make a new one: debug.memory(model, ...).")
+        sizes = Blocks() if self._device.type == "cuda" else Sizes()
+        self._ledger = Ledger(self._device, *self._parts, entered, sizes)
+        self._ledger.__enter__()
+        return self._ledger
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._ledger is not None
+        self._ledger.__exit__(*error)
+        self._profile = self._ledger.profile(self._label, forecast=False)
+
+    @property
+    def profile(self) -> MemoryProfile:
+        """What was recorded.
+
+        Raises:
+            ValueError: the context was not left yet.
+        """
+        if self._profile is None:
+            raise ValueError("debug.memory: there is no profile before the context is left.")
+        return self._profile
+
+
+@overload
+def memory(  # type: ignore[overload-overlap]  # a module that is called with a batch is the second
+    fn: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    /,
+    *,
+    model: nn.Module | None = None,
+    inputs: Any = (),
+    device: torch.device | str | None = None,
+    label: str = "",
+) -> Recorded: ...
+
+
+@overload
+def memory(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    inputs: Any = None,
+    steps: int = 1,
+    device: torch.device | str | None = None,
+    label: str = "",
+    **kwargs: Any,
+) -> MemoryProfile: ...
+
+
+def memory(
+    fn: Any = None,
+    /,
+    *args: Any,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    inputs: Any = None,
+    steps: int = 1,
+    device: torch.device | str | None = None,
+    label: str = "",
+    **kwargs: Any,
+) -> Any:
+    """Record who holds the memory of a device over one or more steps, byte by byte, with the line of each.
+
+        profile = ampkit.debug.memory(train_step, *batch, model=model, optimizer=optimizer, steps=2)
+        print(profile)
+
+        with ampkit.debug.memory(model, optimizer) as recorded:
+            for batch in itertools.islice(loader, 2):
+                train_step(*batch)
+        print(recorded.profile)
+
+    Every storage is watched from the operation that makes it to its end, and has one category all its life, settled by
+    what becomes of it. *parameter*: parameters and buffers. *gradient*: what is accumulated into a `.grad`. *optimizer
+    state*. *input*: the batch, what else was there before, and what comes from another device. *activation*: made in
+    forward (or by checkpointing, again) and still there when backward begins. *autograd detail*: made in backward, and
+    no gradient of a leaf. *temporary*: the rest, so on CUDA also what libraries take for themselves. *graph pool*: what
+    the pools of CUDA graphs hold, used or not; a graph that is replayed shows nothing else.
+
+    The first step makes what later ones find: record two. The code computes what it would anyway, dozens of
+    microseconds slower per operation, but for one thing: where gradients meet, autograd adds them in a new place, and
+    not in place. On CUDA, sizes are those of the allocator's blocks, so that they add up to
+    `torch.cuda.memory_allocated`; what was there before and is never used is not counted, and the device's peak
+    statistics are reset. On a CPU, sizes are what tensors ask for.
+
+    Args:
+        fn: what to call. A module with no arguments but an optimizer, or nothing at all, makes a context manager.
+        args: what to call it with; in a context manager the optimizer.
+        model: whose parameters they are; by default `fn` where that is a module.
+        optimizer: whose state it is.
+        inputs: a tree of tensors that are the batch; by default those among the arguments.
+        steps: how often to call `fn`.
+        device: whose memory, by default the one that the model is on, else the inputs.
+        label: what the profile calls itself.
+        kwargs: what to call `fn` with.
+
+    Returns:
+        A `MemoryProfile`, or a context manager that has one as `.profile` when it is left.
+
+    Raises:
+        ValueError: no steps.
+
+    Sync: none of its own. Aliasing: none; no tensor is kept alive.
+    """
+    optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+    model = fn if model is None and isinstance(fn, nn.Module) else model
+    if fn is None or (isinstance(fn, nn.Module) and len(optimizers) == len(args) and not kwargs):
+        optimizer = optimizers[0] if optimizers else optimizer
+        return Recorded(model, optimizer, inputs, _device(device, model, inputs), label)
+    if steps < 1:
+        raise ValueError(f"debug.memory(steps={steps!r}): expected how often to call the function, 1 or more.")
+    inputs = (args, kwargs) if inputs is None else inputs
+    recorded = Recorded(model, optimizer, inputs, _device(device, model, inputs), label)
+    with recorded.entered(sys._getframe(1)) as ledger:
+        for _ in range(steps):
+            ledger.begin_step()
+            fn(*args, **kwargs)
+    return recorded.profile
+
+
+def _device(device: torch.device | str | None, model: nn.Module | None, inputs: Any) -> torch.device:
+    """Return the device to watch, with its index."""
+    if device is None:
+        leaves = _torch.tree_flatten(inputs)[0]
+        tensors = [*(() if model is None else model.parameters()), *(x for x in leaves if isinstance(x, Tensor))]
+        device = tensors[0].device if tensors else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,135 @@
+"""What a replay costs the host, counted: operations, and instructions, which must not grow with the model."""
+
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampkit
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Counts the functions of torch that are called, attributes of tensors included."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def instructions() -> Iterator[list[int]]:
+    """Count the bytecode instructions that run, into the one element of a list."""
+    count = [0]
+
+    def trace(frame: types.FrameType, event: str, _: object) -> Any:
+        frame.f_trace_opcodes = True
+        count[0] += event == "opcode"
+        return trace
+
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+        if collects:
+            gc.enable()
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+class Cost(NamedTuple):
+    operations: list[str]
+    functions: int
+    instructions: int
+
+
+def replaying(layers: int, accumulate: int) -> Callable[[], None]:
+    """Return what does the calls of one window, with the launch of the graphs left out."""
+    blocks = (part for _ in range(layers) for part in (nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    step = ampkit.graphed_step(
+        loss_fn,
+        model,
+        optimizer,
+        policy="bfloat16",
+        scaler=ampkit.GradScaler("cpu"),
+        max_norm=1.0,
+        accumulate=accumulate,
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000),
+        warmup=1,
+        graph="emulate",
+    )
+    batch = torch.randn(8, 4), torch.randint(4, (8,))
+
+    def window() -> None:
+        for _ in range(accumulate):
+            step(*batch)
+
+    for _ in range(2):  # warm-up, capture
+        window()
+    for _, captured in step._engine._cache:
+        outputs = captured._graph.replay()
+        captured._graph.replay = lambda outputs=outputs: outputs  # type: ignore[method-assign, misc]
+    for _ in range(80):  # until calls are no longer timed
+        window()
+    return window
+
+
+def cost_of_a_replay(layers: int, accumulate: int = 1) -> Cost:
+    """Return what the calls of one window do on the host beside the launch of the graphs."""
+    with Functions() as functions:
+        window = replaying(layers, accumulate)
+        functions.calls = 0
+        window()
+    window = replaying(layers, accumulate)
+    with Operations() as operations:
+        window()
+    with instructions() as count:
+        window()
+    return Cost(operations.seen, functions.calls, count[0])
+
+
+COPIES_IN, COPIES_OUT = ["aten.copy_.default"] * 2, ["aten.clone.default"] * 3
+
+
+def test_the_operations_of_a_replay() -> None:
+    """The learning rate, a copy per input, a copy per output: nothing else touches the device."""
+    cost = cost_of_a_replay(3)
+    assert cost.operations == ["aten.fill_.Scalar", *COPIES_IN, *COPIES_OUT]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_no_step_of_the_interpreter_per_parameter(accumulate: int) -> None:
+    """Twenty times the parameters and modules: the same operations, functions and bytecode instructions in a call."""
+    small, large = cost_of_a_replay(2, accumulate), cost_of_a_replay(40, accumulate)
+    assert small.operations == large.operations
+    assert small.functions == large.functions
+    assert small.instructions == large.instructions

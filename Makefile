@@ -1,7 +1,7 @@
 # VENV    folder of the virtual environment; empty: run PYTHON as it is and install nothing
 # PYTHON  interpreter that creates VENV, or that runs everything where VENV is empty
 # ARGS    passed on to the command of train, train-lightning, test and bench
-# TORCH   a version of torch, or `latest`, to run with instead of the one in constraints.txt, in a VENV of its own
+# TORCH   version of torch to run with, or `latest`: VENV is then .venv-TORCH, and constraints.txt holds for the rest
 VENV   ?= .venv$(if $(TORCH),-$(TORCH))
 PYTHON ?= python3
 
@@ -35,7 +35,7 @@ train: $(READY)  ## train a ResNet on scanned digits; options in ARGS
 train-lightning: $(READY)  ## the same by a Lightning Trainer; options in ARGS
 	$(PY) examples/train_resnet_lightning.py $(ARGS)
 
-test: $(READY)  ## run the tests; tests that need a GPU are skipped without one
+test: $(READY)  ## run the tests; TORCH=latest: on the newest torch; those that need a GPU are skipped without one
 	$(PY) -m pytest $(ARGS)
 
 check: lint types test docs  ## lint, types, test and docs: what CI runs
@@ -58,7 +58,7 @@ clean:  ## remove what the other targets wrote, except VENV
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
 ifneq ($(READY),)
-# With TORCH, pip chooses the torchvision that goes with it, and constraints.txt holds for the rest.
+# With TORCH, pip chooses the torchvision that goes with it.
 PINNED := $(if $(TORCH),-v '^torch',.)
 TORCHES := $(if $(TORCH),--upgrade torchvision torch$(if $(filter-out latest,$(TORCH)),==$(TORCH)))
 

@@ -15,6 +15,7 @@ import torch
 
 from . import _bench, _bench_curves, _bench_report
 from ._bench_cases import CASES, INPUTS, RETURNED, CaseError, takes_batch_size, user_case
+from ._bench_session import Plan
 from ._bench_variants import VARIANTS, Setting
 from ._doctor import RETURNED as DOCTOR_RETURNED
 from ._doctor import RETURNED_LIGHTNING, DoctorError, diagnose
@@ -180,7 +181,7 @@ def _measure_times(
     jobs: list[_bench.Job],
     keys: list[str],
     setting: Setting,
-    plan: _bench.Plan,
+    plan: Plan,
     args: argparse.Namespace,
 ) -> None:
     try:
@@ -190,10 +191,10 @@ def _measure_times(
             _show(figures, args)
 
 
-def _plan(args: argparse.Namespace, cuda: bool) -> _bench.Plan:
+def _plan(args: argparse.Namespace, cuda: bool) -> Plan:
     repeats, seconds = (3, 0.1) if args.quick else (7, 0.3)
     checked = 8 if args.quick and not cuda else 20
-    return _bench.Plan(args.repeats or repeats, args.seconds or seconds, checked, not args.no_profile)
+    return Plan(args.repeats or repeats, args.seconds or seconds, checked, not args.no_profile)
 
 
 def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:

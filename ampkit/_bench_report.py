@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ._errors import AmpkitError
 
 BASE = "amp"  # the variant that ratios refer to
@@ -506,3 +508,16 @@ def _legend_entries(grid: Any) -> tuple[list[Any], list[str]]:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(name, handle)
     return list(entries.values()), list(entries)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device had too little memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return what a row says of an error."""
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

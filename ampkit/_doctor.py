@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._bench import LEAD_IN, LEAD_OUT, PROFILED_STEPS, _Bar, device_work
+from ._bench_profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
 from ._blame import user_line
 from ._errors import AmpkitError
 from ._fake import can_save_for_backward
 from ._faults import CHECKS, Fault, Origins, Subject, Trial
 from ._policy import Policy
+from ._progress import Bar
 from ._step import graphed_step
 from .debug._forecast import forecast
 
@@ -113,7 +114,7 @@ def diagnose(
 
     Sync: waits for the device.
     """
-    progress = _Bar(len(CHECKS) + 3, bar)
+    progress = Bar(len(CHECKS) + 3, bar)
     try:
         progress.show("the first step")
         trial = _trial(name, find, lightning)
@@ -135,7 +136,7 @@ def _trial(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) ->
     return trial
 
 
-def _examined(diagnosis: Diagnosis, trial: Trial, progress: _Bar) -> Diagnosis:
+def _examined(diagnosis: Diagnosis, trial: Trial, progress: Bar) -> Diagnosis:
     for title, check in CHECKS.items():
         progress.show(title)
         with _unchecked_if_it_fails(diagnosis, title):

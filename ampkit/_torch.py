@@ -1,4 +1,4 @@
-"""Every private torch name that ampkit uses, guarded. Checked on torch 2.11.0 (CPU and CUDA 13.0 builds)."""
+"""Every private torch name that ampkit uses, guarded. Checked on torch 2.11.0 (CPU, CUDA 13.0) and 2.15.0 (CPU)."""
 
 import functools
 import importlib
@@ -25,7 +25,7 @@ def _private(owner: object, name: str) -> Any:
     if found is _MISSING:
         raise ImportError(
             f"ampkit does not support torch {torch.__version__}: {owner!r} has no {name!r}. "
-            "Install a torch that ampkit was checked on (2.11), or a newer ampkit."
+            "Install a torch that ampkit was checked on (2.11, 2.15), or a newer ampkit."
         )
     return found
 
@@ -309,12 +309,8 @@ call_from_binding: Callable[..., Any] = _private(torch._C, "_disabled_torch_func
 
 
 def op_builtin(op: Any) -> Any:
-    """Return what an overload calls. From torch 2.15 on, a warning of C++ below an overload names the line of this call.
-
-    That is in torch/_ops.py, unless the builtin is called without the overload.
-    """
+    """Return what an overload calls: from torch 2.15 on, what C++ warns of below the overload names its line of Python."""
     return _private(op, "_op")
-
 
 
 def host_waits() -> Iterator[tuple[str, Any, str]]:

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "ampkit"
 LAYERS = {
     "_errors.py": 0,
     "_torch.py": 0,
+    "_progress.py": 0,
     "_op_rules.py": 1,
     "_module_rules.py": 1,
     "_policy.py": 2,
@@ -76,13 +77,16 @@ LAYERS = {
     "_bench_process.py": 5,
     "_bench_report.py": 5,
     "_bench_variants.py": 6,
-    "_bench.py": 7,
-    "_bench_curves.py": 7,
+    "_bench_session.py": 7,
+    "_bench_profile.py": 7,
+    "_bench_losses.py": 8,
+    "_bench.py": 9,
+    "_bench_curves.py": 9,
     "_faults.py": 7,
     "_doctor.py": 8,
-    "__main__.py": 9,
+    "__main__.py": 10,
 }
-PACKAGES = {"debug/__init__.py": 7, "__init__.py": 10}  # these re-export, from their own layer and below
+PACKAGES = {"debug/__init__.py": 7, "__init__.py": 11}  # these re-export, from their own layer and below
 ORDER = {**LAYERS, **PACKAGES}
 OPTIONAL = {"lightning", "matplotlib", "rich", "sklearn", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ampkit import _bench, _bench_curves, _bench_process, _bench_report, _bench_variants
+from ampkit import (
+    _bench,
+    _bench_curves,
+    _bench_losses,
+    _bench_process,
+    _bench_profile,
+    _bench_report,
+    _bench_session,
+    _bench_variants,
+    _progress,
+)
 from ampkit.__main__ import main
 from ampkit._bench_cases import CASES, GPT, MEAN, STD, Case, ready, user_case
 from ampkit._bench_report import Figures, Result, Row
@@ -403,7 +413,7 @@ def test_without_expected_losses_the_run_goes_on(tmp_path: Path, monkeypatch: py
     def fails(*_: Any, **__: Any) -> Loop:
         raise ValueError("not on this machine")
 
-    monkeypatch.setattr(_bench, "torch_amp", fails)
+    monkeypatch.setattr(_bench_losses, "torch_amp", fails)
     figures = figures_of(tmp_path, "--model", "mine:fixed", "--variants", "graphed")
     assert figures["notes"][1:] == [
         "No expected losses for batch 6, torch AMP failed: ValueError: not on this machine."
@@ -443,7 +453,7 @@ REFERENCE = [3.0, 2.5, 2.0, 1.0]  # falls by 2
 def judged(losses: list[float], *nudged: list[float], reference: list[float] = REFERENCE) -> Row:
     row = Row("graphed", "graphed_step")
     ends = range(5, 5 * len(reference) + 1, 5)
-    _bench.Expected.of([reference, *nudged], 0.03, ends).judge(losses, row)
+    _bench_losses.Expected.of([reference, *nudged], 0.03, ends).judge(losses, row)
     return row
 
 
@@ -490,7 +500,7 @@ def test_a_nudge_is_less_than_rounding() -> None:
     model = nn.Linear(64, 64)
     before = copy.deepcopy(model)
     for dtype in (torch.float16, torch.bfloat16):
-        nudged, other = _bench.nudge(model, dtype, 1), _bench.nudge(model, dtype, 2)
+        nudged, other = _bench_losses.nudge(model, dtype, 1), _bench_losses.nudge(model, dtype, 2)
         moved = ((nudged.weight - model.weight) / model.weight).abs()
         assert 0.4 < moved.max() / (torch.finfo(dtype).eps / 2) < 1.01
         assert (moved > 0).float().mean() > 0.9
@@ -504,9 +514,9 @@ def test_a_nudge_is_less_than_rounding() -> None:
 def test_setup_is_what_the_first_steps_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that is moved by hand: building, three slow steps, then fast ones; blocks are of fast ones."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(_bench.time, "perf_counter", lambda: clock.now)
-    plan = _bench.Plan(repeats=3, seconds=10.0, checked=10)
-    session = _bench._Session([(1,), (2,)], torch.device("cpu"), plan)
+    monkeypatch.setattr(_bench_session.time, "perf_counter", lambda: clock.now)
+    plan = _bench_session.Plan(repeats=3, seconds=10.0, checked=10)
+    session = _bench_session.Session([(1,), (2,)], torch.device("cpu"), plan)
     clock.now += 7.0  # the variant is built
     for i, batch in enumerate(session.steps()):
         assert batch == (1 + i % 2,) or i >= 10
@@ -541,9 +551,9 @@ def test_busy_time_counts_overlap_once() -> None:
         event("Optimizer.step#SGD.step", 0, 100, annotation=True),
         event("aten::mm", 0, 200, device="CPU"),
     ]
-    seen = _bench.device_work(reversed(events))
+    seen = _bench_profile.device_work(reversed(events))
     assert (seen.busy_us, seen.kernels) == (15 + 2 + 1 + 2, 4)
-    assert _bench.device_work([]) == _bench.device_work(events[-4:]) == (0.0, 0, 0.0, 0.0)
+    assert _bench_profile.device_work([]) == _bench_profile.device_work(events[-4:]) == (0.0, 0, 0.0, 0.0)
 
 
 def steps_of_100_us(n: int, start: float = 0.0) -> list[Any]:
@@ -562,23 +572,23 @@ def steps_of_100_us(n: int, start: float = 0.0) -> list[Any]:
 
 def test_idle_and_copying_are_shares_of_the_steps_in_the_middle() -> None:
     """Streams overlap: what is neither a kernel nor a copy is idle, what is only a copy is shown apart."""
-    n = _bench.ALL_STEPS
-    seen = _bench.device_work([*steps_of_100_us(n), event("last", 100 * n - 10, 100 * n)])
+    n = _bench_profile.ALL_STEPS
+    seen = _bench_profile.device_work([*steps_of_100_us(n), event("last", 100 * n - 10, 100 * n)])
     assert (seen.idle_share, seen.copy_share) == pytest.approx((0.1, 0.1))
     assert (seen.busy_us, seen.kernels) == (80 * n + 10, 3 * n + 1)
     # The first copy stands alone, for the queue was empty, and the device waits for the host in the first three steps.
     start = event("Memcpy HtoD (Pinned -> Device)", 0, 50)
     later = [*steps_of_100_us(n - 3, start=300), event("last", 100 * n - 10, 100 * n)]
-    seen = _bench.device_work([start, *later])
+    seen = _bench_profile.device_work([start, *later])
     assert (seen.idle_share, seen.copy_share) == pytest.approx((0.1, 0.1))
-    assert _bench.device_work([event("gemm", 0, 70)]) == (70.0, 1, 0.0, 0.0)
+    assert _bench_profile.device_work([event("gemm", 0, 70)]) == (70.0, 1, 0.0, 0.0)
 
 
 def test_the_profile_of_a_variant_fills_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the events of so many steps, per step; and a profiler that sees nothing is told of, without figures."""
     row, case = Row("amp", "torch AMP, eager"), user_case("fixed", fixed, 6)
     setting = Setting(Policy(), torch.device("cpu"))
-    n = _bench.ALL_STEPS
+    n = _bench_profile.ALL_STEPS
     trained = []
 
     def steps(batches: Any, device: torch.device, events: list[Any]) -> Iterator[Any]:
@@ -587,12 +597,12 @@ def test_the_profile_of_a_variant_fills_its_row(monkeypatch: pytest.MonkeyPatch)
             yield batch
         events.extend(found)
 
-    monkeypatch.setattr(_bench, "_profiled_steps", steps)
+    monkeypatch.setattr(_bench_profile, "_profiled_steps", steps)
     found: list[Any] = []
-    assert _bench.profile(row, case, setting) == "torch.profiler saw no kernel"
+    assert _bench_profile.profile(row, case, setting) == "torch.profiler saw no kernel"
     assert (row.busy_ms, row.idle_share) == (None, None)
     found = [*steps_of_100_us(n), event("last", 100 * n - 10, 100 * n)]
-    assert _bench.profile(row, case, setting) == ""
+    assert _bench_profile.profile(row, case, setting) == ""
     assert len(trained) == 2 * len(case.batches)
     assert row.busy_ms == pytest.approx(0.08, rel=0.01)
     assert (row.idle_share, row.copy_share) == pytest.approx((0.1, 0.1))
@@ -604,7 +614,7 @@ def test_events_of_the_profiler_have_what_is_read() -> None:
         torch.ones(4).add(1)
     events = profiler.events()
     assert {found.device_type.name for found in events} == {"CPU"}
-    assert _bench.device_work(events).kernels == 0
+    assert _bench_profile.device_work(events).kernels == 0
     assert all(found.time_range.end >= found.time_range.start and not found.is_user_annotation for found in events)
 
 
@@ -874,7 +884,7 @@ def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     """It counts on a terminal, leaves nothing behind, and is silent elsewhere."""
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        bar = _bench._Bar(2, shown=True)
+        bar = _progress.Bar(2, shown=True)
         bar.show("one")
         bar.show("two")
         bar.clear()

@@ -109,7 +109,8 @@ class Cycles:
         if not self.found:
             return "No reference cycle keeps a tensor alive."
         count = sum(cycle.count for cycle in self.found)
-        head = f"{count} reference cycle(s) keep {readable(self.bytes)} in {self.tensors} tensor(s) until gc.collect() runs"
+        kept = f"{readable(self.bytes)} in {self.tensors} tensor(s)"
+        head = f"{count} reference cycle(s) keep {kept} until gc.collect() runs"
         return "\n\n".join([f"{head}:", *map(str, self.found)])
 
 

@@ -129,8 +129,8 @@ def memory(
     no gradient of a leaf. *temporary*: the rest, so on CUDA also what libraries take for themselves. *graph pool*: what
     the pools of CUDA graphs hold, used or not; a graph that is replayed shows nothing else.
 
-    The first step makes what later ones find: record two. The code computes what it would anyway, dozens of
-    microseconds slower per operation, but for one thing: where gradients meet, autograd adds them in a new place, and
+    The first step makes what later ones find: record two. The code computes what it would anyway, a tenth of a
+    millisecond slower per operation, but for one thing: where gradients meet, autograd adds them in a new place, and
     not in place. On CUDA, sizes are those of the allocator's blocks, so that they add up to
     `torch.cuda.memory_allocated`; what was there before and is never used is not counted, and the device's peak
     statistics are reset. On a CPU, sizes are what tensors ask for.

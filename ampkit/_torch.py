@@ -309,7 +309,7 @@ call_from_binding: Callable[..., Any] = _private(torch._C, "_disabled_torch_func
 
 
 def op_builtin(op: Any) -> Any:
-    """Return what an overload calls: from torch 2.15 on, what C++ warns of below the overload names its line of Python."""
+    """Return what an overload calls in C++. From torch 2.15 on, warnings below name the line of Python calling it."""
     return _private(op, "_op")
 
 
@@ -552,3 +552,7 @@ def graph_task() -> Iterator[None]:
 
 # What `Tensor.item` comes down to.
 READ: Any = _private(torch.ops.aten, "_local_scalar_dense").default
+# Kernels of optimizers that change their arguments in place, and that fake tensors have no kernel of.
+IN_PLACE_WITHOUT_META: tuple[Any, ...] = tuple(
+    _private(torch.ops.aten, name) for name in ("_fused_sgd_", "_fused_adagrad_")
+)

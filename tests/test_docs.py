@@ -1,4 +1,4 @@
-"""Every python block of README.md and docs/*.md runs, in order, one namespace a page."""
+"""Every python block of README.md, docs/*.md and docs/diagnosis/*.md runs, in order, one namespace a page."""
 
 import ast
 import re
@@ -40,7 +40,8 @@ def assert_runs(page: Path) -> None:
             pytest.fail(f"{page.name}:{line}: {type(err).__name__}: {err}")
 
 
-PAGES = [page for page in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))] if blocks(page.read_text())]
+FOUND = [page for place in ("README.md", "docs/*.md", "docs/diagnosis/*.md") for page in sorted(ROOT.glob(place))]
+PAGES = [page for page in FOUND if blocks(page.read_text())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])

@@ -48,6 +48,8 @@ MODELS = {
 }
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "sgd, fused": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, fused=True),
+    "adagrad, fused": lambda params: torch.optim.Adagrad(params, lr=0.01, fused=True),
     "adam, foreach": lambda params: torch.optim.Adam(params, foreach=True),
     "adamw, fused": lambda params: torch.optim.AdamW(params, fused=True),
 }

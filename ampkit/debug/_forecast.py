@@ -125,26 +125,31 @@ class _Step:
         if self._policy is not None and self._policy.needs_scaling:
             loss = loss * torch.ones((), device=loss.device)
         loss.backward()
-        with _Counts():  # type: ignore[no-untyped-call]
+        with _Stepping():  # type: ignore[no-untyped-call]
             self._optimizer.step()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._policy is None else self._policy.autocast(self._device)
 
 
-class _Counts(_torch.TorchDispatchMode):
-    """Context in which an optimizer can read its count of steps: numbers on which no size depends."""
+class _Stepping(_torch.TorchDispatchMode):
+    """Context in which an optimizer can step: it reads its count of steps, and calls kernels that make no tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _torch.READ:
-            return 1
+            return 1  # no size depends on it
+        if func.overloadpacket in _torch.IN_PLACE_WITHOUT_META:
+            return None
         return func(*args, **(kwargs or {}))
 
 
 def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[Tensor, Tensor], device: str) -> torch.optim.Optimizer:
-    """Return a copy over the copies of parameters, without state."""
+    """Return a copy over the copies of parameters, with the state that it has before a first step."""
     made = copy.copy(optimizer)
     made.state = defaultdict(dict)
+    if isinstance(optimizer, torch.optim.Adagrad):  # makes all of it when it is made
+        for param, state in optimizer.state.items():
+            made.state[copies[param]] = fake_copy(state, device)
     made.param_groups = [_group(group, copies, device) for group in optimizer.param_groups]
     return made
 

@@ -36,10 +36,10 @@ def graphed(
     autocast, `backward`, `scaler.step`, `scaler.update`, changes in place), as long as it computes everything from its
     arguments and the declared state, and changes only declared state.
 
-    ```python
-    @ampkit.graphed(modules=(gen, disc), optimizers=(opt_g, opt_d), scaler=scaler)
-    def train_step(real, noise): ...
-    ```
+    ::
+
+        @ampkit.graphed(modules=(gen, disc), optimizers=(opt_g, opt_d), scaler=scaler)
+        def train_step(real, noise): ...
 
     Args:
         modules: every module whose parameters or buffers it reads or changes, on one device.

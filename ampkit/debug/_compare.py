@@ -148,12 +148,10 @@ def compare(
 ) -> Comparison:
     """Run two functions from the same state, with the same random numbers, and find the first tensor where they part.
 
-    For a policy against another, or a step against a faster form of it:
+    For a policy against another, or a step against a faster form of it::
 
-    ```python
-    print(compare(lambda: loss_in(f32), lambda: loss_in(bf16), model=model, min_db=30))
-    print(compare(eager_step, graphed, *batch, state=[model, optimizer, graphed.scaler]))
-    ```
+        print(compare(lambda: loss_in(f32), lambda: loss_in(bf16), model=model, min_db=30))
+        print(compare(eager_step, graphed, *batch, state=[model, optimizer, graphed.scaler]))
 
     Compared are, in this order: outputs of the modules of `model` in the order of their calls, and the gradients of
     these outputs in the order of the backward, both seen by hooks; then what the run left (`param.grad` of `model`,

@@ -119,6 +119,8 @@ def cycles(function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: 
 
     Such memory is neither used nor free: it comes and goes with the collector, and looks like a leak.
 
+    ::
+
         with ampkit.debug.cycles() as found:
             for batch in itertools.islice(loader, 3):
                 train_step(batch)

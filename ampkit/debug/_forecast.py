@@ -34,6 +34,8 @@ def forecast(
 ) -> MemoryProfile:
     """Return who will hold how much memory in a training step, without a GPU and without memory.
 
+    ::
+
         at32 = ampkit.debug.forecast(loss_fn, model, optimizer, batch)
         at16 = ampkit.debug.forecast(loss_fn, model, optimizer, batch, policy="16-mixed")
         print(at16.beside(at32))

@@ -114,6 +114,8 @@ def memory(
 ) -> Any:
     """Record who holds the memory of a device over one or more steps, byte by byte, with the line of each.
 
+    ::
+
         profile = ampkit.debug.memory(train_step, *batch, model=model, optimizer=optimizer, steps=2)
         print(profile)
 

@@ -22,24 +22,20 @@ def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | No
     come to their outputs and that they hand on to their inputs, and the gradients of parameters: largest finite
     magnitude, values that are not finite, zeros, and how many values have which exponent.
 
-    Give it to a captured step, whose observed steps are then graphs of their own:
+    Give it to a captured step, whose observed steps are then graphs of their own::
 
-    ```python
-    watch = ampkit.debug.numerics(model)
-    step = ampkit.graphed_step(loss_fn, model, optimizer, policy="float16", numerics=watch)
-    for batch in loader:
-        step(*batch)
-    print(watch.report())
-    ```
-
-    or write it into a loop of your own:
-
-    ```python
-    with ampkit.debug.numerics(model, every=1, scaler=scaler) as watch:
+        watch = ampkit.debug.numerics(model)
+        step = ampkit.graphed_step(loss_fn, model, optimizer, policy="float16", numerics=watch)
         for batch in loader:
-            ...  # forward, backward, scaler.step(optimizer), scaler.update()
-            watch.step()
-    ```
+            step(*batch)
+        print(watch.report())
+
+    or write it into a loop of your own::
+
+        with ampkit.debug.numerics(model, every=1, scaler=scaler) as watch:
+            for batch in loader:
+                ...  # forward, backward, scaler.step(optimizer), scaler.update()
+                watch.step()
 
     Observed are the steps 0, `every`, 2 * `every` and so on, and each one that begins when the host has learned that
     an earlier one was skipped for an overflow: an overflow that persists is found a step or two later, with nothing

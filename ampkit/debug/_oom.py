@@ -42,6 +42,8 @@ def on_oom(
 ) -> Iterator[None]:
     """Guard code: where it runs out of memory, write down who holds it, then let the error go on.
 
+    ::
+
         recorded = ampkit.debug.memory(model, optimizer)
         with ampkit.debug.on_oom("run/oom", profile=recorded), recorded:
             train_step(*batch)
@@ -79,6 +81,8 @@ def on_oom(
 @contextlib.contextmanager
 def snapshot(folder: str | os.PathLike[str], *, history: int = _HISTORY) -> Iterator[Path]:
     """Record what the CUDA allocator does within, and write it down at the end.
+
+    ::
 
         with ampkit.debug.snapshot("run/memory") as path:
             train_step(*batch)

@@ -105,6 +105,8 @@ class Syncs:
 def find_syncs(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Syncs:
     """Find every line that makes the host wait for the device or copies pageable memory, and what to write instead.
 
+    ::
+
         found = ampkit.debug.find_syncs(train_step, images, labels)    # runs it once
         print(found)
 

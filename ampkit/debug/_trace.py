@@ -215,6 +215,8 @@ def trace(
 ) -> Trace:
     """Listen to what torch does on a GPU: events, memory, streams, and where the host waits.
 
+    ::
+
         with ampkit.debug.trace() as recorded:
             step(*batch)
         print(recorded)                                  # counts, and the lines that were the reason

@@ -84,9 +84,8 @@ def overflow() -> None:
     report = trained("float16", plant_overflow, init_scale=1024.0, at=3)
     show(head(report))
     show(report.table(5))
-    advised = report.advice[0].split("Policy.parse('")[1].split("')")[0]
     show("\nwith that policy:")
-    show(head(trained(advised, plant_overflow, init_scale=1024.0, at=0)))
+    show(head(trained(advised(report), plant_overflow, init_scale=1024.0, at=0)))
 
 
 def underflow() -> None:
@@ -95,7 +94,12 @@ def underflow() -> None:
     show(head(report))
     show(report.table(5))
     show("\nwith that scale:")
-    show(head(trained("float16", plant_underflow, init_scale=report.safe_scale, at=0)))
+    larger = trained("float16", plant_underflow, init_scale=report.safe_scale, at=0)
+    show(head(larger))
+    show("\nwith the module in float32 too:")
+    show(head(trained(advised(larger), plant_underflow, init_scale=report.safe_scale, at=0)))
+    show("\nin bfloat16:")
+    show(head(trained("bfloat16", plant_underflow, init_scale=1.0, at=0)))
 
 
 def trained(policy: str, plant, *, init_scale: float, at: int) -> debug.NumericsReport:
@@ -110,7 +114,7 @@ def trained(policy: str, plant, *, init_scale: float, at: int) -> debug.Numerics
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3, fused=True),
         policy=parsed,
-        scaler=ampkit.GradScaler("cpu", init_scale=init_scale),
+        scaler=ampkit.GradScaler("cpu", init_scale=init_scale) if parsed.needs_scaling else None,
         numerics=watch,
         graph="emulate",
     )
@@ -119,6 +123,11 @@ def trained(policy: str, plant, *, init_scale: float, at: int) -> debug.Numerics
             plant(model)
         step(*tensors)
     return watch.report()
+
+
+def advised(report: debug.NumericsReport) -> str:
+    """Return the policy that a report advises first."""
+    return report.advice[0].split("Policy.parse('")[1].split("')")[0]
 
 
 def head(report: debug.NumericsReport) -> str:
@@ -207,7 +216,7 @@ def forecast() -> None:
     with torch.device("meta"):
         model = torchvision.models.resnet50()
         tensors = torch.empty(32, 3, 224, 224), torch.empty(32, dtype=torch.long)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     at32, at16 = (
         debug.forecast(classify, model, optimizer, tensors, policy=policy, label=policy)
         for policy in ("float32", "float16")
@@ -245,7 +254,8 @@ def oom() -> None:
         return loss + torch.empty(2**50).sum()
 
     recorded, tensors = debug.memory(model, optimizer), batch(8)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)  # what the error's note says
         try:
             with debug.on_oom(f"{folder}/oom", profile=recorded), recorded:
                 train_step(greedy_loss, model, optimizer, tensors)

@@ -1,21 +1,26 @@
 # VENV    folder of the virtual environment; empty: run PYTHON as it is and install nothing
 # PYTHON  interpreter that creates VENV, or that runs everything where VENV is empty
+# JOBS    processes that run the tests: auto is one per core, or one alone where there is a GPU, which they would share
 # ARGS    passed on to the command of train, train-lightning, test and bench
 # TORCH   version of torch to run with, or `latest`: VENV is then .venv-TORCH, and constraints.txt holds for the rest
 VENV   ?= .venv$(if $(TORCH),-$(TORCH))
 PYTHON ?= python3
+JOBS   ?= auto
 
 SOURCES := ampkit docs examples tests
 
 ifeq ($(strip $(VENV)),)
 PY    := $(PYTHON)
 READY :=
+PYTEST := $(PY) -m pytest
 ifneq ($(TORCH),)
 $(error TORCH=$(TORCH) is installed into a virtual environment: give VENV a name, or leave it out)
 endif
 else
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ampkit-installed
+# One thread each, or they wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS)
 endif
 
 ifeq ($(TORCH),latest)
@@ -36,7 +41,7 @@ train-lightning: $(READY)  ## the same by a Lightning Trainer; options in ARGS
 	$(PY) examples/train_resnet_lightning.py $(ARGS)
 
 test: $(READY)  ## run the tests; TORCH=latest: on the newest torch; those that need a GPU are skipped without one
-	$(PY) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: lint types test docs  ## lint, types, test and docs: what CI runs
 

@@ -1,5 +1,6 @@
 """Every test leaves torch as it found it; tests that need a GPU are skipped where there is none."""
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -65,6 +66,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)  # of a process of pytest-xdist
     if output is not None:
         output["sections"] = sections()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many processes `-n auto` starts: none beside this one where they would share a GPU."""
+    return 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
 
 
 class OfWorkers:

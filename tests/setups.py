@@ -250,7 +250,7 @@ def draw(seed: int, device: str) -> Setup:
         model=pick.choice(list(MODELS)),
         optimizer=optimizer,
         groups=pick.randint(1, 2),
-        rate=pick.choice(RATES),
+        rate=pick.choice(RATES[:1] if optimizer == "foreach adamw" else RATES),  # torch takes no tensor for it
         scheduler=pick.choice(list(SCHEDULERS)),
         policy=policy,
         max_norm=pick.choice((None, None, 0.05, 1.0, float("inf"))),

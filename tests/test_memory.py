@@ -168,6 +168,22 @@ def test_without_backward_nothing_is_an_activation():
     assert profile.series["parameter"][0] == PARAMETERS + GAIN, "a model that is called is the model"
 
 
+def test_activations_of_a_forward_that_fails():
+    """M2, P1: where forward runs out of memory, what it made until then is what a backward would have found."""
+    model, optimizer, x = parts()
+    kept = []
+
+    def forward():
+        kept.append(F.relu(model.a(x)))
+        return model.b(kept[0]).square().mean() + torch.empty(2**50).sum()
+
+    recorded = debug.memory(model, optimizer, inputs=x)
+    with pytest.raises(RuntimeError, match="allocate memory"), recorded:
+        forward()
+    assert recorded.profile.at_peak["activation"] >= F32 * 32 * (16 + 4)  # what ReLU and square have saved
+    assert recorded.profile.phase_at_peak == "step 0, forward"
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(reentrant):
     """P1: checkpointing keeps less from forward, and what it makes again is an activation again."""

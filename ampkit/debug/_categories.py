@@ -148,8 +148,10 @@ class Ledger(_torch.TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        if kind is not None and self._phase == "forward":  # ended early: a backward would have found these
+            self._keep_forward()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -262,9 +264,12 @@ class Ledger(_torch.TorchDispatchMode):
         if phase == "forward" and self._phase == "optimizer" and self._counts_steps:
             self._mark_step()
         if phase == "backward":
-            self._keep(life for life, _ in self._lives.values() if life.born == "forward")
+            self._keep_forward()
         self._phase = phase
         self._marks.append(Mark(len(self._events) + 1, phase))  # event 0 is what was there before
+
+    def _keep_forward(self) -> None:
+        self._keep(life for life, _ in self._lives.values() if life.born == "forward")
 
     def _keep(self, lives: Iterator[Life]) -> None:
         for life in lives:

@@ -285,12 +285,18 @@ def advice(
     if underflow is not None and safe is not None and scale * 2 <= safe < math.inf:
         lines.append(f"A larger loss scale brings gradients back: GradScaler(init_scale={safe:g}).")
     elif underflow is not None:
-        lines.append(f"A loss scale of {scale:g} leaves no room for a larger one. {_in_float32(underflow.name, root)}")
+        # What a module in float32 hands on becomes float16 again where the module before it computes in that.
+        handed_on = underflow.what in ("grad_input", "grad_output")
+        way_out = _IN_BFLOAT16 if handed_on else _in_float32(underflow.name, root)
+        lines.append(f"A loss scale of {scale:g} leaves no room for a larger one. {way_out}")
     return lines
+
+
+_IN_BFLOAT16 = "Compute in bfloat16: Policy.parse('bfloat16')."
 
 
 def _in_float32(module: str, root: str) -> str:
     if module == root:
-        return "Compute in bfloat16: Policy.parse('bfloat16')."
+        return _IN_BFLOAT16
     rule = Policy(compute="float16", modules={module: "float32"})
     return f"Compute that module in float32, Policy.parse({str(rule)!r}), or all in bfloat16, Policy.parse('bfloat16')."

@@ -80,9 +80,9 @@ def forecast(
         except Exception as error:
             if not _torch.is_limit_of_fake_tensors(error):
                 raise
-            where = user_line(error)
+            where = f" At {line}" if (line := user_line(error)) else ""
             raise ValueError(
-                f"debug.forecast: the step needs a value or a device, and fake tensors have none: {error} At {where}"
+                f"debug.forecast: the step needs a value or a device, and fake tensors have none: {error}{where}"
             ) from error
 
 

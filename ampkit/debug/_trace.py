@@ -277,7 +277,7 @@ def _register() -> None:
     if registries is None:
         why = "has no GPU trace callbacks" if built else "was built without CUDA, and has no GPU trace"
         raise AmpkitError(
-            f"trace: torch {torch.__version__} {why}. Install a CUDA build of torch that ampkit was checked on (2.11); "
+            f"trace: torch {torch.__version__} {why}. Install a CUDA build of torch that ampkit was checked on; "
             "ampkit.debug.find_syncs finds lines that wait without it."
         )
     with _changing:

@@ -250,10 +250,10 @@ def _legend(figures: Figures) -> list[str]:
     ]
     if any("(*)" in row.label for row in rows):
         lines.append("(*) one batch that lies on the device, without clipping and schedule: the kernels alone.")
-    if any(row.off for row in rows):
+    if off := [row for row in rows if row.off]:
+        also = "" if any(row.noise is None for row in off) else ", and by more than rounding explains"
         lines.append(
-            f"! off: on the way there it differs by more than {tolerance:.0%} of what the expected loss falls by, "
-            "and by more than rounding explains."
+            f"! off: on the way there it differs by more than {tolerance:.0%} of what the expected loss falls by{also}."
         )
     return lines + [line for result in figures.results for line in _on_noise(result, steps, tolerance)]
 

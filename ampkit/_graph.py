@@ -59,6 +59,9 @@ class Pool:
         self._handle: Any = None  # torch's token
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # one that nobody holds has left
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def enter(self, graph: "CudaGraph") -> Any:
         """Count a graph in and return the handle to capture it with."""
         if not self._graphs:
@@ -78,6 +81,14 @@ class Pool:
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._handle))
 
 
+# An empty pool begins with one segment of about what is needed at once. By itself the allocator takes segments of 20
+# MiB, or of one block's size, and never joins what lies in two. In a simulation (debug/_allocator.py), which comes
+# within 1.2% of the pool measured on an H200, a ResNet-50 (b32, float16) takes 1640 MiB so, and 1422 to 1430 with a
+# segment of 0.9 to 0.95 times its need. What a segment has too much is lost; to one that has too little others come.
+_FILLED = 0.95
+_LARGE = 64 * 2**20  # bytes: below, there is little to gain
+
+
 class CudaGraph:
     """A CUDA graph.
 
@@ -86,12 +97,16 @@ class CudaGraph:
             must have run on it before.
         pool: where what `fn` allocates comes from.
         generators: CUDA generators beside the default one that `fn` draws from. An unregistered one cannot be captured.
+        needs: bytes that `fn` has allocated at once, about; 0 if that is not known.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, pool: Pool, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self, stream: torch.cuda.Stream, pool: Pool, generators: Sequence[torch.Generator] = (), needs: int = 0
+    ) -> None:
         self._stream = stream
         self._pool = pool
         self._generators = tuple(generators)
+        self._needs = needs
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
 
@@ -107,11 +122,15 @@ class CudaGraph:
         assert self._graph is None  # one capture per object
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
+        segment = 0 if len(self._pool) else int(_FILLED * self._needs)
         graph, handle = self._new_graph(), self._pool.enter(self)
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), _no_collection():
             try:
                 # thread_local: a data loader or another thread of the user may allocate and pin memory meanwhile.
                 graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+                if segment >= _LARGE:
+                    # Freed at once, into the pool. A tensor would be filled, under deterministic algorithms.
+                    torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(segment))
                 self._outputs = fn()
                 _end(graph)
             except BaseException as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from harness import OPTIMIZERS, assert_same, boosted_loss, deterministic, make_batches, make_net, training_state
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -176,6 +177,51 @@ def test_memory_that_dies_or_lives_on_across_captures() -> None:
 
     with deterministic():
         assert_same(run("off"), run("auto"))
+
+
+def test_an_empty_pool_begins_with_one_segment() -> None:
+    """G4: blocks of one size make room for blocks of another, of the same values; nothing is recorded for it."""
+    stream = torch.cuda.Stream()
+    x, y = torch.randn(3 * 2**20, device="cuda"), torch.randn(7 * 2**19, device="cuda")  # 12 and 14 MiB
+
+    def work() -> Tensor:
+        first = sum(part.sum() for part in [x + i for i in range(8)])  # eight at once, and gone
+        return first + sum(part.sum() for part in [y * i for i in range(6)])
+
+    expected, sizes = work(), []
+    for needs in (0, 96 * 2**20):
+        pool = Pool()
+        graph = CudaGraph(stream, pool, needs=needs)
+        with deterministic():  # in which torch.empty fills
+            graph.capture(work)
+        torch.testing.assert_close(graph.replay().clone(), expected, rtol=1e-4, atol=1e-2)
+        sizes.append(pool.nbytes / 2**20)
+        graph.reset()
+    assert sizes[1] < 0.7 * sizes[0], f"{sizes} MiB"
+
+
+def test_a_step_takes_less_memory_in_one_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step's pool is no larger than without the segment, and its bits are the same."""
+
+    def run(filled: float) -> tuple[Any, int]:
+        monkeypatch.setattr("ampkit._graph._FILLED", filled)
+        torch.manual_seed(0)
+        model = torchvision.models.resnet18().cuda()
+        step, model, optimizer = make(lambda net, x, y: F.cross_entropy(net(x), y), model)
+        images = torch.randn(32, 3, 128, 128, device="cuda")
+        labels = torch.randint(1000, (32,), device="cuda")
+        for _ in range(6):
+            step(images, labels)
+        assert step.replays == 3
+        size = step.report().bytes
+        step.close()
+        return training_state(model, optimizer, step.scaler), size
+
+    with deterministic():
+        (plain, size), (seeded, smaller) = run(0.0), run(0.95)
+    assert_same(plain, seeded)
+    print(f"\npool and buffers: {size / 2**20:.1f} MiB, begun with one segment {smaller / 2**20:.1f} MiB")
+    assert smaller <= size
 
 
 @pytest.mark.parametrize("order", ["captured", "reversed", "mixed"])

@@ -35,7 +35,8 @@ RETURNED_LIGHTNING = (
     "a dict of further arguments of ampkit.graphed_step, as {'policy': '16-mixed', 'max_norm': 1.0}"
 )
 _TIMED_STEPS = 10
-_OURS = ("graph", "warmup", "verify", "on_failure")  # arguments of graphed_step that are not the loop's to choose
+# Arguments of graphed_step that are not the loop's to choose.
+_OURS = ("graph", "warmup", "verify", "on_failure", "numerics")
 _UNCHECKED_ON_CPU = (
     "copies from pageable memory, and waits other than for a value or a shape",
     "operations that are not deterministic on CUDA alone",

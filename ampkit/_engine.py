@@ -265,7 +265,7 @@ class Engine:
             if not layout.eager and all_want:
                 captured = self._capture(key, layout, leaves)
             if captured is None:
-                reason = self._refused or layout.eager or "another rank is not ready to capture"
+                reason = self._refused or layout.eager or "the ranks have not agreed to capture yet"
                 return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
         self.replays += 1
         captured.timing.replays += 1

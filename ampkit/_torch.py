@@ -556,3 +556,7 @@ READ: Any = _private(torch.ops.aten, "_local_scalar_dense").default
 IN_PLACE_WITHOUT_META: tuple[Any, ...] = tuple(
     _private(torch.ops.aten, name) for name in ("_fused_sgd_", "_fused_adagrad_")
 )
+# Context without the dispatch modes that are entered: what runs in it is seen by none of them.
+without_dispatch_modes: Callable[[], Any] = _private(_python_dispatch, "_disable_current_modes")
+# Whether a tensor stands for others within torch.func (vmap, grad), and so has no memory.
+is_functorch_wrapped: Callable[[Tensor], bool] = _private(torch._C._functorch, "is_functorch_wrapped_tensor")

@@ -134,6 +134,8 @@ class Ledger(_torch.TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------------ context
 
     def __enter__(self) -> "Ledger":
+        if self._unseen is not None:
+            self._unseen.read_pools()  # what lies in them is not counted again
         self._own()
         for tensor in _tensors(self._inputs):
             self._there(tensor, "input")

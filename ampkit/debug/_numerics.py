@@ -151,14 +151,14 @@ class Numerics:
         self._step = 0
         self._observes = False  # the step that is under way
         self._observed = 0
-        self._skipped = 0.0  # the highest count that the host knows
+        self._skipped: float | None = None  # the highest count that the host knows; a scaler may have one already
         self._alarmed = False  # the next step is to be observed
         self._loop: ExitStack | None = None  # of a loop of the user's own
         self._tally: Tally | None = None  # of its step
         self._attached = False
         self._last: Reading | None = None
         self._harmless: set[int] = set()
-        self._overflow: NumericsFinding | None = None
+        self._overflowed: Reading | None = None  # the first one
         self._underflow: NumericsFinding | None = None
         self._largest: float | None = None  # unscaled gradient
 
@@ -299,7 +299,7 @@ class Numerics:
     def _take(self, *, wait: bool = False) -> None:
         """Look at what has arrived on the host."""
         for _, count in self._skips.take(wait=wait):
-            self._alarmed |= float(count) > self._skipped
+            self._alarmed |= self._skipped is not None and float(count) > self._skipped
             self._skipped = float(count)
         for step, buffer in self._snapshots.take(wait=wait):
             assert self._telemetry is not None  # it has sent this
@@ -310,7 +310,7 @@ class Numerics:
         self._observed += 1
         self._last = reading
         if reading.overflowed():
-            self._overflow = self._overflow or reading.first_overflow(self._harmless)
+            self._overflowed = self._overflowed or reading
         else:
             self._harmless |= reading.nonfinite()
             self._largest = max(self._largest or 0.0, reading.largest_unscaled_gradient())
@@ -335,6 +335,8 @@ class Numerics:
         """Return what was found so far. Waits for the device, if a copy is under way."""
         self._take(wait=True)
         last, safe = self._last, None if self._largest is None else safe_scale(self._largest)
+        # Now, for good steps since then may have shown which tensors hold inf by intent, as a mask does.
+        overflow = None if self._overflowed is None else self._overflowed.first_overflow(self._harmless)
         scale = 1.0 if last is None else last.scale
         rows = () if last is None else tuple(last.rows())
         called = {row.name for row in rows if row.what != "gradient"}
@@ -345,11 +347,11 @@ class Numerics:
             step=None if last is None else last.step,
             scale=scale,
             safe_scale=safe,
-            first_overflow=self._overflow,
+            first_overflow=overflow,
             first_underflow=self._underflow,
             advice=tuple(
                 advice(
-                    self._overflow,
+                    overflow,
                     self._underflow,
                     scale,
                     safe,

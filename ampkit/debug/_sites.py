@@ -43,15 +43,15 @@ class Sites:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: dict[nn.Module, str] = {}
+        self._modules: list[tuple[str, nn.Module]] = []
         self.compiled: list[str] = []
         self.root = type(unwrapped(model)).__name__
         self._collect(unwrapped(model), "")
         self._params = {param: _plain_name(name) for name, param in unwrapped(model).named_parameters()}
-        self.rows = [Row(name, what, name) for name in self._modules.values() for what in _OF_MODULES]
+        self.rows = [Row(name, what, name) for name, _ in self._modules for what in _OF_MODULES]
         self.rows += [Row(name, "gradient", self._owner(name)) for name in self._params.values()]
         self._index = {(row.name, row.what): i for i, row in enumerate(self.rows)}
-        self._open: dict[nn.Module, list[tuple[set[Edge], int]]] = {}
+        self._open: dict[str, list[tuple[set[Edge], int]]] = {}  # calls that have begun, by module
 
     def _collect(self, module: nn.Module, name: str) -> None:
         if is_compiled_in_place(module):
@@ -60,14 +60,15 @@ class Sites:
                 "hooks. Write model.layer = torch.compile(model.layer), which is measured from outside, or measure "
                 "before it is compiled."
             )
-        if module in self._modules:
+        # Not by hash: that of a torchmetrics.Metric changes with its state.
+        if any(module is known for _, known in self._modules):
             return
         compiled = is_compiled(module)
         children = [] if compiled else list(module.named_children())
         if not children or any(True for _ in module.parameters(recurse=False)):
-            self._modules[module] = name or self.root
+            self._modules.append((name or self.root, module))
         if compiled:
-            self.compiled.append(self._modules[module])
+            self.compiled.append(name or self.root)
         for key, child in children:
             self._collect(child, f"{name}.{key}" if name else key)
 
@@ -89,13 +90,15 @@ class Sites:
             only_training: leave out calls while the model is in eval mode.
             parameters: measure gradients of parameters too, whenever a backward has added to them.
         """
-        self._open.clear()
         with ExitStack() as hooks:
-            for module in self._modules:
-                before = partial(self._before, tally, only_training)
+            hooks.callback(self._open.clear)  # a forward that raised may have left its graph
+            for name, module in self._modules:
+                before = partial(self._before, tally, only_training, name)
                 handle = module.register_forward_pre_hook(before, with_kwargs=True)
                 hooks.callback(handle.remove)
-                handle = module.register_forward_hook(partial(self._after, tally), with_kwargs=True)
+                # Always: checkpointing ends a recomputation by an error, as soon as it has all that it needs.
+                after = partial(self._after, tally, name)
+                handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
                 hooks.callback(handle.remove)
             for param, name in self._params.items() if parameters else ():
                 if param.requires_grad:
@@ -114,7 +117,7 @@ class Sites:
         found = {self._index[n, "gradient"]: p.detach() for p, n in self._params.items() if is_measurable(p)}
         telemetry.set_magnitudes(list(found), list(found.values()))
 
-    def _before(self, tally: Tally, only_training: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, tally: Tally, only_training: bool, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a whole function is compiled: its code must not hold what is measured now
             return
         if tally.closed or (only_training and not self._model.training):
@@ -122,17 +125,17 @@ class Sites:
         inputs = _floats((args, kwargs))
         if not in_backward():  # or else it is a checkpoint's recomputation of what was measured before
             for tensor in inputs:
-                tally.add(self._index[self._modules[module], "input"], tensor)
+                tally.add(self._index[name, "input"], tensor)
         # Now, for an operation in place makes the input its own output.
         found = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
         edges = {(edge.node, edge.output_nr) for edge in found}
-        self._open.setdefault(module, []).append((edges, newest_sequence_number()))
+        self._open.setdefault(name, []).append((edges, newest_sequence_number()))
 
-    def _after(self, tally: Tally, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or tally.closed or not self._open.get(module):
+    def _after(self, tally: Tally, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or tally.closed or not self._open.get(name):
             return
-        edges, newest = self._open[module].pop()
-        name, outputs = self._modules[module], _floats(output)
+        edges, newest = self._open[name].pop()
+        outputs = _floats(output)
         for tensor in outputs:
             if not in_backward():
                 tally.add(self._index[name, "output"], tensor)

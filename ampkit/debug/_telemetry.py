@@ -7,7 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch import foreach_add_, foreach_copy_, foreach_maximum_, foreach_norm, version
+from .._torch import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_maximum_,
+    foreach_norm,
+    is_functorch_wrapped,
+    version,
+    without_dispatch_modes,
+)
 
 BINS = 256  # by the 8 exponent bits of float32, into which float16 and bfloat16 go exactly
 BIAS = 127  # a value in bin e has the exponent e - 127; bin 0 holds zeros, and float32's and bfloat16's subnormals
@@ -118,7 +126,8 @@ class Tally:
         """Measure a tensor; sum with what this row has already, or take it `instead`. Five kernels; sync: none."""
         if self.closed or not is_measurable(tensor) or tensor.device != self._telemetry.buffer.device:
             return
-        with torch.no_grad():
+        # Selective checkpointing would take these operations for the model's.
+        with torch.no_grad(), without_dispatch_modes():
             counts, largest = self._measure(tensor.detach())
             if row in self._measured and not instead:
                 before = self._measured[row]
@@ -152,7 +161,9 @@ class Tally:
 
 def is_measurable(tensor: Tensor) -> bool:
     """Return whether a tensor has floating values that can be looked at: it is dense, plain and not empty."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_inference()
+    if type(tensor) not in (Tensor, nn.Parameter) or is_functorch_wrapped(tensor) or tensor.is_nested:
+        return False
+    plain = tensor.layout is torch.strided and not tensor.is_inference()
     return plain and (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
 
 
@@ -169,7 +180,8 @@ def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
     Three passes. Deterministic, and legal in a capture: what is counted are integers, and no size depends on data.
     Memory: four bytes per element, and again as much as the tensor. Sync: none.
     """
-    flat = _in_memory_order(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
+    tensor = tensor.resolve_conj().resolve_neg()
+    flat = _in_memory_order(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     floats = flat.to(torch.float32)
     bits = floats.view(torch.int32)
     if bits.is_cuda:

@@ -230,6 +230,7 @@ class Engine:
         self.replays = 0
         if options.graph == "auto" and device.type != "cuda":
             blocker = f"the model is on {device}, and CUDA graphs need a CUDA device."
+        blocker = blocker or _why_not_scripted(state)
         if blocker and options.graph != "off":
             self._refuse(blocker)
 
@@ -339,7 +340,10 @@ class Engine:
     def _observe(self) -> int:
         """Return a number for the settings around this call, having dropped the graphs that the state outlived."""
         now, before = self._state.generation(), self._generation
-        if now is before or now == before:
+        if now is before:
+            return self._setting
+        if now == before:
+            self._generation = now
             return self._setting
         if before is not None:
             replaced = before.replaced_in(now)
@@ -521,6 +525,14 @@ def _refuse_rebound(paths: list[str]) -> None:
             f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the new "
             "value. Change tensors in place (copy_, add_), and make them before the step."
         )
+
+
+def _why_not_scripted(state: TrainingState) -> str:
+    for root, top in state.modules.items():
+        for name, module in top.named_modules(prefix=root):
+            if isinstance(module, torch.jit.ScriptModule):
+                return f"{name} is a torch.jit.ScriptModule, which hides its tensors' places. Pass the module itself."
+    return ""
 
 
 def _copied(tree: Any) -> Any:

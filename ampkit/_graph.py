@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import threading
 import warnings
 import weakref
@@ -122,7 +123,7 @@ class CudaGraph:
         assert self._graph is None  # one capture per object
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
-        segment = 0 if len(self._pool) else int(_FILLED * self._needs)
+        segment = 0 if len(self._pool) or _keeps_blocks_whole() else int(_FILLED * self._needs)
         graph, handle = self._new_graph(), self._pool.enter(self)
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), _no_collection():
             try:
@@ -188,6 +189,12 @@ class CudaGraph:
         torch.zeros((), device=self._stream.device)
         graph.capture_end()
         graph.reset()
+
+
+def _keeps_blocks_whole() -> bool:
+    """Return whether the allocator was told not to give out parts of large blocks."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("max_split_size_mb" in text for text in settings)
 
 
 @contextlib.contextmanager

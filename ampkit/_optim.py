@@ -241,7 +241,9 @@ class CapturableGroups:
 
     def refresh(self) -> None:
         """Bring the tensors up to date with `group["lr"]`. One kernel per group whose rate changed; no sync."""
-        for i, group in enumerate(self._optimizer.param_groups):
+        groups = self._optimizer.param_groups
+        del self._rates[len(groups) :], self._filled[len(groups) :]
+        for i, group in enumerate(groups):
             if i == len(self._rates):
                 # What the kernels read: float32 on CUDA; on the CPU they take any, and float64 is what a float is.
                 dtype = torch.float32 if self._device.type == "cuda" else torch.float64

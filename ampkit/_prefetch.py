@@ -55,7 +55,8 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
             callable.
         AmpkitError: while iterating, `transform` raised (its exception is the cause), or returned None.
 
-    Sync: waits only where the host is `depth` steps ahead. Aliasing: none, every batch has tensors of its own.
+    Sync: waits only where the host is `depth` steps ahead. Aliasing: a batch that is on the
+    device already is handed out as it is, any other has tensors of its own.
     """
 
     @overload

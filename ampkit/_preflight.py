@@ -83,7 +83,8 @@ class Preflight(_torch.TorchDispatchMode):
         graphed: advise how to write it in a graphed step; otherwise, how to write it anywhere.
 
     Attributes:
-        most_bytes: of CUDA memory that were allocated at once behind an operation, beyond what was there at the start.
+        most_bytes: of CUDA memory that were allocated at once behind an operation, beyond what is there at the end.
+            For a graphed step alone.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
@@ -124,6 +125,7 @@ class Preflight(_torch.TorchDispatchMode):
             super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
             if kind is None:
                 self._look_for_draws()
+        self.most_bytes = max(0, self.most_bytes - max(0, self._allocated() - self._bytes))
 
     # ------------------------------------------------------------------------------------------------------- detectors
 
@@ -217,7 +219,11 @@ class Preflight(_torch.TorchDispatchMode):
         return result
 
     def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._watched.device) if self._watched.device.type == "cuda" else 0
+        if self._watched.device.type != "cuda" or not self._graphed:
+            return 0
+        # As torch.cuda.memory_allocated, which sorts all statistics in each call.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._watched.device)
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
 
     def _on_warning(self, message: Any, category: Any, filename: str, *where: Any) -> None:
         """Take the place of `warnings.showwarning`."""

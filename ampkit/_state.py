@@ -15,7 +15,8 @@ from ._torch import function_modes, module_tables, without_torch_function
 class Generation(NamedTuple):
     """What a captured graph has frozen beside its input. While it is equal, a replay does the right thing."""
 
-    containers: "_Objects"  # optimizer.state, param_groups, their lists of parameters: load_state_dict replaces them
+    containers: "_Objects"  # optimizer.state, param_groups, their parameters: load_state_dict replaces them
+    moments: tuple["_Objects", ...]  # what each optimizer.state holds: parameters, and a dict for each
     walk: "_Walk"  # the parameters, buffers and child modules themselves
     addresses: tuple[int, ...]  # of parameters and buffers: `.data =` and module.to() move them
     sizes: tuple[int, ...]  # parameters per param group
@@ -24,9 +25,10 @@ class Generation(NamedTuple):
     def replaced_in(self, new: "Generation") -> str:
         """Return in words which memory of this generation `new` has given up, so that no graph of it may run again."""
         words = (
-            ("a param group was added", len(self.sizes), len(new.sizes)),
-            ("a parameter was added to a param group", self.sizes, new.sizes),
+            ("a param group was added or removed", len(self.sizes), len(new.sizes)),
+            ("a parameter was added to a param group, or removed", self.sizes, new.sizes),
             ("the optimizer's state was replaced (load_state_dict)", self.containers, new.containers),
+            ("the optimizer's state was cleared or replaced", True, _grew(self.moments, new.moments)),
             (self.walk.first_change(new.walk), self.walk, new.walk),
             ("a parameter or buffer was moved to other memory", self.addresses, new.addresses),
         )
@@ -70,6 +72,14 @@ class _Objects:
         return len(self.held) == len(others) and all(map(operator.is_, self.held, others))
 
 
+def _grew(old: tuple[_Objects, ...], new: tuple[_Objects, ...]) -> bool:
+    """Return whether the new ones begin with all of the old ones: a first step makes more."""
+    grew = (
+        len(a.held) <= len(b.held) and all(map(operator.is_, a.held, b.held)) for a, b in zip(old, new, strict=True)
+    )
+    return all(grew)
+
+
 class _Reading(NamedTuple):
     """What every call reads off the state. Equal readings are the same generation; no interpreter steps per parameter.
 
@@ -82,6 +92,7 @@ class _Reading(NamedTuple):
     gradients: list[int]
     sizes: list[int]
     host: _Objects
+    moments: tuple[_Objects, ...]
 
 
 class Scaler(Protocol):
@@ -217,11 +228,13 @@ class TrainingState:
             gradients=_gradient_addresses(walk.tensors) if self._finds_gradients else [],
             sizes=sizes,
             host=_Objects(host),
+            moments=tuple([_Objects(gc.get_referents(optimizer.state)) for optimizer in self.optimizers]),
         )
 
     def _look_closely(self, walk: _Walk, reading: _Reading) -> Generation:
         return Generation(
             containers=_Objects([part for optimizer in self.optimizers for part in _containers(optimizer)]),
+            moments=reading.moments,
             walk=walk,
             addresses=tuple(reading.addresses),
             sizes=tuple(reading.sizes),
@@ -236,8 +249,8 @@ class TrainingState:
         named.append(("the policy on the model", tuple(map(type, walk.modules))))
         for optimizer in self.optimizers:
             for i, group in enumerate(optimizer.param_groups):
-                # A tensor is read when the graph is replayed, and a float learning rate is fed through one (_optim.py).
-                frozen = (key for key in group if key not in _NOT_FROZEN and not isinstance(group[key], Tensor))
+                # A float learning rate is fed through a tensor (_optim.py).
+                frozen = (key for key in group if key not in _NOT_FROZEN)
                 named.extend((f"param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
         if self.scaler is not None and self.scaler.is_enabled():
             named.extend((f"the scaler's {name}", value) for name, value in self.scaler.rule().items())
@@ -310,12 +323,16 @@ def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:
 
 
 def _unchangeable(value: Any) -> Any:
-    return tuple(value) if type(value) is list else value
+    """Return what is equal as long as a graph reads the same: a tensor is read in the replay, where it was."""
+    if isinstance(value, Tensor):
+        return _Objects([value])
+    return tuple(map(_unchangeable, value)) if type(value) in (list, tuple) else value
 
 
 def _containers(optimizer: torch.optim.Optimizer) -> list[Any]:
     groups = optimizer.param_groups
-    return [optimizer.state, groups, *groups, *[group["params"] for group in groups]]
+    params = [group["params"] for group in groups]
+    return [optimizer.state, groups, *groups, *params, *chain.from_iterable(params)]
 
 
 def _gradient_addresses(tensors: list[Tensor]) -> list[int]:

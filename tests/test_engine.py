@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from harness import (
     ENGINES,
     OPTIMIZERS,
+    VERSION,
     assert_same,
     boosted_loss,
     deterministic,
@@ -259,6 +261,55 @@ def test_a_scalar_on_the_host_is_refused() -> None:
     step, _, _ = make(("cuda", "auto"), loss_fn=lambda m, x, s: (m(x) * s).mean(), model=nn.Linear(4, 4).cuda())
     with pytest.raises(ampkit.InputMismatch, match=r"batch\[1\] is on cpu, but the model is on cuda:0. Move it with"):
         step(torch.ones(2, 4, device="cuda"), torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("graph", ["off", None])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_param_group_that_goes(engine: Engine, graph: str | None) -> None:
+    """Its parameters stand still from then on; those that stay have a new graph, and eager calls go on too."""
+    model = make_net(engine[0])
+    groups = [{"params": model.conv.parameters()}, {"params": model.head.parameters(), "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, fused=True)
+    step = ampkit.graphed_step(boosted_loss, model, optimizer, policy="float32", graph=graph or engine[1])
+    batches = make_batches(engine[0], [8] * 10)
+    for batch in batches[:5]:
+        step(*batch)
+    del optimizer.param_groups[1]
+    frozen, moving = model.head.weight.detach().clone(), model.conv.weight.detach().clone()
+    with pytest.warns(ampkit.CaptureWarning, match="added or removed") if graph is None else nullcontext():
+        for batch in batches[5:]:
+            step(*batch)
+    assert torch.equal(model.head.weight, frozen)
+    assert not torch.equal(model.conv.weight, moving)
+    assert step.captures == (2 if graph is None else 0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_moments_that_are_cleared(engine: Engine) -> None:
+    """`optimizer.state.clear()` begins anew, as in an eager loop, and no graph goes on with the old moments."""
+
+    def run(graph: str | None) -> Any:
+        step, model, optimizer = make(engine, graph)
+        torch.manual_seed(5)
+        for i, batch in enumerate(make_batches(engine[0], [8] * 14)):
+            if i == 6:
+                optimizer.state.clear()
+            with pytest.warns(ampkit.CaptureWarning, match="cleared") if i == 6 and graph is None else nullcontext():
+                step(*batch)
+        assert step.captures == (2 if graph is None else 0)
+        return training_state(model, optimizer, step.scaler)
+
+    with deterministic():
+        assert_same(run("off"), run(None))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scripted_modules_are_refused(engine: Engine) -> None:
+    """A torch.jit.ScriptModule hides its parameters' places; the message says what to pass instead."""
+    with pytest.warns(FutureWarning if VERSION >= (2, 15) else DeprecationWarning, match=r"torch\.jit\.script"):
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(ampkit.CaptureError, match=r"model\.0 is a torch\.jit\.ScriptModule.*Pass the module itself"):
+        make(engine, model=nn.Sequential(scripted).to(engine[0]))
 
 
 # ------------------------------------------------------------------------------------------------------ verification

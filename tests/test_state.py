@@ -100,6 +100,12 @@ REPLACED: dict[str, tuple[str, Touch]] = {
         "param group was added",
         lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
     ),
+    "state cleared": ("state was cleared or replaced", lambda m, o: o.state.clear()),
+    "state of a parameter": ("state was cleared or replaced", lambda m, o: o.state.update({m.conv.weight: {}})),
+    "parameters in another order": (
+        "state was replaced",
+        lambda m, o: o.param_groups[0]["params"].reverse(),
+    ),
     "a parameter more": ("added to a param group", lambda m, o: o.param_groups[0]["params"].append(m.head.bias)),
     "parameter": ("model.head.bias was replaced", lambda m, o: setattr(m.head, "bias", nn.Parameter(torch.ones(10)))),
     "parameter, same memory": (
@@ -122,6 +128,29 @@ REPLACED: dict[str, tuple[str, Touch]] = {
     ),
     "set_": ("other memory", lambda m, o: m.norm.running_mean.set_(torch.zeros(8))),
 }
+
+
+def test_tensor_as_hyperparameter_is_read_where_it_is() -> None:
+    """Another tensor in its place is another setting, whatever its value; the same one is not, whatever is in it."""
+    state, _, optimizer = make()
+    group = optimizer.param_groups[0]
+    group["eps"] = torch.tensor(1e-8)
+    before = state.generation()
+    group["eps"].fill_(1e-6)
+    assert state.generation() is before
+    group["eps"] = group["eps"].clone()
+    assert "['eps'] changed" in before.settings.changes(state.generation().settings)
+
+
+def test_state_that_a_first_step_makes_replaces_nothing() -> None:
+    """Lazily made moments are another generation, in which graphs of the one before may go on."""
+    state, model, optimizer = make()
+    optimizer.state.clear()
+    before = state.generation()
+    model.head.bias.grad = torch.ones_like(model.head.bias)
+    optimizer.step()
+    after = state.generation()
+    assert (after == before, before.replaced_in(after), before.settings) == (False, "", after.settings)
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -166,7 +195,7 @@ SETTINGS: dict[str, tuple[str, Touch, Touch]] = {
         lambda m, o: o.param_groups[0].pop("more"),
     ),
     "option made a tensor": (
-        "the options of a param group changed",
+        "param_groups[0]['eps'] changed",
         lambda m, o: o.param_groups[0].update(eps=torch.tensor(1e-8)),
         lambda m, o: o.param_groups[0].update(eps=1e-8),
     ),

@@ -44,7 +44,9 @@ def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | No
 
     Args:
         model: a `DistributedDataParallel` gives the names without `module.`. Parts that are `torch.compile(module)` are
-            measured from outside, and by the gradients of their parameters.
+            measured from outside, and by the gradients of their parameters. What is called within `torch.func` (vmap,
+            grad) and nested tensors are not measured. An `nn.TransformerEncoder` in eval mode leaves torch's fused
+            path where it is measured, as with any hook on it.
         every: steps from one observed step to the next, at least 1.
         scaler: in a loop of your own, the scaler, torch's or ampkit's, that says by what gradients are multiplied and
             which steps are skipped. A captured step uses its own.

@@ -14,12 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from harness import bits, deterministic
 from lightning_harness import Hooks, Net, adamw, fused, halving, loader, precision
 
@@ -147,6 +149,9 @@ def main() -> None:
         "failed": failed,
     }
     print(json.dumps(row), flush=True)
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.barrier()
+        time.sleep(0.2)  # as in ddp_train.py: gloo's threads still need Python's lock
 
 
 if __name__ == "__main__":

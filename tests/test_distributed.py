@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ampkit
 
-CPU = ["--device", "cpu"]
+CPU = ["--device", "cpu", "--end", "at once"]
 Rows = list[dict[str, Any]]  # one per rank
 
 

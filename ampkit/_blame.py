@@ -41,13 +41,13 @@ _THIN = ("_tensor", "_tensor_str", "functional", "_jit_internal", "_ops", "__ini
 def user_line(error: BaseException) -> str:
     """Return `file:line: source` of the innermost of the user's lines that an error came through, "" if none."""
     frames = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if _is_users_frame(frame)]
-    return _line(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
+    return line_text(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
 
 
 def running_line(frame: FrameType | None) -> str:
     """Return `file:line: source` of the innermost of the user's lines on a stack, "" if none."""
     users = next(filter(_is_users_frame, _frames(frame)), None)
-    return _line(users.f_code.co_filename, users.f_lineno) if users else ""
+    return line_text(users.f_code.co_filename, users.f_lineno) if users else ""
 
 
 def users_level() -> int:
@@ -96,7 +96,7 @@ class Blame:
         for frame in frames[: max(len(frames) - self._callers, 0)]:
             if _is_users_frame(frame):
                 uncounted = self._lenient and inside.startswith(_OPTIMIZERS)
-                return None if uncounted else Place(_line(frame.f_code.co_filename, frame.f_lineno), inside)
+                return None if uncounted else Place(line_text(frame.f_code.co_filename, frame.f_lineno), inside)
             if node is not None and frame.f_code is _torch.ENGINE_CODE and (line := self._forward_line(node)):
                 return Place(line, backward=True)
             inside = inside or _short(frame)
@@ -105,7 +105,7 @@ class Blame:
     def _forward_line(self, node: object) -> str:
         made = _torch.forward_stack(node)[self._callers :]
         entries = [match.groups() for match in map(_ENTRY.match, made) if match]
-        return next((_line(file, int(number)) for file, number in reversed(entries) if _is_users(file)), "")
+        return next((line_text(file, int(number)) for file, number in reversed(entries) if _is_users(file)), "")
 
 
 def real_frame() -> FrameType:
@@ -153,7 +153,8 @@ def _passes_on(frame: FrameType) -> bool:
     return frame.f_code.co_filename in (contextlib.__file__, _ENTERS_FOR_THE_USER)
 
 
-def _line(filename: str, number: int) -> str:
+def line_text(filename: str, number: int) -> str:
+    """Return `file:line: source`."""
     return f"{filename}:{number}: `{linecache.getline(filename, number).strip()}`"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ._bench_profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
-from ._blame import user_line
+from ._blame import line_text, user_line
 from ._errors import AmpkitError
 from ._fake import can_save_for_backward
 from ._faults import CHECKS, Fault, Origins, Subject, Trial
@@ -205,7 +205,7 @@ def _line_of(function: Callable[..., Any]) -> str:
         return ""
     number = next((i for i in range(code.co_firstlineno, code.co_firstlineno + 9) if _defines(code.co_filename, i)), 0)
     number = number or code.co_firstlineno  # of a decorator
-    return f"{code.co_filename}:{number}: `{linecache.getline(code.co_filename, number).strip()}`"
+    return line_text(code.co_filename, number)
 
 
 def _defines(filename: str, number: int) -> bool:

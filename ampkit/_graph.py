@@ -83,9 +83,9 @@ class Pool:
 
 
 # An empty pool begins with one segment of about what is needed at once. By itself the allocator takes segments of 20
-# MiB, or of one block's size, and never joins what lies in two. In a simulation (debug/_allocator.py), which comes
-# within 1.2% of the pool measured on an H200, a ResNet-50 (b32, float16) takes 1640 MiB so, and 1422 to 1430 with a
-# segment of 0.9 to 0.95 times its need. What a segment has too much is lost; to one that has too little others come.
+# MiB, or of one block's size, and never joins what lies in two. In a simulation of it, a ResNet-50 (b32, float16) needs
+# 1415 MiB and takes 1640 so (0.1% from what an H200 took, with the input), and 1424 with this segment:
+# tests/test_forecast.py -k pool. What a segment has too much is lost; to one that has too little others come.
 _FILLED = 0.95
 _LARGE = 64 * 2**20  # bytes: below, there is little to gain
 

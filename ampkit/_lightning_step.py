@@ -131,7 +131,6 @@ class TrainerStep:
         )
         self._rest: tuple[Any, ...] = ()
         self._held: tuple[int, ...] = ()
-        self._observer = observer
         self._observed = False  # this window
         self._numbers: dict[Hashable, float] = {}  # that were logged
         self._problem = ""  # found in the calls that are looked at
@@ -164,8 +163,8 @@ class TrainerStep:
         """
         self._rest, self.stepped = rest, False
         self._held = () if window.first else self._held
-        if window.first and self._observer is not None:
-            self._observed = self._observer.begin()
+        if window.first:
+            self._observed = self._recipe.begins_observed()
         place = _Place(Phase(window.last, self._held, self._observed), window.divisor, self._reads.values(window.epoch))
         self._recipe.groups.refresh()
         try:
@@ -182,16 +181,12 @@ class TrainerStep:
             # What a capture left there is memory of one graph, which says nothing about a replay of another.
             self._recipe.scaler.grad_norm, self._recipe.scaler.found_inf = out.grad_norm, None
             self.grad_norm = out.grad_norm
-            self._tell_observer()
+            self._recipe.tell_observer()
         self.stepped = True
         ((template, tensors),) = out.aux.items()
         output, logged = template.filled(tensors)
         self._log(logged)
         return output
-
-    def _tell_observer(self) -> None:
-        if self._observer is not None:
-            self._observer.stepped(self._recipe.scaler.skipped)
 
     def _log(self, logged: list[calls.LogCall]) -> None:
         for name, value, args, kwargs in logged:
@@ -249,7 +244,7 @@ class TrainerStep:
         held, self._held = self._held, self._held if not window.last else ()
         if window.last and held and none.output is None and not self._recipe.scaler.is_enabled():
             self._engine.run("training_step returned None", lambda: self._recipe.flush(held, self._observed))
-            self._tell_observer()
+            self._recipe.tell_observer()
         self._log(none.logged)
         return none.output
 

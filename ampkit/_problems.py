@@ -62,7 +62,7 @@ class Watched(NamedTuple):
 
     def has(self, tree: Any) -> bool:
         """Return whether a tensor in a tree is on such a device."""
-        here = (tensor for tensor in _tensors(tree) if tensor.device.type == self.device.type)
+        here = (tensor for tensor in _torch.tensors_in(tree) if tensor.device.type == self.device.type)
         return any(not _torch.is_fake(type(tensor)) for tensor in here)
 
 
@@ -134,7 +134,7 @@ def _repeats(call: _Call) -> Iterator[Problem]:
 
 
 def _indexes(call: _Call) -> Iterator[Problem]:
-    indices = _tensors(call.args[1])
+    indices = _torch.tensors_in(call.args[1])
     if not call.watched.has(call.args[0]):
         return
     for index in indices:
@@ -187,7 +187,7 @@ def _memory(pinned: bool) -> str:
 
 
 def _draws(call: _Call) -> Iterator[Problem]:
-    results, generator = _tensors(call.result), call.kwargs.get("generator")
+    results, generator = _torch.tensors_in(call.result), call.kwargs.get("generator")
     device, generators = call.watched
     if device.type != "cpu" and results and all(tensor.device.type == "cpu" for tensor in results):
         what = "draws random numbers on the host, which a graph would freeze"
@@ -227,7 +227,3 @@ def _check_of(op: Any) -> _Check | None:
 def _name(op: Any) -> str:
     packet = getattr(op, "overloadpacket", None)
     return str(packet.__name__ if packet is not None else op.name())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in _torch.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -158,6 +158,15 @@ class Recipe:
         finally:
             self._drop(params)
 
+    def begins_observed(self) -> bool:
+        """Return whether the optimizer step that begins now is to be observed. Called once for each."""
+        return self.observer is not None and self.observer.begin()
+
+    def tell_observer(self) -> None:
+        """Tell who measures, if anyone does, that an optimizer step was launched."""
+        if self.observer is not None:
+            self.observer.stepped(self.scaler.skipped)
+
     def _observing(self, phase: Phase) -> AbstractContextManager[None]:
         if not phase.observed:
             return nullcontext()

@@ -168,7 +168,7 @@ class Recorder(_torch.TorchDispatchMode):
             self._lives.setdefault(_storage(result), _Life(life.made_by, life.casts, life.before_cast))
         if func.is_view or name in _COPIES or name in _ALLOCATIONS:
             return
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        inputs, outputs = _torch.tensors_in((args, kwargs)), _torch.tensors_in(result)
         if outputs and any(map(_is_floating, inputs)):
             self._operation(ONE_NAME.get(name, name), inputs, outputs)
 
@@ -255,10 +255,6 @@ def _name(func: Any) -> str:
 
 def _is_floating(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in _torch.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def _nbytes(tensor: Tensor) -> int:

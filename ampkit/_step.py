@@ -187,8 +187,8 @@ class GraphedStep:
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
         last = self._micro + 1 == self._accumulate
-        if self._micro == 0 and self._recipe.observer is not None:
-            self._observed = self._recipe.observer.begin()
+        if self._micro == 0:
+            self._observed = self._recipe.begins_observed()
         self._recipe.groups.refresh()
         try:
             out, held = self._engine(args, kwargs, Phase(last, self._held, self._observed))
@@ -221,8 +221,7 @@ class GraphedStep:
     def _stepped(self, grad_norm: Any) -> None:
         # What a capture left there is memory of one graph, which says nothing about a replay of another.
         self.scaler.grad_norm, self.scaler.found_inf = grad_norm, None
-        if self._recipe.observer is not None:
-            self._recipe.observer.stepped(self.scaler.skipped)
+        self._recipe.tell_observer()
         if self._scheduler is not None:
             self._scheduler.step()
 

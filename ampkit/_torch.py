@@ -39,6 +39,12 @@ tree_flatten_with_path: Callable[[Any], tuple[list[tuple[Any, Any]], TreeSpec]] 
 )
 keystr: Callable[[Any], str] = _private(_pytree, "keystr")
 
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the leaves of a tree that are tensors."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
 # torch._foreach_norm(tensors, ord, dtype): one kernel for the norms of many tensors; clip_grad_norm_ is built on it.
 foreach_norm: Callable[..., list[Tensor]] = _private(torch, "_foreach_norm")
 # In-place arithmetic on many tensors in one kernel, where device and dtype are one.

@@ -137,7 +137,7 @@ class Ledger(_torch.TorchDispatchMode):
         if self._unseen is not None:
             self._unseen.read_pools()  # what lies in them is not counted again
         self._own()
-        for tensor in _tensors(self._inputs):
+        for tensor in _torch.tensors_in(self._inputs):
             self._there(tensor, "input")
         if self._model is not None:
             for name, module in self._model.named_modules():
@@ -215,7 +215,7 @@ class Ledger(_torch.TorchDispatchMode):
             self._there(param, "parameter", name)
             if param.grad is not None:
                 self._there(param.grad, "gradient", name)
-            for tensor in _tensors(dict(self._optimizer.state.get(param, {}))):
+            for tensor in _torch.tensors_in(dict(self._optimizer.state.get(param, {}))):
                 self._there(tensor, "optimizer state", name)
 
     # --------------------------------------------------------------------------------------------------- operations
@@ -226,16 +226,16 @@ class Ledger(_torch.TorchDispatchMode):
             return func(*args, **kwargs)
         node = _torch.current_node() or self._node
         self._turn(node)
-        sources = _tensors((args, kwargs))
+        sources = _torch.tensors_in((args, kwargs))
         for tensor in sources:
-            self._there(tensor, "input", resize=False)
+            self._there(tensor, "input")
         module, line = self._place(node)
         watched = self._unseen is not None and self._unseen.begin(self._level)
         result = func(*args, **kwargs)
         # Only what makes something is a forward: `zero_grad(set_to_none=False)` belongs to the step before.
         # A module may run without gradients, as reentrant checkpointing runs it.
         forward = node is None and not self._stepping and (torch.is_grad_enabled() or bool(self._path))
-        made = [self._born(tensor, module, line, forward) for tensor in _tensors(result)]
+        made = [self._born(tensor, module, line, forward) for tensor in _torch.tensors_in(result)]
         born = [life for life in made if life is not None]
         if func is _torch.TO_COPY and sources[0].device != self._device:
             for life in born:
@@ -288,7 +288,7 @@ class Ledger(_torch.TorchDispatchMode):
         return here
 
     def _accumulated(self, node: Any, result: Any) -> None:
-        for tensor in _tensors(result):
+        for tensor in _torch.tensors_in(result):
             if (key := self._key(tensor)) in self._lives:
                 life, _ = self._lives[key]
                 life.category = "gradient"
@@ -319,7 +319,7 @@ class Ledger(_torch.TorchDispatchMode):
         self._change(life, self._sizes.taken(key, life.asked))
         return life
 
-    def _there(self, tensor: Tensor, category: str, module: str = "", resize: bool = True) -> None:
+    def _there(self, tensor: Tensor, category: str, module: str = "") -> None:
         """Give a storage a category; one that nobody saw being made was there before."""
         key = self._key(tensor)
         if not key:
@@ -448,10 +448,6 @@ class _Unseen:
             return True
         address = _torch.storage_address(tensor)
         return any(start <= address < start + size for start, size in self._pools)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in _torch.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> Any:

@@ -1,7 +1,6 @@
 """What the references between objects are called, and the objects: in the user's own names."""
 
 import gc
-import linecache
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _torch
+from .._blame import line_text
 
 _STEPS = 12  # of a chain that are shown
 
@@ -209,9 +209,9 @@ def lines_of(things: Sequence[object]) -> list[str]:
     found = []
     for thing in things:
         if type(thing) is types.FunctionType:
-            found.append(_line(thing.__code__.co_filename, thing.__code__.co_firstlineno))
+            found.append(line_text(thing.__code__.co_filename, thing.__code__.co_firstlineno))
         elif type(thing) is types.FrameType:
-            found.append(_line(thing.f_code.co_filename, raised.get(id(thing), thing.f_lineno)))
+            found.append(line_text(thing.f_code.co_filename, raised.get(id(thing), thing.f_lineno)))
     return list(dict.fromkeys(found or map(_line_of_class, filter(_is_written, map(type, things)))))
 
 
@@ -222,11 +222,7 @@ def _is_written(kind: type) -> bool:
 
 def _line_of_class(kind: type) -> str:
     code = vars(kind)["__init__"].__code__
-    return _line(code.co_filename, code.co_firstlineno)
-
-
-def _line(file: str, number: int) -> str:
-    return f"{file}:{number}: `{linecache.getline(file, number).strip()}`"
+    return line_text(code.co_filename, code.co_firstlineno)
 
 
 def storage_of(tensor: Tensor) -> tuple[StorageWeakRef, int] | None:

@@ -15,7 +15,7 @@ from .._torch import (
     is_compiled_in_place,
     newest_sequence_number,
     sequence_number,
-    tree_flatten,
+    tensors_in,
 )
 from ._telemetry import Row, Tally, Telemetry, is_measurable
 
@@ -180,7 +180,7 @@ def _edges_out(outputs: list[Tensor], edges: set[Edge], newest: int) -> Iterator
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor) and is_measurable(leaf)]
+    return [tensor for tensor in tensors_in(tree) if is_measurable(tensor)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -20,22 +20,30 @@ from ._graph import CudaGraph
 PROFILED_STEPS = 10
 LEAD_IN, LEAD_OUT = 3, 1  # steps before and after these: the device has nothing queued when the profiler starts
 ALL_STEPS = LEAD_IN + PROFILED_STEPS + LEAD_OUT
-HOST_CALLS = 30
+HOST_BURSTS, HOST_CALLS = 6, 8  # calls behind one another
 
 
 def host_time(step: Callable[..., Tensor], case: Case, setting: Setting) -> tuple[float, float | None]:
-    """Return the microseconds until a call returns with nothing queued, and those of the launch of its graph in it."""
+    """Return the microseconds until a call returns, and those of the launch of its graph in it.
+
+    A few calls behind one another, so that the driver's queue has room. The first does not count: what comes behind a
+    wait for the device runs on cold caches, and a loop does not wait.
+    """
     batches = itertools.cycle(list(feed(case.batches, case, setting)))
     calls, launches = [], []
     with _launches() as took:
-        for _ in range(HOST_CALLS):
+        for i in range(HOST_BURSTS * HOST_CALLS):
             batch = next(batches)
-            torch.cuda.synchronize(setting.device)
+            first = i % HOST_CALLS == 0
+            if first:
+                torch.cuda.synchronize(setting.device)
             took.clear()
             start = time.perf_counter()
             step(*batch)
-            calls.append(time.perf_counter() - start)
-            launches.append(sum(took))
+            seconds = time.perf_counter() - start
+            if not first:
+                calls.append(seconds)
+                launches.append(sum(took))
     launch = statistics.median(launches) * 1e6
     return statistics.median(calls) * 1e6, launch or None
 
@@ -80,7 +88,7 @@ def profile(row: Row, case: Case, setting: Setting) -> str:
     if not seen.kernels:
         return "torch.profiler saw no kernel"
     row.busy_ms, row.kernels = seen.busy_us / ALL_STEPS / 1e3, seen.kernels / ALL_STEPS
-    row.idle_share, row.copy_share = seen.idle_share, seen.copy_share
+    row.idle_share, row.between_share, row.copy_share = seen.idle_share, seen.between_share, seen.copy_share
     return ""
 
 
@@ -101,12 +109,14 @@ class DeviceWork(NamedTuple):
         busy_us: microseconds in which at least one kernel ran. Copies within the device and fills count as kernels.
         kernels: how many ran, without copies and fills.
         idle_share: the share of time in which neither a kernel nor a copy ran.
+        between_share: the part of it that was between launches by the host, not between the kernels of one graph.
         copy_share: the share in which only copies from or to the host ran, which another engine of the device does.
     """
 
     busy_us: float
     kernels: int
     idle_share: float
+    between_share: float
     copy_share: float
 
 
@@ -122,21 +132,36 @@ def device_work(events: Iterable[Any]) -> DeviceWork:
     events = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     computing = [event for event in events if not event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))]
     kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in computing)
-    busy, at_work = _union(computing), _union(events)
+    busy, at_work = _union(map(_time, computing)), _union(map(_time, events))
+    launched = _union(_launched(events))
     if not kernels:
-        return DeviceWork(0.0, 0, 0.0, 0.0)
+        return DeviceWork(0.0, 0, 0.0, 0.0, 0.0)
     # Steps leave no mark on the device's time: the middle of the time stands for the steps in the middle.
     first, last = at_work[0][0], at_work[-1][1]
     step = (last - first) / ALL_STEPS
     window = first + LEAD_IN * step, last - LEAD_OUT * step
-    worked, computed = (_length(some, window) / (window[1] - window[0]) for some in (at_work, busy))
-    return DeviceWork(_length(busy), kernels, 1 - worked, worked - computed)
+    whole = window[1] - window[0]
+    worked, computed, within = (_length(some, window) / whole for some in (at_work, busy, launched))
+    return DeviceWork(_length(busy), kernels, 1 - worked, 1 - within, worked - computed)
 
 
-def _union(events: Iterable[Any]) -> list[Interval]:
-    """Return disjoint intervals, in order, in which at least one of the events was going on."""
+def _time(event: Any) -> Interval:
+    return event.time_range.start, event.time_range.end
+
+
+def _launched(events: Iterable[Any]) -> Iterator[Interval]:
+    """Yield from when to when what one call of the driver launched was going on: a kernel, or all of a graph."""
+    by_call: dict[int, list[Interval]] = {}
+    for event in events:
+        by_call.setdefault(event.id, []).append(_time(event))
+    for times in by_call.values():
+        yield min(start for start, _ in times), max(stop for _, stop in times)
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return disjoint intervals, in order, that cover the same time."""
     covered: list[Interval] = []
-    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in events):
+    for start, stop in sorted(intervals):
         if covered and start <= covered[-1][1]:
             covered[-1] = covered[-1][0], max(covered[-1][1], stop)
         else:

@@ -35,8 +35,9 @@ class Row:
         busy_ms: time per step in which a kernel runs on the GPU.
         kernels: how many run per step.
         idle_share: the share of the time in which neither a kernel nor a copy runs, while the profiler looks on.
+        between_share: likewise, of it what is between launches by the host, not between the kernels of one graph.
         copy_share: likewise, the share in which only copies from or to the host run.
-        host_us: time until a call returns with nothing queued on the device.
+        host_us: time until a call returns, of calls behind one another that the driver's queue has room for.
         launch_us: how much of it the driver takes to launch a graph.
         setup_s: what the first steps take longer than as many steps later on, and what comes before them.
         peak_mib: device memory that steps need, pools of graphs as a whole.
@@ -61,6 +62,7 @@ class Row:
     busy_ms: float | None = None
     kernels: float | None = None
     idle_share: float | None = None
+    between_share: float | None = None
     copy_share: float | None = None
     host_us: float | None = None
     launch_us: float | None = None
@@ -193,6 +195,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("busy", 5, lambda _, row: "-" if row.busy_share is None else f"{row.busy_share:.0%}"),
     ("kernels", 7, lambda _, row: _number(row.kernels, 0)),
     ("idle", 6, lambda _, row: _percent(row.idle_share)),
+    ("between", 7, lambda _, row: _percent(row.between_share)),
     ("copying", 7, lambda _, row: _percent(row.copy_share)),
     ("host us", 8, lambda _, row: _number(row.host_us, 0)),
     ("launch", 7, lambda _, row: _number(row.launch_us, 0)),

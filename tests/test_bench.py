@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import json
 import os
 import sys
@@ -38,7 +39,18 @@ from ampkit._policy import Policy
 SHORT = ["--repeats", "2", "--seconds", "0.01"]
 ROW_KEYS = {
     *("variant", "label", "ms", "fastest", "slowest", "ratio", "busy_ms", "busy_share", "kernels", "idle_share"),
-    *("copy_share", "host_us", "launch_us", "setup_s", "peak_mib", "setup_peak_mib", "loss", "expected", "difference"),
+    *(
+        "between_share",
+        "copy_share",
+        "host_us",
+        "launch_us",
+        "setup_s",
+        "peak_mib",
+        "setup_peak_mib",
+        "loss",
+        "expected",
+        "difference",
+    ),
     *("tolerance", "noise", "compared", "off", "error", "report"),
 }
 
@@ -239,7 +251,7 @@ def test_every_variant_on_a_gpu(source: str, tmp_path: Path) -> None:
         assert row["host_us"] > 0
         assert row["kernels"] >= 5
         assert row["busy_ms"] > 0
-        assert 0 <= row["idle_share"] < 1
+        assert 0 <= row["between_share"] <= row["idle_share"] < 1
         assert 0 <= row["copy_share"] < 1 - row["idle_share"]
         assert 0 < row["peak_mib"] < 1024
     for captured in ("bare", "graphed"):
@@ -527,9 +539,15 @@ def test_setup_is_what_the_first_steps_take_longer(monkeypatch: pytest.MonkeyPat
     assert session.losses == [0.5, 2.5, 4.5, 6.5, 8.5], "means over a pass, within the checked steps"
 
 
-def event(name: str, start: float, end: float, device: str = "CUDA", annotation: bool = False) -> Any:
-    """What torch.profiler gives for an event."""
+_calls = itertools.count()
+
+
+def event(
+    name: str, start: float, end: float, device: str = "CUDA", annotation: bool = False, call: int | None = None
+) -> Any:
+    """What torch.profiler gives for an event, by default one that a call of its own launched."""
     return SimpleNamespace(
+        id=next(_calls) if call is None else -1 - call,
         name=name,
         device_type=SimpleNamespace(name=device),
         is_user_annotation=annotation,
@@ -553,7 +571,7 @@ def test_busy_time_counts_overlap_once() -> None:
     ]
     seen = _bench_profile.device_work(reversed(events))
     assert (seen.busy_us, seen.kernels) == (15 + 2 + 1 + 2, 4)
-    assert _bench_profile.device_work([]) == _bench_profile.device_work(events[-4:]) == (0.0, 0, 0.0, 0.0)
+    assert _bench_profile.device_work([]) == _bench_profile.device_work(events[-4:]) == (0.0, 0, 0.0, 0.0, 0.0)
 
 
 def steps_of_100_us(n: int, start: float = 0.0) -> list[Any]:
@@ -581,7 +599,7 @@ def test_idle_and_copying_are_shares_of_the_steps_in_the_middle() -> None:
     later = [*steps_of_100_us(n - 3, start=300), event("last", 100 * n - 10, 100 * n)]
     seen = _bench_profile.device_work([start, *later])
     assert (seen.idle_share, seen.copy_share) == pytest.approx((0.1, 0.1))
-    assert _bench_profile.device_work([event("gemm", 0, 70)]) == (70.0, 1, 0.0, 0.0)
+    assert _bench_profile.device_work([event("gemm", 0, 70)]) == (70.0, 1, 0.0, 0.0, 0.0)
 
 
 def test_the_profile_of_a_variant_fills_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -605,7 +623,17 @@ def test_the_profile_of_a_variant_fills_its_row(monkeypatch: pytest.MonkeyPatch)
     assert _bench_profile.profile(row, case, setting) == ""
     assert len(trained) == 2 * len(case.batches)
     assert row.busy_ms == pytest.approx(0.08, rel=0.01)
-    assert (row.idle_share, row.copy_share) == pytest.approx((0.1, 0.1))
+    assert (row.idle_share, row.between_share, row.copy_share) == pytest.approx((0.1, 0.1, 0.1))
+
+
+def test_gaps_within_a_graph_are_not_between_launches() -> None:
+    """What one call launched is one piece: in each step 20 us within a graph and 10 behind it are idle."""
+    n, events = _bench_profile.ALL_STEPS, []
+    for i in range(n):
+        at = 100.0 * i
+        events += [event("gemm", at, at + 30, call=i), event("relu", at + 50, at + 90, call=i)]
+    seen = _bench_profile.device_work([*events, event("last", 100 * n - 10, 100 * n)])
+    assert (seen.idle_share, seen.between_share) == pytest.approx((0.3, 0.1))
 
 
 def test_events_of_the_profiler_have_what_is_read() -> None:
@@ -616,6 +644,7 @@ def test_events_of_the_profiler_have_what_is_read() -> None:
     assert {found.device_type.name for found in events} == {"CPU"}
     assert _bench_profile.device_work(events).kernels == 0
     assert all(found.time_range.end >= found.time_range.start and not found.is_user_annotation for found in events)
+    assert all(isinstance(found.id, int) for found in events)
 
 
 # ---------------------------------------------------------------------------------------------------- what is trained
@@ -732,8 +761,12 @@ def saved(model: str = "mlp", batch: int = 64, device: str = "a GPU", source: st
     setting |= {"input": source, "checked_steps": 20, "tolerance": 0.03}
     losses = {"loss": 2.0, "expected": 2.0, "difference": 0.0, "tolerance": 0.03, "noise": 0.0, "compared": 20}
     amp = Row("amp", "torch AMP, eager", 8.0, 7.5, 9.0, 1.6, 100, host_us=8000.0, peak_mib=100.0, **losses)
-    bare = Row("bare", "bare capture (*)", 1.9, 1.9, 1.9, 1.8, 80, 0.05, 0.0, 60.0, 55.0, 0.2, 110.0, 120.0, **losses)
-    graphed = Row("graphed", "graphed_step", 2.0, 1.9, 8.5, 1.8, 85, 0.016, 0.002, 150.0, 60.0, 0.3, 104.0, 130.0)
+    bare = Row(
+        "bare", "bare capture (*)", 1.9, 1.9, 1.9, 1.8, 80, 0.05, 0.01, 0.0, 60.0, 55.0, 0.2, 110.0, 120.0, **losses
+    )
+    graphed = Row(
+        "graphed", "graphed_step", 2.0, 1.9, 8.5, 1.8, 85, 0.016, 0.003, 0.002, 150.0, 60.0, 0.3, 104.0, 130.0
+    )
     graphed = replace(graphed, **{**losses, "loss": 2.5, "difference": 0.2}, off=True)
     rows = [amp, bare, graphed, Row("lightning", "Lightning", error="ValueError: no")]
     return Figures(setting, ["A note."], [Result(model, batch, rows)])
@@ -744,7 +777,7 @@ def test_the_table() -> None:
     lines = _bench_report.table(saved()).splitlines()
     assert lines[:2] == ["a GPU, torch 2, float16, median of 3 repeats, input: prefetch", "A note."]
     (graphed,) = [line for line in lines if line.startswith("graphed_step")]
-    cells = "2.000 [1.900, 8.500] 4.00x 1.800 90% 85 1.6% 0.2% 150 60 0.30 104 2.5000 (2.0000) !"
+    cells = "2.000 [1.900, 8.500] 4.00x 1.800 90% 85 1.6% 0.3% 0.2% 150 60 0.30 104 2.5000 (2.0000) !"
     assert graphed.split() == ["graphed_step", *cells.split()]
     assert "Lightning         failed: ValueError: no" in lines
     assert "(*) one batch that lies on the device, without clipping and schedule: the kernels alone." in lines

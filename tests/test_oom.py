@@ -1,6 +1,7 @@
 """Out of memory: a bundle says who held it, and the error goes on as it was. Snapshots of the CUDA allocator."""
 
 import contextlib
+import gc
 import inspect
 import json
 import pickle
@@ -283,6 +284,7 @@ def little_memory():
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 256 * MIB) / total)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
+    gc.collect()  # what ran out of memory is in a cycle with its traceback
     torch.cuda.empty_cache()
 
 

@@ -127,6 +127,10 @@ class _Memory:
         """Return the most that was in use since, in MiB, with what the pools of graphs hold but do not show."""
         if self._device is None:
             return None
-        private = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
+        private = [
+            part
+            for part in torch.cuda.memory_snapshot(include_traces=False)
+            if tuple(part["segment_pool_id"]) != (0, 0)
+        ]
         hidden: int = sum(part["total_size"] - part["allocated_size"] for part in private)
         return (torch.cuda.max_memory_allocated(self._device) - self._base + hidden) / MIB

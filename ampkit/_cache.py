@@ -132,9 +132,9 @@ class Cache:
         self._dropped = combined([self._dropped, captured.timing.saving()])
         captured.timing.replays = 0  # counted; a new graph of this layout has the same timing
 
-    def new_graph(self, stream: Any, generators: Any, needs: int) -> Graph:
-        """Return a graph to capture that needs about so many bytes at once, emulated where there is no stream."""
-        return EmulatedGraph() if stream is None else CudaGraph(stream, self._pool, generators, needs)
+    def new_graph(self, stream: Any, generators: Any) -> Graph:
+        """Return a graph to capture, emulated where there is no stream."""
+        return EmulatedGraph() if stream is None else CudaGraph(stream, self._pool, generators)
 
     def add(
         self,

@@ -159,7 +159,6 @@ class _Layout:
         self.problem = ""  # what the preflight found
         self.eager = ""  # why it is never captured, if so
         self.reason = reason  # of its warm-up
-        self.most_bytes = 0  # that the last eager call had allocated at once
         self.timing = Timing()
 
 
@@ -397,7 +396,6 @@ class Engine:
             return outputs  # what makes optimizer state for the first time may wait: look again in the next call
         layout.warm += 1
         layout.problem = describe(preflight.findings)
-        layout.most_bytes = preflight.most_bytes
         return outputs
 
     def _capture(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
@@ -411,7 +409,7 @@ class Engine:
         self._evicted(self._cache.make_room())
         inputs = StaticInputs(key.spec, leaves)
         versions = inputs.versions()
-        graph = self._cache.new_graph(self._stream, self._options.generators, layout.most_bytes)
+        graph = self._cache.new_graph(self._stream, self._options.generators)
         before, pool_bytes = self._state.tensors(), self._cache.pool_bytes
         failure: CaptureError | None = None
         # An emulated graph keeps what it is given: with self in it, a cycle would keep the graphs alive.

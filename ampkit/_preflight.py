@@ -82,10 +82,6 @@ class Preflight(_torch.TorchDispatchMode):
         generators: CUDA generators beside the default one that a graph would know.
         graphed: advise how to write it in a graphed step; otherwise, how to write it anywhere.
 
-    Attributes:
-        most_bytes: of CUDA memory that were allocated at once behind an operation, beyond what is there at the end.
-            For a graphed step alone.
-
     Sync: none of its own, but one wait at its end where other threads run.
     """
 
@@ -100,7 +96,6 @@ class Preflight(_torch.TorchDispatchMode):
         self._waits: int | None = None  # of the operation that runs
         self._stepped_aside = False  # in this backward
         self._left = ExitStack()
-        self.most_bytes = 0
 
     @property
     def findings(self) -> list[Finding]:
@@ -111,7 +106,6 @@ class Preflight(_torch.TorchDispatchMode):
         self._thread = threading.get_ident()
         self._blame = Blame(sys._getframe(1), lenient=self._watched.device.type == "cpu")
         self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
-        self._bytes = self._allocated()
         with ExitStack() as entered:
             self._watch_warnings(entered)
             self._watch_backward(entered)
@@ -125,7 +119,6 @@ class Preflight(_torch.TorchDispatchMode):
             super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
             if kind is None:
                 self._look_for_draws()
-        self.most_bytes = max(0, self.most_bytes - max(0, self._allocated() - self._bytes))
 
     # ------------------------------------------------------------------------------------------------------- detectors
 
@@ -211,19 +204,11 @@ class Preflight(_torch.TorchDispatchMode):
         finally:
             waits, self._waits = self._waits, outer
         seconds = time.perf_counter() - start
-        self.most_bytes = max(self.most_bytes, self._allocated() - self._bytes)
         problems = problems_of(op, args, kwargs, result, self._watched, waited=bool(waits))
         keys = [self._report(problem) for problem in problems]
         if problems and not (problems[0].graph_only or is_late(op)):
             self._spent(keys[0], seconds)
         return result
-
-    def _allocated(self) -> int:
-        if self._watched.device.type != "cuda" or not self._graphed:
-            return 0
-        # As torch.cuda.memory_allocated, which sorts all statistics in each call.
-        stats = torch.cuda.memory_stats_as_nested_dict(self._watched.device)
-        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
 
     def _on_warning(self, message: Any, category: Any, filename: str, *where: Any) -> None:
         """Take the place of `warnings.showwarning`."""

@@ -191,6 +191,20 @@ def drop_capture_from_allocator(device: torch.device, pool: tuple[int, int]) -> 
     _private(torch._C, "_cuda_releasePool")(device.index, pool)
 
 
+def allocator_settings() -> str:
+    """Return what the allocator of CUDA memory was last configured with: PYTORCH_ALLOC_CONF, or what was set since."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # torch 2.15
+    if read is None:
+        found = _private(torch._C, "_cuda_memorySnapshot")((0, 0, False))
+        return str(found["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
+    return str(read())
+
+
+def set_allocator_settings(settings: str) -> None:
+    """Configure the allocator of CUDA memory, for what it takes from now on."""
+    _private(torch._C, "_accelerator_setAllocatorSettings")(settings)
+
+
 def can_init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `init_optimizer_state` works: for every optimizer of torch.optim but LBFGS and SparseAdam."""
     return hasattr(optimizer, "_init_group")

@@ -3,7 +3,8 @@
 import gc
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._graph import CudaGraph, Pool
+from ampkit._torch import allocator_settings, set_allocator_settings
 
 pytestmark = pytest.mark.cuda
 
@@ -179,8 +181,20 @@ def test_memory_that_dies_or_lives_on_across_captures() -> None:
         assert_same(run("off"), run("auto"))
 
 
-def test_an_empty_pool_begins_with_one_segment() -> None:
-    """G4: blocks of one size make room for blocks of another, of the same values; nothing is recorded for it."""
+@contextmanager
+def configured(settings: str) -> Iterator[None]:
+    """Context in which the user has configured the allocator."""
+    before = allocator_settings()
+    set_allocator_settings(settings)
+    try:
+        yield
+    finally:
+        set_allocator_settings("expandable_segments:False")
+        set_allocator_settings(before)
+
+
+def test_a_pool_takes_one_segment_that_grows() -> None:
+    """G4: blocks of one size make room for blocks of another, of the same values; else all segments are as ever."""
     stream = torch.cuda.Stream()
     x, y = torch.randn(3 * 2**20, device="cuda"), torch.randn(7 * 2**19, device="cuda")  # 12 and 14 MiB
 
@@ -188,39 +202,46 @@ def test_an_empty_pool_begins_with_one_segment() -> None:
         first = sum(part.sum() for part in [x + i for i in range(8)])  # eight at once, and gone
         return first + sum(part.sum() for part in [y * i for i in range(6)])
 
-    expected, sizes = work(), []
-    for needs in (0, 96 * 2**20):
+    expected, sizes = work(), {}
+    for settings in ("", "expandable_segments:False", "roundup_power2_divisions:4"):
         pool = Pool()
-        graph = CudaGraph(stream, pool, needs=needs)
-        with deterministic():  # in which torch.empty fills
+        graph = CudaGraph(stream, pool)
+        with configured(settings):
             graph.capture(work)
+            assert allocator_settings() == settings
+            kept = torch.empty(50 * 2**20, dtype=torch.uint8, device="cuda")
+            segments = torch.cuda.memory_snapshot(include_traces=False)
+            assert not any(part["is_expandable"] for part in segments if tuple(part["segment_pool_id"]) == (0, 0))
+            del kept
         torch.testing.assert_close(graph.replay().clone(), expected, rtol=1e-4, atol=1e-2)
-        sizes.append(pool.nbytes / 2**20)
+        sizes[settings] = pool.nbytes / 2**20
         graph.reset()
-    assert sizes[1] < 0.7 * sizes[0], f"{sizes} MiB"
+    print(f"\n{sizes} MiB")
+    assert sizes[""] < 0.7 * sizes["expandable_segments:False"]
+    assert sizes["roundup_power2_divisions:4"] < 0.9 * sizes["expandable_segments:False"]
 
 
-def test_a_step_takes_less_memory_in_one_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured step's pool is no larger than without the segment, and its bits are the same."""
+def test_a_step_takes_less_memory_in_one_segment() -> None:
+    """A captured step's pool is no larger than with torch's segments, and its bits are the same."""
 
-    def run(filled: float) -> tuple[Any, int]:
-        monkeypatch.setattr("ampkit._graph._FILLED", filled)
+    def run(settings: str) -> tuple[Any, int]:
         torch.manual_seed(0)
         model = torchvision.models.resnet18().cuda()
         step, model, optimizer = make(lambda net, x, y: F.cross_entropy(net(x), y), model)
         images = torch.randn(32, 3, 128, 128, device="cuda")
         labels = torch.randint(1000, (32,), device="cuda")
-        for _ in range(6):
-            step(images, labels)
+        with configured(settings):
+            for _ in range(6):
+                step(images, labels)
         assert step.replays == 3
         size = step.report().bytes
         step.close()
         return training_state(model, optimizer, step.scaler), size
 
     with deterministic():
-        (plain, size), (seeded, smaller) = run(0.0), run(0.95)
-    assert_same(plain, seeded)
-    print(f"\npool and buffers: {size / 2**20:.1f} MiB, begun with one segment {smaller / 2**20:.1f} MiB")
+        (plain, size), (grown, smaller) = run("expandable_segments:False"), run("")
+    assert_same(plain, grown)
+    print(f"\npool and buffers: {size / 2**20:.1f} MiB, in a segment that grows {smaller / 2**20:.1f} MiB")
     assert smaller <= size
 
 

@@ -435,7 +435,11 @@ class _Unseen:
 
     def read_pools(self) -> int:
         """Return the bytes of the segments that are in pools of graphs."""
-        private = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
+        private = [
+            part
+            for part in torch.cuda.memory_snapshot(include_traces=False)
+            if tuple(part["segment_pool_id"]) != (0, 0)
+        ]
         self._pools = [(part["address"], part["total_size"]) for part in private if self._is_here(part)]
         return sum(size for _, size in self._pools)
 

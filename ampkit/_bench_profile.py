@@ -20,30 +20,27 @@ from ._graph import CudaGraph
 PROFILED_STEPS = 10
 LEAD_IN, LEAD_OUT = 3, 1  # steps before and after these: the device has nothing queued when the profiler starts
 ALL_STEPS = LEAD_IN + PROFILED_STEPS + LEAD_OUT
-HOST_BURSTS, HOST_CALLS = 6, 8  # calls behind one another
+HOST_PAIRS = 20
 
 
 def host_time(step: Callable[..., Tensor], case: Case, setting: Setting) -> tuple[float, float | None]:
     """Return the microseconds until a call returns, and those of the launch of its graph in it.
 
-    A few calls behind one another, so that the driver's queue has room. The first does not count: what comes behind a
-    wait for the device runs on cold caches, and a loop does not wait.
+    The second of two calls counts: what comes behind a wait for the device runs on cold caches, and a loop does not
+    wait. Behind a third graph of hundreds of kernels the driver's queue may be full, and the host waits for the device.
     """
     batches = itertools.cycle(list(feed(case.batches, case, setting)))
     calls, launches = [], []
     with _launches() as took:
-        for i in range(HOST_BURSTS * HOST_CALLS):
-            batch = next(batches)
-            first = i % HOST_CALLS == 0
-            if first:
-                torch.cuda.synchronize(setting.device)
+        for _ in range(HOST_PAIRS):
+            first, second = next(batches), next(batches)
+            torch.cuda.synchronize(setting.device)
+            step(*first)
             took.clear()
             start = time.perf_counter()
-            step(*batch)
-            seconds = time.perf_counter() - start
-            if not first:
-                calls.append(seconds)
-                launches.append(sum(took))
+            step(*second)
+            calls.append(time.perf_counter() - start)
+            launches.append(sum(took))
     launch = statistics.median(launches) * 1e6
     return statistics.median(calls) * 1e6, launch or None
 

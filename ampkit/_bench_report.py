@@ -37,7 +37,7 @@ class Row:
         idle_share: the share of the time in which neither a kernel nor a copy runs, while the profiler looks on.
         between_share: likewise, of it what is between launches by the host, not between the kernels of one graph.
         copy_share: likewise, the share in which only copies from or to the host run.
-        host_us: time until a call returns, of calls behind one another that the driver's queue has room for.
+        host_us: time until a call returns, the second of two that the device has nothing queued before.
         launch_us: how much of it the driver takes to launch a graph.
         setup_s: what the first steps take longer than as many steps later on, and what comes before them.
         peak_mib: device memory that steps need, pools of graphs as a whole.

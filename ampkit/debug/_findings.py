@@ -50,7 +50,8 @@ class NumericsRow(NamedTuple):
             or, of a parameter, "gradient". Gradients are as the backward sees them: multiplied by the loss scale.
         dtype: of the tensor.
         count: how many values it has.
-        largest: the largest finite magnitude.
+        largest: the largest magnitude; where a value is inf or nan, the power of two that the largest finite one is not
+            below, which is more than half of it.
         nonfinite: how many values are inf or nan.
         zeros: how many are zero (of bfloat16 and float32, or subnormal, which is below 2**-126).
         subnormal: how many are not zero, but below 2**-14, where float16 loses digits.
@@ -105,9 +106,17 @@ class Reading:
         self._zeros: list[float] = values[:, 0].tolist()
         self._subnormals: list[float] = values[:, 1 : F16_NORMAL + BIAS].sum(1).tolist()
         self._nonfinite: list[float] = values[:, NONFINITE].tolist()
-        self._largest: list[float] = values[:, LARGEST].tolist()
+        self._largest = self._largest_finite(values[:, LARGEST].tolist())
         self._magnitudes: list[float] = values[:, MAGNITUDE].tolist()
         self.order = [i for i in self._in_time(order) if self._counts[i]]
+
+    def _largest_finite(self, magnitudes: list[float]) -> list[float]:
+        """Return magnitudes with those that are not finite replaced by what the counts of exponents say."""
+        for i, nonfinite in enumerate(self._nonfinite):
+            if nonfinite:
+                finite = self._values[i, 1:NONFINITE].nonzero()
+                magnitudes[i] = 2.0 ** (int(finite[-1]) + 1 - BIAS) if len(finite) else 0.0
+        return magnitudes
 
     def _in_time(self, order: Sequence[int]) -> list[int]:
         """Return the order with each parameter's gradient where its module's backward is."""

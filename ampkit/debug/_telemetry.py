@@ -20,7 +20,7 @@ from .._torch import (
 BINS = 256  # by the 8 exponent bits of float32, into which float16 and bfloat16 go exactly
 BIAS = 127  # a value in bin e has the exponent e - 127; bin 0 holds zeros, and float32's and bfloat16's subnormals
 NONFINITE = BINS - 1  # the bin of inf and nan
-LARGEST = BINS  # column: the largest finite magnitude
+LARGEST = BINS  # column: the largest magnitude, inf or nan if a value is
 MAGNITUDE = BINS + 1  # column: of a parameter, the largest magnitude of its values, inf or nan included
 _REMEMBERED = 4  # tensors that are known again: one is another module's input right after it was an output
 
@@ -123,7 +123,7 @@ class Tally:
         return list(self._measured)
 
     def add(self, row: int, tensor: Tensor, *, instead: bool = False) -> None:
-        """Measure a tensor; sum with what this row has already, or take it `instead`. Five kernels; sync: none."""
+        """Measure a tensor; sum with what this row has already, or take it `instead`. Three kernels; sync: none."""
         if self.closed or not is_measurable(tensor) or tensor.device != self._telemetry.buffer.device:
             return
         # Selective checkpointing would take these operations for the model's.
@@ -168,17 +168,17 @@ def is_measurable(tensor: Tensor) -> bool:
 
 
 def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many values of a tensor have which exponent, and the largest finite magnitude.
+    """Return how many values of a tensor have which exponent, and the largest magnitude, inf or nan if a value is.
 
     Args:
         tensor: one that `is_measurable`, on any device. float64 is rounded to float32 first.
 
     Returns:
-        Counts: on CUDA int32 of shape (512,), by sign and exponent, else int64 of shape (256,). The largest finite
+        Counts: on CUDA int32 of shape (512,), by sign and exponent, else int64 of shape (256,). The largest
         magnitude: shape (), in float32, or the tensor's own dtype if that is float16 or bfloat16.
 
-    Three passes. Deterministic, and legal in a capture: what is counted are integers, and no size depends on data.
-    Memory: four bytes per element, and again as much as the tensor. Sync: none.
+    Three passes: cast, count, norm. Deterministic, and legal in a capture: what is counted are integers, and no size
+    depends on data. Memory: four bytes per element. Sync: none.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     flat = _in_memory_order(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
@@ -194,7 +194,7 @@ def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
         # Not bincount, whose shape depends on data by what torch says of it, which the preflight repeats.
         counts = torch.zeros(BINS, dtype=torch.int64).scatter_add_(0, exponents, ones)
     source = floats if flat.dtype.itemsize != 2 else flat
-    return counts, torch.linalg.vector_norm(torch.nan_to_num(source, 0.0, 0.0, 0.0), torch.inf)
+    return counts, torch.linalg.vector_norm(source, torch.inf)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

@@ -110,9 +110,9 @@ class NumericsReport:
             worst = sorted(shown, key=lambda row: (row.nonfinite > 0, row.fraction_fading), reverse=True)[:rows]
             shown = tuple(row for row in shown if row in worst)
         width = max([len(row.name) for row in shown], default=6)
-        head = f"{'name':{width}}  what         dtype     largest    not finite  zeros   subnormal  flushed in fp16"
+        head = f"{'name':{width}}  what         dtype      largest    not finite  zeros   subnormal  flushed in fp16"
         lines = [
-            f"{row.name:{width}}  {row.what:11}  {row.dtype:8}  {row.largest:9.3e}  {row.nonfinite:10d}  "
+            f"{row.name:{width}}  {row.what:11}  {row.dtype:8}  {_largest(row):>10}  {row.nonfinite:10d}  "
             f"{row.zeros / row.count:6.1%}  {row.subnormal / row.count:9.1%}  {row.flushed / row.count:6.1%}"
             for row in shown
         ]
@@ -384,3 +384,7 @@ def _among_others() -> bool:
 
 
 _SHOWN = 24  # rows in the text of a report
+
+
+def _largest(row: NumericsRow) -> str:
+    return f"{'>=' if row.nonfinite else ''}{row.largest:.3e}"

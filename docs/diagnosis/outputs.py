@@ -2,8 +2,8 @@
 
     python docs/diagnosis/outputs.py overflow
 
-Needs torchvision, Lightning and matplotlib, and no GPU. Paths are shortened. What `doctor` says is printed by the
-commands on the page itself.
+Needs torchvision, Lightning and matplotlib. trace, snapshot and measured need a GPU; syncs, overflow and underflow
+use one if it is there. Paths are shortened. What `doctor` says is printed by the commands on the pages.
 """
 
 import argparse
@@ -24,6 +24,9 @@ import ampkit
 from ampkit import debug
 
 FOLDER = Path(__file__).resolve().parent
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+STEPS = 8 if CUDA else 4  # on a GPU the last ones are replays
 SHORTENED = sysconfig.get_path("purelib"), str(FOLDER.parent.parent)  # the first may lie in the second
 
 
@@ -73,15 +76,29 @@ def train_step(loss_fn, model, optimizer, tensors):
 def syncs() -> None:
     """Show the lines of slow.py that wait in one step."""
     loss_fn, model, optimizer, loader, _ = slow.training()
-    show(debug.find_syncs(train_step, loss_fn, model, optimizer, next(iter(loader))))
+    tensors = next(iter(loader))
+
+    def on_device() -> None:
+        train_step(loss_fn, model, optimizer, [tensor.to(DEVICE) for tensor in tensors])
+
+    show(debug.find_syncs(on_device))
+
+
+def trace() -> None:
+    """Show what torch does on a GPU in a step of a ResNet-18."""
+    loss_fn, model, optimizer, loader, _ = slow.training()
+    tensors = [tensor.to(DEVICE) for tensor in next(iter(loader))]
+    with debug.trace() as recorded:
+        train_step(loss_fn, model, optimizer, tensors)
+    show(recorded)
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers.md
 
 
 def overflow() -> None:
-    """Show a ResNet-50 whose fourth step overflows in forward, and the same model with what is advised."""
-    report = trained("float16", plant_overflow, init_scale=1024.0, at=3)
+    """Show a ResNet-50 whose last step overflows in forward, and the same model with what is advised."""
+    report = trained("float16", plant_overflow, init_scale=1024.0, at=STEPS - 1)
     show(head(report))
     show(report.table(5))
     show("\nwith that policy:")
@@ -89,8 +106,8 @@ def overflow() -> None:
 
 
 def underflow() -> None:
-    """Show a ResNet-50 whose gradients vanish in the fourth step, and the same model with what is advised."""
-    report = trained("float16", plant_underflow, init_scale=16.0, at=3)
+    """Show a ResNet-50 whose gradients vanish in the last step, and the same model with what is advised."""
+    report = trained("float16", plant_underflow, init_scale=16.0, at=STEPS - 1)
     show(head(report))
     show(report.table(5))
     show("\nwith that scale:")
@@ -101,8 +118,8 @@ def underflow() -> None:
 
 
 def trained(policy: str, plant, *, init_scale: float, at: int) -> debug.NumericsReport:
-    """Train for four steps, each observed, with the fault planted before step `at`."""
-    model, tensors = resnet50(), batch(8)
+    """Train for some steps, each observed, with the fault planted before step `at`."""
+    model, tensors = resnet50().to(DEVICE), [tensor.to(DEVICE) for tensor in batch(8)]
     parsed = ampkit.Policy.parse(policy)
     if parsed.modules:
         parsed.apply(model)
@@ -112,14 +129,16 @@ def trained(policy: str, plant, *, init_scale: float, at: int) -> debug.Numerics
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3, fused=True),
         policy=parsed,
-        scaler=ampkit.GradScaler("cpu", init_scale=init_scale) if parsed.needs_scaling else None,
+        scaler=ampkit.GradScaler(DEVICE, init_scale=init_scale) if parsed.needs_scaling else None,
         numerics=watch,
-        graph="emulate",
+        graph="auto" if CUDA else "emulate",
     )
-    for number in range(4):
+    for number in range(STEPS):
         if number == at:
             plant(model)
         step(*tensors)
+    if CUDA:
+        show(str(step.report()).splitlines()[0])
     return watch.report()
 
 
@@ -224,6 +243,40 @@ def forecast() -> None:
     debug.plot_memory(at32, at16, path=FOLDER / "memory.png")
 
 
+def measured() -> None:
+    """Show who held the memory of a GPU in two steps of a ResNet-50, in float32 and under float16 autocast."""
+    profiles = []
+    for policy in ("float32", "float16"):
+        model, (images, labels) = torchvision.models.resnet50().cuda(), batch(32, 224)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        tensors = images.cuda(), labels.cuda()
+
+        def autocast_loss(model, images, labels, policy=policy):
+            with ampkit.Policy.parse(policy).autocast("cuda"):
+                return classify(model, images, labels)
+
+        parts = train_step, autocast_loss, model, optimizer, tensors
+        profiles.append(debug.memory(*parts, model=model, optimizer=optimizer, steps=2, label=policy))
+        del model, images, labels, optimizer, tensors, parts
+    at32, at16 = profiles
+    show(at16.beside(at32))
+    debug.plot_memory(at32, at16, path=FOLDER / "measured.png")
+
+
+def snapshot() -> None:
+    """Show what the allocator gave out in a step of a ResNet-18, by line."""
+    model = torchvision.models.resnet18(num_classes=10).cuda()
+    optimizer, tensors = torch.optim.SGD(model.parameters(), lr=1e-3), [tensor.cuda() for tensor in batch(8)]
+    with tempfile.TemporaryDirectory() as folder:
+        with debug.snapshot(f"{folder}/memory") as path:
+            loss = classify(model, *tensors)
+            loss.backward()
+            optimizer.step()
+        show(" ".join(sorted(part.name for part in path.iterdir())))
+        show("\n".join((path / "blocks.txt").read_text().splitlines()[:12]))
+    del loss  # it was alive until here, with its graph
+
+
 def memory() -> None:
     """Show who held the memory in two steps of a ResNet-50 on this CPU."""
     model, tensors = resnet50(), batch(32)
@@ -281,8 +334,9 @@ def cycles() -> None:
 
 
 def main() -> None:
-    made = syncs, overflow, underflow, compare, lightning_numerics, forecast, memory, lightning_memory, oom, cycles
-    by_name = {function.__name__: function for function in made}
+    idle, numbers = (syncs, trace), (overflow, underflow, compare, lightning_numerics)
+    bytes_held = forecast, measured, memory, lightning_memory, oom, snapshot, cycles
+    by_name = {function.__name__: function for function in (*idle, *numbers, *bytes_held)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=by_name)
     by_name[parser.parse_args().name]()

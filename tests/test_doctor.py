@@ -501,7 +501,7 @@ def test_gain(script, monkeypatch):
         def events(self):
             kernel = {"device_type": SimpleNamespace(name="CUDA"), "is_user_annotation": False, "name": "gemm"}
             spans = [SimpleNamespace(start=10 * i, end=10 * i + 5) for i in range(2 * profiled[-1])]  # microseconds
-            return [SimpleNamespace(**kernel, time_range=span) for span in spans]
+            return [SimpleNamespace(**kernel, time_range=span, id=i) for i, span in enumerate(spans)]
 
     trial_of = _doctor._trial
     monkeypatch.setattr(_doctor, "_trial", lambda *args: kept.append(trial_of(*args)) or kept[-1])

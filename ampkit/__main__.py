@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import _bench, _bench_curves, _bench_report
+from . import _bench, _bench_curves, _bench_plot, _bench_report
 from ._bench_cases import CASES, INPUTS, RETURNED, CaseError, takes_batch_size, user_case
 from ._bench_session import Plan
 from ._bench_variants import VARIANTS, Setting
@@ -227,7 +227,7 @@ def _show(figures: _bench_report.Figures, args: argparse.Namespace) -> None:
     _save(figures, args.json)
     print(figures.to_json().rstrip() if args.json == "-" else _bench_report.table(figures))
     if args.plot is not None:
-        _bench_report.draw(figures, args.plot)
+        _bench_plot.draw(figures, args.plot)
 
 
 def _show_curves(curves: _bench_curves.Curves, args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""How measured figures are kept and shown: table, JSON file, plot."""
+"""How measured figures are kept and shown in text: table, JSON file."""
 
 import json
 import math
@@ -225,7 +225,7 @@ def table(figures: Figures) -> str:
     setting = figures.setting
     head = f"{setting['device']}, torch {setting['torch']}, {setting['policy']}, median of {setting['repeats']} repeats"
     loss: _Column = ("loss (expected)", 18, lambda _, row: _losses(row, setting["checked_steps"]))
-    columns = [part for part in (*_COLUMNS, loss) if any(part[2](*pair) != "-" for pair in _cases(figures.results))]
+    columns = [part for part in (*_COLUMNS, loss) if any(part[2](*pair) != "-" for pair in cases(figures.results))]
     parts = [f"{head}, input: {setting['input']}", *figures.notes]
     parts += [_table(result, columns) for result in figures.results]
     parts += [_sweep_table(sweep, captured=bool(setting["cuda"])) for sweep in sweeps(figures)]
@@ -277,11 +277,16 @@ def _on_noise(result: Result, steps: int, floor: float) -> list[str]:
     return lines
 
 
-def _by_model(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+def by_model(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     """Return the results of each model in order of batch size, models in order of appearance."""
     models = dict.fromkeys(result.model for result in results)
     in_order = sorted(results, key=lambda result: result.batch)
     return [(model, [result for result in in_order if result.model == model]) for model in models]
+
+
+def cases(results: Sequence[Result]) -> list[tuple[Result, Row]]:
+    """Return every row with its result."""
+    return [(result, row) for result in results for row in result.rows]
 
 
 # ---------------------------------------------------------------------------------------------------------------- sweep
@@ -323,7 +328,7 @@ class Sweep:
 def sweeps(figures: Figures) -> list[Sweep]:
     """Return a sweep for each model that was measured at several batch sizes, both captured and eagerly."""
     found = []
-    for model, group in _by_model(figures.results):
+    for model, group in by_model(figures.results):
         rows = [(result.batch, {row.variant: row for row in result.rows}) for result in group]
         base = next((key for key in SWEPT if any(key in at for _, at in rows)), "")
         points = [(batch, at[base], at["graphed"]) for batch, at in rows if base in at and "graphed" in at]
@@ -367,150 +372,6 @@ def _verdict(sweep: Sweep) -> list[str]:
         sizes = ", ".join(map(str, only_eager))
         lines.append(f"Memory: at batch {sizes} the eager step fits and the captured one does not.")
     return lines
-
-
-# ----------------------------------------------------------------------------------------------------------------- plot
-
-
-def draw(figures: Figures, path: Path) -> None:
-    """Draw time and memory per model: bars, or lines over the batch size where a model has several.
-
-    Args:
-        figures: what was measured.
-        path: the image file.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        FiguresError: nothing was measured.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'ampkit[plots]'") from error
-    models = _by_model(figures.results)
-    if not any(row.ms is not None for result in figures.results for row in result.rows):
-        raise FiguresError("there is nothing to plot: no variant has a time.")
-    swept = any(len(group) > 1 for _, group in models)
-    panels = _LINES if swept else _BARS
-    panels = [panel for panel in panels if any(panel.has(result, row) for result, row in _cases(figures.results))]
-    variants = list({row.variant: row.label for _, row in _cases(figures.results)}.items())
-    size = (3.4 * len(models) + 2.6, len(panels) * (3.2 if swept else 0.34 * len(variants) + 1.1) + 0.6)
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    grid = figure.subplots(len(panels), len(models), squeeze=False, sharey=False if swept else "row")
-    for panel, row_of_axes in zip(panels, grid, strict=True):
-        for axes, (_, group) in zip(row_of_axes, models, strict=True):
-            (_draw_lines if swept else _draw_bars)(axes, panel, group, variants)
-    setting = figures.setting
-    figure.suptitle(f"One training step, {setting['device']}, torch {setting['torch']}, {setting['date']}", fontsize=11)
-    handles, names = _legend_entries(grid)
-    bare = "(*) the kernels alone: no clipping, no schedule, no input" if any("(*)" in v for _, v in variants) else None
-    if names or bare:
-        figure.legend(
-            handles,
-            names,
-            title=bare,
-            title_fontsize=8,
-            loc="outside lower center",
-            ncols=max(1, min(len(names), 4)),
-            fontsize=8,
-        )
-    figure.savefig(path)
-
-
-@dataclass(frozen=True)
-class _Panel:
-    """One quantity to draw."""
-
-    unit: str
-    value: Callable[[Result, Row], float | None]
-    linear: bool = False
-
-    def has(self, result: Result, row: Row) -> bool:
-        return self.value(result, row) is not None
-
-
-_TIME = _Panel("ms per step", lambda _, row: row.ms)
-_MEMORY = _Panel("peak device memory, MiB", lambda _, row: row.peak_mib)
-_RATIO = _Panel("times faster than torch AMP, eager", lambda result, row: result.ratio(row), linear=True)
-_BARS = [_TIME, _MEMORY]
-_LINES = [_TIME, _RATIO, _MEMORY]
-
-
-def _cases(results: Sequence[Result]) -> list[tuple[Result, Row]]:
-    return [(result, row) for result in results for row in result.rows]
-
-
-def _color(i: int) -> str:
-    return f"C{i % 10}"
-
-
-def _draw_bars(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequence[tuple[str, str]]) -> None:
-    result = group[0]
-    rows = {row.variant: row for row in result.rows}
-    largest = max((panel.value(result, row) or 0.0 for row in result.rows), default=0.0) or 1.0
-    for i, (key, _) in enumerate(variants):
-        row = rows.get(key)
-        value = None if row is None else panel.value(result, row)
-        if row is None or value is None:
-            axes.text(0, i, " not measured" if row is None or not row.error else " failed", va="center", fontsize=8)
-            continue
-        end = _draw_bar(axes, panel, i, row, value)
-        ratio = result.ratio(row) if panel is _TIME else None
-        told = f"{value:.3g}" if value < 100 else f"{value:.0f}"
-        axes.text(end, i, f" {told}" + (f", {ratio:.1f}x" if ratio else ""), va="center", fontsize=8)
-    axes.set_yticks(range(len(variants)), [label for _, label in variants], fontsize=8)
-    axes.set_ylim(len(variants) - 0.5, -0.5)
-    axes.set_xlim(0, 1.42 * largest)
-    axes.set_xlabel(panel.unit, fontsize=9)
-    axes.set_title(f"{result.model}, batch {result.batch}", fontsize=10)
-
-
-def _draw_bar(axes: Any, panel: _Panel, i: int, row: Row, value: float) -> float:
-    """Draw one bar; return where it ends. One of time shows its spread, and how much of it the GPU is busy."""
-    if panel is not _TIME or row.fastest is None or row.slowest is None:
-        axes.barh(i, value, color="tab:green", alpha=0.6)
-        return value
-    spread = [[value - row.fastest], [row.slowest - value]]
-    axes.barh(i, value, xerr=spread, capsize=3, color="tab:blue", alpha=0.35, label="step, fastest to slowest repeat")
-    if row.busy_ms is not None:
-        axes.barh(i, min(row.busy_ms, value), height=0.4, color="tab:blue", label="GPU busy")
-    return row.slowest
-
-
-def _draw_lines(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequence[tuple[str, str]]) -> None:
-    from matplotlib.ticker import LogLocator
-
-    for i, (key, label) in enumerate(variants):
-        points = [
-            (result.batch, value)
-            for result, row in _cases(group)
-            if row.variant == key and (value := panel.value(result, row)) is not None
-        ]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=_color(i), label=label)
-    sizes = [result.batch for result in group]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
-    if panel.linear:
-        axes.axhline(1.0, color="gray", linewidth=0.8)
-        axes.set_ylim(bottom=0)
-    else:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.set_xlabel("batch size", fontsize=9)
-    axes.set_ylabel(panel.unit, fontsize=9)
-    axes.set_title(group[0].model, fontsize=10)
-    axes.grid(alpha=0.3)
-
-
-def _legend_entries(grid: Any) -> tuple[list[Any], list[str]]:
-    entries: dict[str, Any] = {}
-    for axes in grid.flat:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            entries.setdefault(name, handle)
-    return list(entries.values()), list(entries)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

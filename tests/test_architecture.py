@@ -76,6 +76,7 @@ LAYERS = {
     "_bench_cases.py": 5,
     "_bench_process.py": 5,
     "_bench_report.py": 5,
+    "_bench_plot.py": 6,
     "_bench_variants.py": 6,
     "_bench_session.py": 7,
     "_bench_profile.py": 7,

@@ -840,13 +840,14 @@ def test_a_captured_step_that_needs_more_memory_is_told_of() -> None:
 
 
 def test_saved_figures_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--read: several files make one table and one plot, bars for single batches, lines over several."""
-    files = [tmp_path / f"{i}.json" for i in range(3)]
-    for file, part in zip(files, (saved("mlp"), saved("resnet50"), saved("mlp", 128)), strict=True):
+    """--read: several files make one table and one plot, bars for one or two batch sizes, lines over several."""
+    files = [tmp_path / f"{i}.json" for i in range(4)]
+    parts = saved("mlp"), saved("resnet50"), saved("mlp", 128), saved("mlp", 256)
+    for file, part in zip(files, parts, strict=True):
         file.write_text(part.to_json())
         assert Figures.from_json(file.read_text()) == part
     sizes = []
-    for some in (files[:2], files):
+    for some in (files[:3], files):
         plot = tmp_path / f"{len(some)}.png"
         bench("--read", *map(str, some), "--plot", str(plot))
         assert plot.read_bytes().startswith(b"\x89PNG")

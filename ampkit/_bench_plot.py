@@ -83,20 +83,20 @@ def _color(i: int) -> str:
 def _draw_bars(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequence[tuple[str, str]]) -> None:
     result = group[0]
     rows = {row.variant: row for row in result.rows}
-    largest = max((panel.value(result, row) or 0.0 for row in result.rows), default=0.0) or 1.0
+    ends = [0.0]
     for i, (key, _) in enumerate(variants):
         row = rows.get(key)
         value = None if row is None else panel.value(result, row)
         if row is None or value is None:
             axes.text(0, i, " not measured" if row is None or not row.error else " failed", va="center", fontsize=8)
             continue
-        end = _draw_bar(axes, panel, i, row, value)
+        ends.append(end := _draw_bar(axes, panel, i, row, value))
         ratio = result.ratio(row) if panel is _TIME else None
         told = f"{value:.3g}" if value < 100 else f"{value:.0f}"
         axes.text(end, i, f" {told}" + (f", {ratio:.1f}x" if ratio else ""), va="center", fontsize=8)
     axes.set_yticks(range(len(variants)), [label for _, label in variants], fontsize=8)
     axes.set_ylim(len(variants) - 0.5, -0.5)
-    axes.set_xlim(0, 1.42 * largest)
+    axes.set_xlim(0, 1.42 * max(ends) or 1.0)
     axes.set_xlabel(panel.unit, fontsize=9)
     axes.set_title(f"{result.model}, batch {result.batch}", fontsize=10)
 

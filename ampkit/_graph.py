@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -186,7 +187,8 @@ def _growing_segments() -> Iterator[None]:
     allocation, and hangs (pytorch#158029).
     """
     talks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if talks or torch.cuda.get_allocator_backend() != "native":
+    # Elsewhere than on Linux torch warns that it cannot (c10/cuda/CUDAAllocatorConfig.h).
+    if talks or sys.platform != "linux" or torch.cuda.get_allocator_backend() != "native":
         yield
         return
     settings = allocator_settings()
@@ -272,6 +274,10 @@ _ADVICE = (
     (
         "out of memory",
         "The graph needs a pool beside the memory of eager steps. Reduce the batch, or pass graph='off'.",
+    ),
+    (
+        "CUDA driver error",
+        "If this GPU cannot map memory (a virtual GPU), set PYTORCH_ALLOC_CONF=expandable_segments:False.",
     ),
     (
         "generator",

@@ -137,6 +137,7 @@ def test_g1_empty_capture_warns() -> None:
         ("backend:native", "native", False, []),
         ("", "cudaMallocAsync", False, []),
         ("", "native", True, []),
+        ("on Windows", "native", False, []),
     ],
 )
 def test_segments_grow_unless_the_user_says_otherwise(
@@ -148,6 +149,7 @@ def test_segments_grow_unless_the_user_says_otherwise(
     monkeypatch.setattr(_graph, "set_allocator_settings", told.append)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: talks)
+    monkeypatch.setattr(sys, "platform", "win32" if settings == "on Windows" else "linux")
 
     def capture() -> None:
         with _graph._growing_segments():

@@ -23,6 +23,7 @@ from ._errors import AmpkitError
 from ._explain import explain
 from ._op_table import DEVICE_TYPES, OpTable, op_table
 from ._policy import Policy
+from ._text import type_text
 
 _SWEEP = [2**i for i in range(3, 11)]
 _CALL = "(model, inputs) or (model, inputs, keyword arguments): a torch.nn.Module, a tuple or one tensor, a dict"
@@ -56,14 +57,14 @@ def _function(text: str, returned: str) -> Callable[..., Any]:
     except (AttributeError, ImportError) as error:
         raise _CallError(f"{text!r}: {error}.") from error
     if not callable(make):
-        raise _CallError(f"{text!r} is {_shape(make)}, expected a function that returns {returned}.")
+        raise _CallError(f"{text!r} is {type_text(make)}, expected a function that returns {returned}.")
     return make  # type: ignore[no-any-return]
 
 
 def _call(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Return what the function returns that `module:function` names, checked."""
     made = _function(text, _CALL)()
-    wrong = _CallError(f"{text!r} returned {_shape(made)}, expected {_CALL}.")
+    wrong = _CallError(f"{text!r} returned {type_text(made)}, expected {_CALL}.")
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
         raise wrong
     inputs, kwargs = made[1], made[2] if len(made) == 3 else {}
@@ -71,12 +72,6 @@ def _call(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     if not isinstance(inputs, (tuple, list)) or not isinstance(kwargs, dict):
         raise wrong
     return made[0], tuple(inputs), kwargs
-
-
-def _shape(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
-    return type(value).__name__
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ._errors import AmpkitError
+from ._text import type_text
 from ._torch import tree_flatten, tree_unflatten
 
 Batch = tuple[Any, ...]
@@ -280,7 +281,7 @@ def user_case(name: str, function: Callable[..., Any], batch: int, *, seed: int 
     with _seeded(seed):
         made = function(batch) if takes_batch_size(function) else function()
     if not isinstance(made, tuple) or len(made) != 4:
-        raise CaseError(f"{name} returned {_shape(made)}, expected {RETURNED}.")
+        raise CaseError(f"{name} returned {type_text(made)}, expected {RETURNED}.")
     loss_fn, model, optimizer, batches = made
     problem = _problem(loss_fn, model, optimizer, batches)
     if problem:
@@ -293,17 +294,11 @@ def _problem(loss_fn: Any, model: Any, optimizer: Any, batches: Any) -> str:
     if not callable(loss_fn) or not callable(optimizer):
         return "a loss_fn or an optimizer that is not a function"
     if not isinstance(model, nn.Module):
-        return f"{_shape(model)} for the model"
+        return f"{type_text(model)} for the model"
     if not isinstance(batches, (list, tuple)) or not batches:
-        return f"{_shape(batches)} for the batches, or none of them"
+        return f"{type_text(batches)} for the batches, or none of them"
     if not all(isinstance(batch, (list, tuple)) for batch in batches):
         return "a batch that is not a tuple"
     leaves = [leaf for leaf in tree_flatten(list(batches))[0] if isinstance(leaf, Tensor)]
     elsewhere = next((leaf.device for leaf in leaves if leaf.device.type != "cpu"), None)
     return "" if elsewhere is None else f"a batch on {elsewhere}"
-
-
-def _shape(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
-    return type(value).__name__

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ._errors import AmpkitError
+from ._text import grid
 
 BASE = "amp"  # the variant that ratios refer to
 SWEPT = ("amp-fused", "amp")  # what a sweep compares the captured step with: the first of them that was measured
@@ -346,11 +347,7 @@ def _sweep_table(sweep: Sweep, captured: bool) -> str:
         memory = [_number(row.peak_mib, 0) for row in (eager, graphed)]
         rows.append([str(batch), _time(eager), _time(graphed), "-" if share is None else f"{share:.0%}", *memory, mark])
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in zip(*columns, strict=True)
-    ]
+    lines = grid([*zip(*columns, strict=True)], texts=0)
     _, eager, graphed = sweep.points[0]
     verdict = _verdict(sweep) if captured else ["Graphs are emulated here: no null region."]
     return "\n".join([f"\n{sweep.model}: {graphed.label} beside {eager.label}", *lines, *verdict])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._errors import InputMismatch
 from ._inputs import path
+from ._text import dtype_name
 from ._torch import TreeSpec, tree_flatten, tree_unflatten
 
 FillByPath = tuple[tuple[str, float], ...]
@@ -215,10 +216,9 @@ def _has(dtype: torch.dtype, value: float) -> bool:
 
 
 def _unfit(fill: float, dtype: torch.dtype, where: str) -> str:
-    name = str(dtype).removeprefix("torch.")
     return (
-        f"Buckets: {where} is {name}, which has no {fill!r} to pad with. Name each tensor that is padded with other "
-        f'than 0: Buckets(pad={{"{where}": ...}}).'
+        f"Buckets: {where} is {dtype_name(dtype)}, which has no {fill!r} to pad with. Name each tensor that is "
+        f'padded with other than 0: Buckets(pad={{"{where}": ...}}).'
     )
 
 

@@ -23,6 +23,7 @@ from ._faults import CHECKS, Fault, Origins, Subject, Trial
 from ._policy import Policy
 from ._progress import Bar
 from ._step import graphed_step
+from ._text import size_text, type_text
 from .debug._forecast import forecast
 
 RETURNED = (
@@ -180,20 +181,20 @@ def _subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
         function = find()
         made = function()
         if not isinstance(made, tuple) or len(made) not in (4, 5):
-            raise DoctorError(f"{name} returned {_shape(made)}, expected {RETURNED}.")
+            raise DoctorError(f"{name} returned {type_text(made)}, expected {RETURNED}.")
         loss_fn, model, optimizer, batches = made[:4]
         if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer) and isinstance(model, nn.Module):
             optimizer = optimizer(model.parameters())  # as `bench` takes it
     options = _options(name, made[4] if len(made) == 5 else {})
     if not callable(loss_fn):
-        raise DoctorError(f"{name} returned {_shape(loss_fn)} for loss_fn, expected {RETURNED}.")
+        raise DoctorError(f"{name} returned {type_text(loss_fn)} for loss_fn, expected {RETURNED}.")
     return Subject(_line_of(function), loss_fn, model, optimizer, batches, options, origins)
 
 
 def _options(name: str, options: Any) -> dict[str, Any]:
     known = [key for key, arg in inspect.signature(graphed_step).parameters.items() if arg.kind is arg.KEYWORD_ONLY]
     if not isinstance(options, dict) or (strange := [key for key in options if key not in known]):
-        found = f"the options {', '.join(map(repr, strange))}" if isinstance(options, dict) else _shape(options)
+        found = f"the options {', '.join(map(repr, strange))}" if isinstance(options, dict) else type_text(options)
         raise DoctorError(f"{name} returned {found}, expected a dict of arguments of graphed_step: {', '.join(known)}.")
     return {key: value for key, value in options.items() if key not in _OURS}
 
@@ -212,12 +213,6 @@ def _defines(filename: str, number: int) -> bool:
     return linecache.getline(filename, number).lstrip().startswith(("def ", "async def "))
 
 
-def _shape(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
-    return type(value).__name__
-
-
 # ------------------------------------------------------------------------------------------------------------ Lightning
 
 
@@ -232,7 +227,7 @@ def _lightning_subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subj
         function = find()
         made = function()
         if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], pl.LightningModule):
-            raise DoctorError(f"{name} returned {_shape(made)}, expected {RETURNED_LIGHTNING}.")
+            raise DoctorError(f"{name} returned {type_text(made)}, expected {RETURNED_LIGHTNING}.")
         module = made[0].to("cuda") if torch.cuda.is_available() else made[0]  # as a Trainer does
         if not module.automatic_optimization:
             raise DoctorError(f"{name}: automatic_optimization is False; its step is not where --lightning looks.")
@@ -261,7 +256,7 @@ def _configured(name: str, made: Any) -> tuple[Any, Any]:
         optimizers, schedulers = made
     optimizers = list(optimizers) if isinstance(optimizers, (tuple, list)) else [optimizers]
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
-        raise DoctorError(f"{name}: configure_optimizers returned {_shape(made)}, expected a single optimizer.")
+        raise DoctorError(f"{name}: configure_optimizers returned {type_text(made)}, expected a single optimizer.")
     each_step = [part["scheduler"] for part in schedulers if isinstance(part, dict) and part.get("interval") == "step"]
     return optimizers[0], each_step[0] if each_step else None
 
@@ -320,7 +315,7 @@ def _add_memory(diagnosis: Diagnosis, trial: Trial) -> None:
     whole = policy is not None and bool(policy.modules or policy.params is not torch.float32)
     peaks = {str(each): _peak(trial, each, device) for each in ([policy] if whole else dict.fromkeys((None, policy)))}
     diagnosis.figures["memory"] = {"device": device, "peak_bytes": peaks}
-    told = (f"{peak / 2**20:.1f} MiB {_under(name)}" for name, peak in peaks.items())
+    told = (f"{size_text(peak)} {_under(name)}" for name, peak in peaks.items())
     diagnosis.notes.append(f"Memory of a step on {device}, forecast: {', '.join(told)}.")
 
 

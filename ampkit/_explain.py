@@ -17,6 +17,7 @@ from ._blame import user_line
 from ._fake import can_save_for_backward, fake_copy, fake_device
 from ._policy import Policy
 from ._record import Recorder, Row, Totals
+from ._text import dtype_name, grid, size_text
 
 _SHORT = {
     torch.float64: "f64",
@@ -90,13 +91,13 @@ class Explanation:
         for name, mine, plain in (
             ("casts", str(self.totals.casts), str(self.float32.casts)),
             ("  of these back again", str(self.totals.casts_back), str(self.float32.casts_back)),
-            ("bytes moved by casts", _bytes(self.totals.cast_bytes), _bytes(self.float32.cast_bytes)),
-            ("kept for backward", _bytes(self.totals.saved_bytes), _bytes(self.float32.saved_bytes)),
+            ("bytes moved by casts", size_text(self.totals.cast_bytes), size_text(self.float32.cast_bytes)),
+            ("kept for backward", size_text(self.totals.saved_bytes), size_text(self.float32.saved_bytes)),
         ):
             known = self.saves or name in ("casts", "bytes moved by casts")
             lines.append(f"{name:24}{mine:>12}{plain:>12}" if known else f"{name:24}{_UNKNOWN:>24}")
         used = sorted({dtype for row in self.rows for dtype in (*row.inputs, row.compute, row.output)}, key=str)
-        lines.append(f"{runs} operations. " + ", ".join(f"{_short(dtype)}: {_long(dtype)}" for dtype in used))
+        lines.append(f"{runs} operations. " + ", ".join(f"{_short(dtype)}: {dtype_name(dtype)}" for dtype in used))
         return lines
 
     def to_json(self) -> str:
@@ -105,9 +106,9 @@ class Explanation:
         whole["rows"] = [
             {
                 **asdict(row),
-                "inputs": [_long(dtype) for dtype in row.inputs],
-                "compute": _long(row.compute),
-                "output": _long(row.output),
+                "inputs": [dtype_name(dtype) for dtype in row.inputs],
+                "compute": dtype_name(row.compute),
+                "output": dtype_name(row.output),
             }
             for row in self.rows
         ]
@@ -238,44 +239,14 @@ def _sum(first: Row, row: Row) -> Row:
 
 def _grid(rows: Sequence[Row], width: int) -> list[str]:
     """Return a heading and a line a row, of at most `width` characters if the columns of numbers leave room."""
-    cells = [_COLUMNS, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    spare = width - sum(widths[2:]) - 2 * (len(widths) - 1)
-    widths[1] = min(widths[1], max(10, spare - min(widths[0], 24)))
-    widths[0] = min(widths[0], max(10, spare - widths[1]))
-    lines = []
-    for row in cells:
-        texts = [_cut(cell, size).ljust(size) for cell, size in zip(row[:5], widths[:5], strict=True)]
-        numbers = [cell.rjust(size) for cell, size in zip(row[5:], widths[5:], strict=True)]
-        lines.append("  ".join([*texts, *numbers]).rstrip())
-    return lines
+    return grid([_COLUMNS, *map(_cells, rows)], texts=5, width=width, shrink=[(0, 24), (1, 10), (0, 10)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     inputs = " ".join(map(_short, row.inputs))
-    casts, kept = (str(row.casts) if row.casts else "", _bytes(row.saved_bytes) if row.saved_bytes else "")
+    casts, kept = (str(row.casts) if row.casts else "", size_text(row.saved_bytes) if row.saved_bytes else "")
     return row.module or "(model)", row.op, inputs, _short(row.compute), _short(row.output), str(row.count), casts, kept
 
 
-def _cut(text: str, size: int) -> str:
-    """Return the text with its middle left out where it is too long: a module's name stands at the end of its path."""
-    if len(text) <= size:
-        return text
-    head = (size - 2) // 3
-    return text[:head] + ".." + text[len(text) - (size - 2 - head) :]
-
-
-def _bytes(number: int) -> str:
-    if number == 0:
-        return "0"
-    if number < 1 << 20:
-        return f"{number / (1 << 10):.1f} KiB"
-    return f"{number / (1 << 20):.1f} MiB"
-
-
-def _long(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _short(dtype: torch.dtype) -> str:
-    return _SHORT.get(dtype, _long(dtype))
+    return _SHORT.get(dtype, dtype_name(dtype))

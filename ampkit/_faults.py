@@ -27,6 +27,7 @@ from ._prefetch import prefetch
 from ._preflight import Preflight
 from ._record import ONE_NAME, Recorder
 from ._step import GraphedStep, graphed_step
+from ._text import dtype_name
 
 SEVERITIES = ("high", "medium", "low")
 MOST_BATCHES = 32  # whose shapes are looked at
@@ -404,7 +405,7 @@ class _KernelWatch(_torch.TorchDispatchMode):
         leaves = [leaf for leaf in (*_torch.tree_flatten(inputs)[0], first) if isinstance(leaf, Tensor)]
         dtypes = {leaf.dtype for leaf in leaves if leaf.is_floating_point() and leaf.numel()}
         if dtypes and dtypes <= set(LOW):
-            what = f"{op} computes in {str(first.dtype).removeprefix('torch.')}"
+            what = f"{op} computes in {dtype_name(first.dtype)}"
             self.imprecise[self._line(), what][self._recorder.module] += 1
 
     def _on_warning(self, message: Any, *where: Any, **more: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ._text import dtype_name
 from ._torch import module_tables, tree_flatten, tree_unflatten
 
 ModuleKey = type[nn.Module] | str
@@ -191,7 +192,7 @@ def _choose(
             unused.pop(key, None)
         deciding = exact or matching
         if len({dtype for _, dtype in deciding}) > 1:
-            shown = " and ".join(f"{_shown(key)}: {_short(dtype)}" for key, dtype in deciding)
+            shown = " and ".join(f"{_shown(key)}: {dtype_name(dtype)}" for key, dtype in deciding)
             raise ValueError(
                 f"Policy.apply({_name(model)}): the rules {shown} both match module {names[0]!r}, a {_name(module)}. "
                 "Narrow one of them, or add a rule for the path of the module, which wins over the others."
@@ -256,7 +257,8 @@ def _dtypes(model: nn.Module, homes: dict[nn.Module, torch.dtype]) -> dict[str, 
             if other != path and wanted[other][1] is not homes[module]:
                 raise ValueError(
                     f"Policy.apply({_name(model)}): {path} is the same tensor as {other}, and their rules want "
-                    f"{_short(homes[module])} and {_short(wanted[other][1])} parameters. Give both the same rule."
+                    f"{dtype_name(homes[module])} and {dtype_name(wanted[other][1])} parameters. "
+                    "Give both the same rule."
                 )
             wanted.setdefault(other, (tensor, homes[module]))
     return wanted
@@ -381,10 +383,6 @@ def _name(module: nn.Module) -> str:
 
 def _shown(key: ModuleKey) -> str:
     return class_name(key) if isinstance(key, type) else f'"{key}"'
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _RULED: dict[tuple[type[nn.Module], _Rule], type[nn.Module]] = {}

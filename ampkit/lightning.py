@@ -1,7 +1,6 @@
 """How a captured step gets into a Lightning Trainer: what takes the place of what, by public names, and is put back."""
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,32 +12,24 @@ from torch.amp import grad_scaler as upstream
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
-    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-    from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
     raise ImportError("ampkit.lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
 
-from ._distributed import why_not_sharded
 from ._engine import Options, Report
-from ._errors import AmpkitWarning, CaptureError, CaptureWarning
-from ._lightning_reads import HostReads, names_in
+from ._errors import CaptureError, CaptureWarning
+from ._lightning_limits import why_not, why_not_optimizer, why_not_parameters
+from ._lightning_reads import HostReads
 from ._lightning_stats import Meter, Reading
 from ._lightning_step import Clip, TrainerStep, Window
 from ._lightning_watch import Watch
 from ._module_rules import ModuleRules, why_not_applied
-from ._optim import broken_kernel, why_not_capturable
 from ._policy import Policy
 from ._scaler import GradScaler
-from ._torch import cudagraphs_of_its_own, tree_flatten
+from ._torch import tree_flatten
 from .debug._numerics import Numerics
 from .debug._profile import MemoryProfile
-
-# Every private name of Lightning that is used, with the reason; a test fails when one goes.
-PRIVATE_NAMES = {
-    "DDPStrategy._ddp_comm_state": "communication hooks with state (PowerSGD, post-local SGD) count steps on the host",
-}
 
 
 class AmpkitCallback(Callback):
@@ -123,7 +114,7 @@ class AmpkitCallback(Callback):
                 "other for ever. Verify on one device."
             )
         plugin = trainer.strategy.precision_plugin
-        problem = _why_not(trainer, pl_module, plugin)
+        problem = why_not(trainer, pl_module, plugin)
         if problem:
             self._last_report = lambda: _nothing_captured(problem)
             self._give_up(f"{problem} Training goes on as Lightning does it.")
@@ -277,7 +268,7 @@ class _Fit:
     def _make(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, clip: Clip) -> None:
         if self._step is not None:
             self._step.close()
-        problem = _why_not_optimizer(optimizer) or _why_not_parameters(self._module, optimizer, self.device)
+        problem = why_not_optimizer(optimizer) or why_not_parameters(self._module, optimizer, self.device)
         if problem:
             self.plain = True
             self._give_scaler_back()
@@ -475,108 +466,6 @@ def _size(batch: Any) -> int:
     leaves = (leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
     first = next(leaves, None)
     return 1 if first is None else first.shape[0]
-
-
-# ---------------------------------------------------------------------------------------------- what cannot be captured
-
-
-def _why_not(trainer: Trainer, module: LightningModule, plugin: Precision) -> str:
-    """Return why this fit is left to Lightning and what to write instead, "" if it need not be."""
-    if not module.automatic_optimization:
-        return (
-            "automatic_optimization is False: the step is written in training_step, where a graph cannot find it. In a "
-            "loop of your own ampkit.graphed captures such a step."
-        )
-    return (
-        _why_not_strategy(trainer.strategy)
-        or _why_not_precision(plugin)
-        or _why_not_hooks(trainer, module)
-        or HostReads(module, LightningModule).problem
-    )
-
-
-def _why_not_strategy(strategy: Strategy) -> str:
-    name, kind = type(strategy).__name__, type(strategy)
-    if (
-        not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
-        or strategy.handles_gradient_accumulation
-        or kind.training_step is not Strategy.training_step
-        or kind.backward is not Strategy.backward
-        or kind.optimizer_step not in (Strategy.optimizer_step, DDPStrategy.optimizer_step)
-        or strategy.root_device.type not in ("cpu", "cuda")
-    ):
-        return f"{name} trains by a step of its own. Use one device, or Trainer(strategy='ddp')."
-    if getattr(strategy, "_ddp_comm_state", None) is not None:
-        return f"{name}(ddp_comm_state=...): such a communication hook counts steps on the host. Leave it out."
-    return ""
-
-
-def _why_not_precision(plugin: Precision) -> str:
-    if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
-        return ""
-    return (
-        f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}: ampkit knows "
-        "32-true, bf16-mixed, 16-mixed, bf16-true and 16-true."
-    )
-
-
-_STEPS = {
-    "optimizer_step": "For a warm-up of the learning rate use a scheduler with interval='step'.",
-    "backward": "Return the loss whose gradient you want.",
-    "configure_gradient_clipping": "Use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...).",
-    "optimizer_zero_grad": "Leave it out: gradients are None before each backward.",
-}
-_SEE_GRADIENTS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-
-
-def _why_not_hooks(trainer: Trainer, module: LightningModule) -> str:
-    name = type(module).__name__
-    for hook, advice in _STEPS.items():
-        if is_overridden(hook, module):
-            return f"{name}.{hook} changes what a step does, where a graph would not call it. {advice}"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        return f"{name}.training_step takes its batches from dataloader_iter. Write training_step(self, batch)."
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
-        return "StochasticWeightAveraging ends with an epoch without backward. EMAWeightAveraging can be captured."
-    quiet = []
-    for owner in (module, *callbacks):
-        for hook in (hook for hook in _SEE_GRADIENTS if is_overridden(hook, owner)):
-            where = f"{type(owner).__name__}.{hook}"
-            if any("grad" in word for word in names_in(getattr(owner, hook))):
-                return (
-                    f"{where} looks at gradients, which a replay leaves nowhere. ampkit logs their norm; what changes "
-                    "them belongs into training_step, as a hook of the tensor (tensor.register_hook)."
-                )
-            quiet.append(where)
-    if quiet:
-        message = f"AmpkitCallback: {', '.join(quiet)}: called as ever, but behind the step; param.grad is None there."
-        warnings.warn(message, AmpkitWarning, stacklevel=3)
-    return ""
-
-
-def _why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    name = type(optimizer).__name__
-    if not any(group["params"] for group in optimizer.param_groups):
-        return "configure_optimizers returned no optimizer with parameters."
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        return f"{name} computes the loss several times in a step. Use AdamW, Adam or SGD with fused=True."
-    return broken_kernel(optimizer) or why_not_capturable(optimizer)
-
-
-def _why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    if problem := why_not_sharded(module):
-        return problem
-    for name, param in module.named_parameters():
-        if param.device != device:
-            return f"parameter {name} is on {param.device}, not on {device}: a graph is of one device."
-    if cudagraphs_of_its_own(module):
-        return "the model is compiled with CUDA graphs of its own. Compile it in the default mode."
-    known = set(module.parameters())
-    if any(param not in known for group in optimizer.param_groups for param in group["params"]):
-        return "the optimizer has parameters that are not the module's. Make them parameters of the module."
-    return ""
 
 
 def _check_policy(policy: Policy | None, plugin: Precision) -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,18 @@ def no_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def marked_line(file: str, name: str) -> str:
+    """Return the line of a file that ends in `# HERE name`, as a finding names it."""
+    lines = Path(file).read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# HERE {name}"))
+    return f"{file}:{number}: `{lines[number - 1].strip()}`"
+
+
+def line_of(kind: Callable[..., Any]) -> str:
+    """Return the line that bears the name of a function as its mark, in the function's file."""
+    return marked_line(kind.__code__.co_filename, kind.__name__)
 
 
 class Net(nn.Module):
@@ -167,3 +180,57 @@ def assert_same(left: Any, right: Any, where: str = "") -> None:
             assert_same(a, b, f"{where}[{i}]")
     else:
         assert left == right, f"{where}: {left} and {right}"
+
+
+# ---------------------------------------------------------------------------------- lines that make the host wait
+
+
+class _Checked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad if grad.isfinite().all() else grad * 0  # HERE custom_backward
+
+
+def custom_backward(x: Tensor) -> Tensor:
+    return _Checked.apply(x)
+
+
+def blocking_copy(x: Tensor) -> None:
+    torch.ones(5).to(x.device)  # HERE blocking_copy
+
+
+def pageable_copy(x: Tensor) -> None:
+    torch.ones(5).to(x.device, non_blocking=True)  # HERE pageable_copy
+
+
+def new_tensor(x: Tensor) -> None:
+    torch.tensor([1.5, 2.5], device=x.device)  # HERE new_tensor
+
+
+def synchronize(x: Tensor) -> None:
+    torch.cuda.synchronize()  # HERE synchronize
+
+
+def stream_synchronize(x: Tensor) -> None:
+    torch.cuda.current_stream().synchronize()  # HERE stream_synchronize
+
+
+def event_synchronize(x: Tensor) -> None:
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()  # HERE event_synchronize
+
+
+# On CUDA, with what is said of each.
+WAITS: dict[Callable[[Tensor], None], str] = {
+    blocking_copy: "copies from pageable host memory to the device",
+    pageable_copy: "copies from pageable host memory to the device",
+    new_tensor: "copies from pageable host memory to the device",
+    synchronize: "torch.cuda.synchronize() waits for the device",
+    stream_synchronize: "stream.synchronize() waits for the device",
+    event_synchronize: "event.synchronize() waits for the device",
+}

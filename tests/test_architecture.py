@@ -17,6 +17,7 @@ LAYERS = {
     "_errors.py": 0,
     "_torch.py": 0,
     "_progress.py": 0,
+    "_text.py": 0,
     "_op_rules.py": 1,
     "_module_rules.py": 1,
     "_policy.py": 2,
@@ -69,6 +70,7 @@ LAYERS = {
     "debug/_oom.py": 6,
     "_lightning_calls.py": 1,
     "_lightning_reads.py": 1,
+    "_lightning_limits.py": 4,
     "_lightning_stats.py": 3,
     "_lightning_step.py": 5,
     "_lightning_watch.py": 7,
@@ -149,7 +151,7 @@ def import_errors(tree: ast.AST, file: str) -> Iterator[str]:
         root = module.partition(".")[0]
         if nested and root not in OPTIONAL:
             yield f"{file}:{line}: import of {module} belongs to the top of the file"
-        home = root == "lightning" and file == "lightning.py"
+        home = root == "lightning" and file in {"lightning.py", "_lightning_limits.py"}  # the first imports the second
         if not nested and not home and root not in {"ampkit", "torch"} and root not in sys.stdlib_module_names:
             yield f"{file}:{line}: module-level import of {module}; `import ampkit` needs torch alone"
 

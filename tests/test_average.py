@@ -212,6 +212,7 @@ def test_no_sync(function: str, use_buffers: bool) -> None:
     with no_sync():
         update_average(averaged, model)
         update_average(averaged, model)
+    assert int(averaged.n_averaged) == 2
 
 
 @pytest.mark.cuda

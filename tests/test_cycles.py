@@ -78,7 +78,7 @@ def test_traceback():
         ["frame of keep_error local 'kept'", "ValueError.__traceback__", "traceback.tb_frame", "frame of keep_error"],
         ["ValueError.__traceback__", "traceback.tb_frame", "frame of keep_error local 'kept'", "ValueError"],
     )
-    assert cycle.holds == "frame of keep_error local 'big' -> Tensor (256,) float32 cpu, 1 KiB"
+    assert cycle.holds == "frame of keep_error local 'big' -> Tensor (256,) float32 cpu, 1.0 KiB"
     assert endings(cycle.lines) == [line_of(keep_error, "raise")]
     assert "del error" in cycle.advice
 
@@ -145,7 +145,7 @@ def test_equal_cycles_are_one_entry():
     found = debug.cycles(steps)
     assert [(cycle.count, cycle.tensors, cycle.bytes) for cycle in found.found] == [(1, 2, 804), (5, 10, 340)]
     text = str(found)
-    assert text.startswith("6 reference cycle(s) keep 1.117 KiB in 12 tensor(s) until gc.collect() runs:\n\n804 B in 2")
+    assert text.startswith("6 reference cycle(s) keep 1.1 KiB in 12 tensor(s) until gc.collect() runs:\n\n804 B in 2")
     assert "340 B in 10 tensor(s) (5 of this kind): Node.other -> Node.other -> Node\n  holds Node.values" in text
 
 

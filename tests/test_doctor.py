@@ -16,6 +16,7 @@ from ampkit import _doctor
 from ampkit.__main__ import main
 from ampkit._doctor import Diagnosis, DoctorError, diagnose
 from ampkit._faults import CHECKS, Fault
+from ampkit._text import size_text
 
 ROOT = Path(__file__).parent.parent
 MARK = re.compile(r"# fault: ([\w ]+)$")
@@ -547,7 +548,7 @@ def test_memory(script, batch):
     assert list(memory["peak_bytes"]) == ["None", policy]
     before, after = memory["peak_bytes"].values()
     assert 4 * 65536 * (8 + 16 + 4) < after < before
-    told = f"{before / 2**20:.1f} MiB without a policy, {after / 2**20:.1f} MiB under {policy}"
+    told = f"{size_text(before)} without a policy, {size_text(after)} under {policy}"
     assert f"Memory of a step on cuda, forecast: {told}." in str(found)
 
 

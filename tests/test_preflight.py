@@ -12,7 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import DEVICES, VERSION, assert_same, deterministic, make_batches, make_net, no_sync, training_state
+from harness import (
+    DEVICES,
+    VERSION,
+    WAITS,
+    assert_same,
+    custom_backward,
+    deterministic,
+    line_of,
+    make_batches,
+    make_net,
+    marked_line,
+    no_sync,
+    training_state,
+)
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -63,11 +76,7 @@ def found(step: Step, device: torch.device | str = CPU, generators: Sequence[tor
     return preflight.findings
 
 
-def marked(name: str) -> str:
-    """Return the line of this file that has a mark, as a finding names it."""
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# HERE {name}"))
-    return f"{__file__}:{number}: `{lines[number - 1].strip()}`"
+marked = functools.partial(marked_line, __file__)
 
 
 # -------------------------------------------------------------------------------------------- what a graph cannot hold
@@ -147,20 +156,6 @@ def backward_hook(x: Tensor) -> Tensor:
     y = x * 2
     y.register_hook(lambda grad: grad * float(grad.isfinite().all()))  # HERE backward_hook
     return y
-
-
-class Checked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad if grad.isfinite().all() else grad * 0  # HERE custom_backward
-
-
-def custom_backward(x: Tensor) -> Tensor:
-    return Checked.apply(x)
 
 
 class Norm(nn.Module):
@@ -262,7 +257,7 @@ def test_x2_every_kind_is_named(kind: Callable[[Tensor], Tensor], device: str) -
     """X2: each kind is found once, at the line that is its reason, the one of the forward for a built-in backward."""
     seed()
     findings = found(lambda: run([kind], device), device)
-    assert {finding.line for finding in findings} == {marked(kind.__name__)}
+    assert {finding.line for finding in findings} == {line_of(kind)}
     assert any(KINDS[kind] in finding.what for finding in findings)
     assert all(finding.advice.endswith(".") and finding.count >= 1 for finding in findings)
 
@@ -275,10 +270,10 @@ def test_g2_all_in_one_step_and_the_same_bits(device: str) -> None:
     seed()
     preflight = Preflight(torch.device(device))
     assert_same(expected, engine(preflight, lambda: run([*KINDS], device)))
-    assert {finding.line for finding in preflight.findings} == {marked(kind.__name__) for kind in KINDS}
+    assert {finding.line for finding in preflight.findings} == {line_of(kind) for kind in KINDS}
     text = describe(preflight.findings)
     assert text.startswith(f"{len(KINDS)} lines of the step cannot be captured:\n")
-    assert all(f"\n  {marked(kind.__name__)} - " in text for kind in KINDS)
+    assert all(f"\n  {line_of(kind)} - " in text for kind in KINDS)
 
 
 class Plain(TorchDispatchMode):
@@ -849,20 +844,8 @@ def to_pinned(x: Tensor) -> None:
     PINNED["out"].copy_(x.detach(), non_blocking=True)  # HERE to_pinned
 
 
-def to_device(x: Tensor) -> None:
-    torch.ones(5).to("cuda")  # HERE to_device
-
-
-def to_device_pageable(x: Tensor) -> None:
-    torch.ones(5).to("cuda", non_blocking=True)  # HERE to_device_pageable
-
-
 def to_device_pinned(x: Tensor) -> None:
     PINNED["in"].to("cuda", non_blocking=True)  # HERE to_device_pinned
-
-
-def new_tensor(x: Tensor) -> None:
-    torch.tensor([1.5, 2.5], device="cuda")  # HERE new_tensor
 
 
 def index_list(x: Tensor) -> None:
@@ -871,20 +854,6 @@ def index_list(x: Tensor) -> None:
 
 def tolist(x: Tensor) -> None:
     x.tolist()  # HERE tolist
-
-
-def synchronize(x: Tensor) -> None:
-    torch.cuda.synchronize()  # HERE synchronize
-
-
-def stream_synchronize(x: Tensor) -> None:
-    torch.cuda.current_stream().synchronize()  # HERE stream_synchronize
-
-
-def event_synchronize(x: Tensor) -> None:
-    event = torch.cuda.Event()
-    event.record()
-    event.synchronize()  # HERE event_synchronize
 
 
 def checked_inverse(x: Tensor) -> None:
@@ -904,15 +873,10 @@ OTHER: dict[str, torch.Generator] = {}
 ON_DEVICE: dict[Callable[[Tensor], None], str] = {
     to_host: "copies from the device to pageable host memory",
     to_pinned: "copies from the device to pinned host memory",
-    to_device: "copies from pageable host memory to the device",
-    to_device_pageable: "copies from pageable host memory to the device",
     to_device_pinned: "copies from pinned host memory to the device",
-    new_tensor: "copies from pageable host memory to the device",
+    **WAITS,
     index_list: "copies from pageable host memory to the device",
     tolist: "copies from the device to pageable host memory",
-    synchronize: "torch.cuda.synchronize() waits for the device",
-    stream_synchronize: "stream.synchronize() waits for the device",
-    event_synchronize: "event.synchronize() waits for the device",
     checked_inverse: "waits for the device",
     host_draw: "draws random numbers on the host",
     other_generator: "draws from a CUDA generator that the graph does not know",
@@ -936,7 +900,7 @@ def test_x2_every_kind_on_a_device(kind: Callable[[Tensor], None], on_device: Te
     """X2: copies both ways, pageable and pinned, blocking or not, waits, and random numbers, at the user's line."""
     kind(on_device)
     findings = found(lambda: kind(on_device), "cuda")
-    assert {finding.line for finding in findings} == {marked(kind.__name__)}
+    assert {finding.line for finding in findings} == {line_of(kind)}
     assert any(ON_DEVICE[kind] in finding.what for finding in findings)
 
 
@@ -952,7 +916,7 @@ def test_g2_all_of_a_device_in_one_step(on_device: Tensor) -> None:
     with pytest.warns(UserWarning, match="^mine$") as caught:
         findings = found(step, "cuda")
     assert len(caught) == 1
-    assert [*dict.fromkeys(finding.line for finding in findings)] == [marked(kind.__name__) for kind in ON_DEVICE]
+    assert [*dict.fromkeys(finding.line for finding in findings)] == [line_of(kind) for kind in ON_DEVICE]
 
 
 @pytest.mark.cuda

@@ -4,12 +4,22 @@ import functools
 import json
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import assert_same, make_net, training_state
+from harness import (
+    WAITS,
+    assert_same,
+    blocking_copy,
+    custom_backward,
+    line_of,
+    make_net,
+    marked_line,
+    new_tensor,
+    pageable_copy,
+    training_state,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,11 +50,7 @@ def on_meta() -> Syncs:
     return found
 
 
-def marked(name: str) -> str:
-    """Return the line of this file that has a mark, as a finding names it."""
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# HERE {name}"))
-    return f"{__file__}:{number}: `{lines[number - 1].strip()}`"
+marked = functools.partial(marked_line, __file__)
 
 
 # ------------------------------------------------------------------------- the rows of "What sees a host sync" (DESIGN)
@@ -71,32 +77,6 @@ def to_cpu(x: Tensor) -> None:
     x.cpu()  # HERE to_cpu
 
 
-def blocking_copy(x: Tensor) -> None:
-    torch.ones(5).to(x.device)  # HERE blocking_copy
-
-
-def new_tensor(x: Tensor) -> None:
-    torch.tensor([1.5, 2.5], device=x.device)  # HERE new_tensor
-
-
-def synchronize(x: Tensor) -> None:
-    torch.cuda.synchronize()  # HERE synchronize
-
-
-def stream_synchronize(x: Tensor) -> None:
-    torch.cuda.current_stream().synchronize()  # HERE stream_synchronize
-
-
-def event_synchronize(x: Tensor) -> None:
-    event = torch.cuda.Event()
-    event.record()
-    event.synchronize()  # HERE event_synchronize
-
-
-def pageable_copy(x: Tensor) -> None:
-    torch.ones(5).to(x.device, non_blocking=True)  # HERE pageable_copy
-
-
 Row = Callable[[Tensor], None]
 ON_CPU: dict[Row, str] = {
     item: "waits for the device to read a value",
@@ -107,12 +87,7 @@ ON_CPU: dict[Row, str] = {
 ON_CUDA: dict[Row, str] = {
     **ON_CPU,
     to_cpu: "copies from the device to pageable host memory",
-    blocking_copy: "copies from pageable host memory to the device",
-    new_tensor: "copies from pageable host memory to the device",
-    synchronize: "torch.cuda.synchronize() waits for the device",
-    stream_synchronize: "stream.synchronize() waits for the device",
-    event_synchronize: "event.synchronize() waits for the device",
-    pageable_copy: "copies from pageable host memory to the device",
+    **WAITS,
 }
 NOT_MEASURED = {new_tensor}
 
@@ -120,7 +95,7 @@ NOT_MEASURED = {new_tensor}
 def check(row: Row, what: str, x: Tensor) -> None:
     found = find_syncs(row, x)
     assert found
-    assert {finding.line for finding in found.findings} == {marked(row.__name__)}
+    assert {finding.line for finding in found.findings} == {line_of(row)}
     (finding,) = (finding for finding in found.findings if what in finding.what)
     assert "aux" not in finding.advice  # which a graphed step has
     assert finding.count == 1
@@ -181,21 +156,11 @@ def test_x2_copies_to_a_device(cpu: None) -> None:
     with on_meta() as found:
         blocking_copy(torch.empty(0, device="meta"))
         pageable_copy(torch.empty(0, device="meta"))
-    assert {finding.line for finding in found.findings} == {marked("blocking_copy"), marked("pageable_copy")}
+    assert {finding.line for finding in found.findings} == {line_of(blocking_copy), line_of(pageable_copy)}
     assert all("ampkit.prefetch" in finding.advice for finding in found.findings)
 
 
 # --------------------------------------------------------------------------------------------------------- what it does
-
-
-class Checked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad if grad.isfinite().all() else grad * 0  # HERE backward
 
 
 class Stopping(torch.optim.SGD):
@@ -213,7 +178,7 @@ def test_x2_forward_backward_and_optimizer(cpu: None) -> None:
         optimizer = Stopping(model.parameters(), lr=0.1, momentum=0.9)
 
         def step(images: Tensor, *, scale: float) -> float:
-            loss = Checked.apply(model(images).sum() * scale)
+            loss = custom_backward(model(images).sum() * scale)
             value = loss.item()  # HERE forward
             loss.backward()
             optimizer.step()
@@ -230,7 +195,7 @@ def test_x2_forward_backward_and_optimizer(cpu: None) -> None:
 
     plain, plain_optimizer, _ = train(False)
     model, optimizer, lines = train(True)
-    assert sorted(lines) == sorted(marked(name) for name in ("forward", "backward", "optimizer"))
+    assert sorted(lines) == sorted([marked("forward"), line_of(custom_backward), marked("optimizer")])
     assert_same(training_state(plain, plain_optimizer, OFF), training_state(model, optimizer, OFF))
 
 

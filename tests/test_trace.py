@@ -3,6 +3,7 @@
 On any machine, torch's registries of callbacks are fired by hand, as its C++ does. What C++ really tells is for a GPU.
 """
 
+import functools
 import gc
 import json
 import logging
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import marked_line
 from torch import Tensor
 from torch.cuda import _gpu_trace
 
@@ -46,11 +48,7 @@ def fire(kind: str) -> None:
     REGISTRIES[kind].fire_callbacks(*HANDLES[kind])  # HERE fire
 
 
-def marked(name: str) -> str:
-    """Return the line of this file that has a mark, as an event names it."""
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# HERE {name}"))
-    return f"{__file__}:{number}: `{lines[number - 1].strip()}`"
+marked = functools.partial(marked_line, __file__)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
 from .._blame import Blame
+from .._text import dtype_name
 from ._profile import CATEGORIES, Holder, Mark, MemoryProfile
 
 HOLDERS = 100  # how many are named
@@ -338,7 +339,7 @@ class Ledger(_torch.TorchDispatchMode):
         self._level += life.bytes
 
     def _watch(self, key: int, tensor: Tensor, life: Life) -> Life:
-        life.shape, life.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        life.shape, life.dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         self._lives[key] = life, weakref.ref(tensor.untyped_storage(), partial(self._died, key))
         return life
 

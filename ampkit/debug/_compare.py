@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._state import TrainingState
+from .._text import dtype_name, grid
 from .._torch import keystr, tree_flatten_with_path, version
 
 _SHOWN = 20  # rows of a table that does not show all
@@ -66,7 +67,7 @@ class ComparedTensor:
             return f"shape {self.shapes[0]} in run a, {self.shapes[1]} in run b"
         if self.db == -math.inf and self.ulp == math.inf:
             return "finite in one run alone, or unequal infinities"
-        return f"SQNR {self.db:.1f} dB, at most {self.ulp:.3g} ulp of {_short(_coarser(*self.dtypes))}"
+        return f"SQNR {self.db:.1f} dB, at most {self.ulp:.3g} ulp of {dtype_name(_coarser(*self.dtypes))}"
 
 
 @dataclass(frozen=True)
@@ -440,25 +441,10 @@ _COLUMNS = ("", "where", "direction", "shape", "a", "b", "SQNR dB", "max ulp")
 def _grid(rows: Sequence[ComparedTensor], first: ComparedTensor | None, width: int) -> list[str]:
     """Return a heading and a line a row; `>` marks the first that differs."""
     cells = [_COLUMNS, *(_cells(row, row is first) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths[1] = max(12, min(widths[1], width - sum(widths) + widths[1] - 2 * (len(widths) - 1)))
-    lines = []
-    for row in cells:
-        texts = [_cut(cell, size).ljust(size) for cell, size in zip(row[:6], widths[:6], strict=True)]
-        numbers = [cell.rjust(size) for cell, size in zip(row[6:], widths[6:], strict=True)]
-        lines.append("  ".join([*texts, *numbers]).rstrip())
-    return lines
+    return grid(cells, texts=6, width=width, shrink=[(1, 12)])
 
 
 def _cells(row: ComparedTensor, is_first: bool) -> tuple[str, ...]:
     numbers = ("equal", "") if row.equal else (f"{row.db:.1f}", f"{row.ulp:.3g}")
     shape = "x".join(map(str, row.shapes[0])) or "()"
-    return (">" if is_first else "", row.where, row.direction, shape, *map(_short, row.dtypes), *numbers)
-
-
-def _cut(text: str, size: int) -> str:
-    return text if len(text) <= size else ".." + text[len(text) - size + 2 :]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return (">" if is_first else "", row.where, row.direction, shape, *map(dtype_name, row.dtypes), *numbers)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _torch
-from ._references import NAMELESS, chain, lines_of, readable, storage_of
+from .._text import size_text
+from ._references import NAMELESS, chain, lines_of, storage_of
 
 _CANDIDATES = 16  # tensors of a cycle that are described, largest first, until one proves to have been freed
 
@@ -41,7 +42,7 @@ class Cycle:
 
     def __str__(self) -> str:
         times = f" ({self.count} of this kind)" if self.count > 1 else ""
-        lines = [f"{readable(self.bytes)} in {self.tensors} tensor(s){times}: {self.loop}", f"  holds {self.holds}"]
+        lines = [f"{size_text(self.bytes)} in {self.tensors} tensor(s){times}: {self.loop}", f"  holds {self.holds}"]
         return "\n".join([*lines, *(f"  at {line}" for line in self.lines), f"  {self.advice}"])
 
 
@@ -109,7 +110,7 @@ class Cycles:
         if not self.found:
             return "No reference cycle keeps a tensor alive."
         count = sum(cycle.count for cycle in self.found)
-        kept = f"{readable(self.bytes)} in {self.tensors} tensor(s)"
+        kept = f"{size_text(self.bytes)} in {self.tensors} tensor(s)"
         head = f"{count} reference cycle(s) keep {kept} until gc.collect() runs"
         return "\n\n".join([f"{head}:", *map(str, self.found)])
 

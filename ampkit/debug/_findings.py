@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .._policy import Policy
+from .._text import dtype_name
 from ._telemetry import BIAS, BINS, LARGEST, MAGNITUDE, NONFINITE, Row, Snapshot
 
 F16_MAX = 65504.0  # torch.finfo(torch.float16).max
@@ -140,7 +141,7 @@ class Reading:
         return NumericsRow(
             name=row.name,
             what=row.what,
-            dtype=str(self._dtypes[i]).removeprefix("torch."),
+            dtype=dtype_name(self._dtypes[i]),
             count=int(self._counts[i]),
             largest=self._largest[i],
             nonfinite=int(self._nonfinite[i]),

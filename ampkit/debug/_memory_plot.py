@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._text import size_text, unit_of
 from ._profile import CATEGORIES, MemoryProfile
 
 # Okabe and Ito's colours, which all kinds of colour vision tell apart; neighbours in the stack differ in lightness too.
@@ -115,12 +116,9 @@ class _Scale(NamedTuple):
     @classmethod
     def over(cls, panels: Sequence[_Panel]) -> "_Scale":
         peak = max(panel.peak for panel in panels)
-        unit, name = next(((size, name) for size, name in _UNITS if peak >= size), _UNITS[-1])
+        unit, name = unit_of(peak)
         used = [category for category in CATEGORIES if any(any(panel.series[category]) for panel in panels)]
         return cls(1.16 * max(peak, 1), unit, name, used or [CATEGORIES[0]])  # with room for what stands over the peak
-
-
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def _panels(caller: str, profiles: Sequence[MemoryProfile]) -> list[_Panel]:
@@ -172,11 +170,6 @@ def _lines(profile: MemoryProfile, along: Sequence[float]) -> Iterator[_Line]:
             yield _Line(x, mark.name if fits else "", is_step)
 
 
-def _size(number: float) -> str:
-    unit, name = next(((size, name) for size, name in _UNITS if abs(number) >= size), _UNITS[-1])
-    return f"{number / unit:.2f} {name}" if unit > 1 else f"{number:.0f} bytes"
-
-
 # --------------------------------------------------------------------------------------------------------- the picture
 
 
@@ -214,7 +207,7 @@ def _draw_peak(axes: Any, panel: _Panel, scale: _Scale) -> None:
     axes.plot(*at, marker="o", color="black", markersize=5, clip_on=False)
     axes.axhline(at[1], color="black", linewidth=0.5, linestyle="--")
     axes.annotate(
-        f"peak {_size(panel.peak)}",
+        f"peak {size_text(panel.peak)}",
         at,
         (-8 if left else 8, 6),
         textcoords="offset points",
@@ -289,7 +282,7 @@ def _svg(panel: _Panel, scale: _Scale, places: Sequence[float]) -> str:
         parts.append(f'<text class="{kind}" x="{x:.1f}" y="{y}">{html.escape(line.text)}</text>')
     parts += _peak(panel, scale)
     parts.append(f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-    label = html.escape(f"{_title(panel)}: bytes alive by category, peak {_size(panel.peak)}")
+    label = html.escape(f"{_title(panel)}: bytes alive by category, peak {size_text(panel.peak)}")
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
@@ -340,7 +333,7 @@ def _peak(panel: _Panel, scale: _Scale) -> Iterator[str]:
     left = x > _WIDTH / 2
     place = f'x="{x + (-8 if left else 8):.1f}" y="{y - 7:.1f}" text-anchor="{"end" if left else "start"}"'
     yield f'<line class="phase" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/><text class="peak" {place}>peak {_size(panel.peak)}</text>'
+    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/><text class="peak" {place}>peak {size_text(panel.peak)}</text>'
 
 
 def _peak_table(panels: Sequence[_Panel]) -> str:
@@ -350,7 +343,7 @@ def _peak_table(panels: Sequence[_Panel]) -> str:
     rows = []
     for name in [*(name for name in CATEGORIES if any(peak[name] for peak in peaks)), "all"]:
         first = peaks[0][name]
-        cells = [_size(first), *(_size(peak[name]) + _share(peak[name], first) for peak in peaks[1:])]
+        cells = [size_text(first), *(size_text(peak[name]) + _share(peak[name], first) for peak in peaks[1:])]
         rows.append(f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return f"<table><tr><th></th>{heads}</tr>{''.join(rows)}</table>"
 
@@ -367,7 +360,7 @@ def _holder_table(panel: _Panel) -> str:
         shape = f"{tuple(holder.shape)} {holder.dtype}"
         texts = (holder.category, holder.module, shape, holder.line)
         cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
-        rows.append(f'<tr><td class="bytes">{_size(holder.bytes)}</td>{cells}</tr>')
+        rows.append(f'<tr><td class="bytes">{size_text(holder.bytes)}</td>{cells}</tr>')
     hidden = len(panel.profile.holders) - len(holders)
     more = f"<caption>{hidden} more are not listed</caption>" if hidden else ""
     caption = f"<figcaption>{html.escape(_title(panel))}</figcaption>"
@@ -406,9 +399,9 @@ BODY
 <script>
 "use strict";
 const size = (number) => {
-  for (const [unit, name] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])
-    if (number >= unit) return (number / unit).toFixed(2) + " " + name;
-  return number + " bytes";
+  for (const [unit, name, digits] of [[2 ** 30, "GiB", 2], [2 ** 20, "MiB", 1], [2 ** 10, "KiB", 1]])
+    if (number >= unit) return (number / unit).toFixed(digits) + " " + name;
+  return number + " B";
 };
 for (const panel of document.querySelectorAll("figure:has(svg)")) {
   const data = JSON.parse(panel.querySelector("script").textContent);

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from .._scaler import GradScaler
+from .._text import size_text
 from ._findings import NumericsFinding, NumericsRow, Reading, advice, safe_scale
 from ._sites import Sites, unwrapped
 from ._telemetry import Arrivals, Tally, Telemetry
@@ -124,7 +125,7 @@ class NumericsReport:
         safe = "not known, all observed steps overflowed" if self.safe_scale is None else f"{self.safe_scale:g}"
         lines = [
             f"numerics: {self.observed} of {self.steps} steps observed, the last one step {self.step}; "
-            f"loss scale {self.scale:g}, largest safe one {safe}; {self.bytes / 2**20:.2f} MiB on the device",
+            f"loss scale {self.scale:g}, largest safe one {safe}; {size_text(self.bytes)} on the device",
             *(str(found) for found in (self.first_overflow, self.first_underflow) if found is not None),
             *(f"advice: {line}" for line in self.advice),
         ]

@@ -19,9 +19,10 @@ import torch
 from .. import _torch
 from .._blame import user_line, users_level
 from .._errors import AmpkitWarning
+from .._text import size_text
 from ._memory import Recorded
 from ._memory_plot import memory_page
-from ._profile import MemoryProfile
+from ._profile import MemoryProfile, mib
 
 _HISTORY = 20_000  # events of the allocator, some KB each in the files: about ten steps of a ResNet-50
 _ROWS = 30  # of a table
@@ -227,7 +228,7 @@ def _cuda_summary() -> str:
     for index in used:
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        parts.append(f"cuda:{index}, {name}: {_size(free)} of {_size(total)} free, with all processes\n")
+        parts.append(f"cuda:{index}, {name}: {size_text(free)} of {size_text(total)} free, with all processes\n")
         parts.append(torch.cuda.memory_summary(index))
     return "".join(parts) or "none is reserved"
 
@@ -272,12 +273,12 @@ def _blocks(taken: Mapping[str, Any]) -> str:
                 sizes[key] += block["size"]
                 counts[key] += 1
     rows = [
-        f"{_size(size):>12} in {counts[key]:>6} block(s) on cuda:{key[0]}  {key[1]}"
+        f"{mib(size):>8} MiB in {counts[key]:>6} block(s) on cuda:{key[0]}  {key[1]}"
         for key, size in sizes.most_common(_ROWS)
     ]
     if len(sizes) > len(rows):
         rows.append(f"... {len(sizes) - len(rows)} more lines")
-    return "\n".join([*rows, f"{_size(sum(sizes.values())):>12} in all"])
+    return "\n".join([*rows, f"{mib(sum(sizes.values())):>8} MiB in all"])
 
 
 def _line(frames: Sequence[Mapping[str, Any]]) -> str:
@@ -286,7 +287,3 @@ def _line(frames: Sequence[Mapping[str, Any]]) -> str:
         if not frame["filename"].startswith((*_OURS, "<", "??")):
             return f"{frame['filename']}:{frame['line']} in {frame['name']}"
     return "by torch alone" if frames else "from before the history began"
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**20:.1f} MiB"

@@ -113,19 +113,18 @@ class MemoryProfile:
         lines = [self._title(), "", f"{'at the peak':<16}{'MiB':>10}{'share':>8}"]
         for category, size in (*self.at_peak.items(), ("in all", self.peak)):
             if size:
-                lines.append(f"{category:<16}{_mib(size)}{size / self.peak:>8.1%}")
+                lines.append(f"{category:<16}{mib(size):>10}{size / self.peak:>8.1%}")
         lines += ["", "largest at the peak, MiB"] if holders and self.holders else []
         for holder in self.holders[:holders]:
             tensor = f"{holder.dtype} {list(holder.shape)}" if holder.dtype else "(not a tensor's)"
             what = " ".join(filter(None, (holder.category, holder.module, tensor)))
-            lines.append(f"{_mib(holder.bytes)}  {what}")
+            lines.append(f"{mib(holder.bytes):>10}  {what}")
             lines += [f"{'':12}{holder.line}"] if holder.line else []
         return "\n".join(lines)
 
     def _title(self) -> str:
         forecast = ", forecast" if self.forecast else ""
-        peak = _mib(self.peak).strip()
-        return f"{self.label or 'memory'} on {self.device}{forecast}: peak {peak} MiB in {self.phase_at_peak}"
+        return f"{self.label or 'memory'} on {self.device}{forecast}: peak {mib(self.peak)} MiB in {self.phase_at_peak}"
 
     def beside(self, other: "MemoryProfile") -> str:
         """Return both at their peaks, in columns: what a policy saves, and where.
@@ -140,7 +139,7 @@ class MemoryProfile:
         for category, a, b in (*rows, ("in all", self.peak, other.peak)):
             if a or b:
                 ratio = f"{a / b:.2f}" if b else "-"
-                lines.append(f"{category:<16}{_mib(a):>22}{_mib(b):>22}{_mib(a - b):>12}{ratio:>8}")
+                lines.append(f"{category:<16}{mib(a):>22}{mib(b):>22}{mib(a - b):>12}{ratio:>8}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,5 +170,6 @@ class MemoryProfile:
         )
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:10.1f}"
+def mib(size: int) -> str:
+    """Return a number of bytes in MiB, for a column where all are."""
+    return f"{size / 2**20:.1f}"

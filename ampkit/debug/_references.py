@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _torch
 from .._blame import line_text
+from .._text import dtype_name, size_text
 
 _STEPS = 12  # of a chain that are shown
 
@@ -189,18 +190,10 @@ def _name(thing: object) -> str:
 
 
 def _tensor_name(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
     memory = storage_of(tensor)
-    size = f", {readable(memory[1])}" if memory else ""
+    size = f", {size_text(memory[1])}" if memory else ""
     graph = ", with its autograd graph" if tensor.grad_fn is not None else ""
-    return f"{type(tensor).__name__} {tuple(tensor.shape)} {dtype} {tensor.device}{size}{graph}"
-
-
-def readable(number: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if number >= unit:
-            return f"{number / unit:.4g} {name}"
-    return f"{number} B"
+    return f"{type(tensor).__name__} {tuple(tensor.shape)} {dtype_name(tensor.dtype)} {tensor.device}{size}{graph}"
 
 
 def lines_of(things: Sequence[object]) -> list[str]:

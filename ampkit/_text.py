@@ -1,0 +1,66 @@
+"""How what ampkit prints is written: amounts of memory, names of dtypes and types, the columns of a table."""
+
+from collections.abc import Sequence
+
+import torch
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+
+
+def unit_of(size: int) -> tuple[int, str]:
+    """Return the largest unit of memory that is not larger than `size` bytes: its bytes, and its name."""
+    return next((unit for unit in _UNITS if size >= unit[0]), _UNITS[-1])
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes in the largest unit that fits: with one digit behind the point, of a GiB with two."""
+    unit, name = unit_of(size)
+    if unit == 1:
+        return f"{size} {name}"
+    return f"{size / unit:.{2 if name == 'GiB' else 1}f} {name}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float16` for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def type_text(value: object) -> str:
+    """Return the type of a value, or those of the parts of a tuple, for a message that it is the wrong one."""
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return type(value).__name__
+
+
+def grid(
+    rows: Sequence[Sequence[str]], texts: int, width: int = 0, shrink: Sequence[tuple[int, int]] = ()
+) -> list[str]:
+    """Return a line a row, each column as wide as its widest cell.
+
+    Args:
+        rows: cells, a heading among them.
+        texts: how many of the first columns are text, which begins at the left. Numbers end at the right.
+        width: of the terminal, in characters.
+        shrink: columns of text that give way where that is too little: which, and down to how many characters, in turn.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    excess = sum(widths) + 2 * (len(widths) - 1) - width
+    for column, least in shrink:
+        given = max(0, min(excess, widths[column] - least))
+        widths[column] -= given
+        excess -= given
+    return ["  ".join(_aligned(row, widths, texts)).rstrip() for row in rows]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int], texts: int) -> list[str]:
+    words = [_cut(cell, size).ljust(size) for cell, size in zip(row[:texts], widths[:texts], strict=True)]
+    numbers = [cell.rjust(size) for cell, size in zip(row[texts:], widths[texts:], strict=True)]
+    return words + numbers
+
+
+def _cut(text: str, size: int) -> str:
+    """Return the text with its middle left out where it is too long: a module's name stands at the end of its path."""
+    if len(text) <= size:
+        return text
+    head = (size - 2) // 3
+    return text[:head] + ".." + text[len(text) - (size - 2 - head) :]

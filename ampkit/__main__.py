@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import shlex
 import shutil
 import sys
@@ -124,8 +125,10 @@ def _add_bench(commands: Any) -> None:
         help="in place of times: losses of so many steps, eager and captured",
     )
     out = bench.add_argument_group("results")
-    out.add_argument("--json", metavar="FILE", help="write the figures here; -: print them in place of the table")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="draw them into this image file")
+    out.add_argument(
+        "--json", type=_file, metavar="FILE", help="write the figures here; -: print them in place of the table"
+    )
+    out.add_argument("--plot", type=_image, metavar="FILE", help="draw them into this image file")
     out.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
     bench.set_defaults(run=_run_bench)
 
@@ -137,10 +140,24 @@ def _positive(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+
+
+def _file(text: str) -> str:
+    """Return the path of a file that can be written later, when hours of measurements depend on it."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder")
+    return text
+
+
+def _image(text: str) -> Path:
+    return Path(_file(text))
 
 
 def _run_bench(args: argparse.Namespace) -> None:

@@ -81,16 +81,18 @@ def run(
 
 def _measure_all(job: Job, keys: Sequence[str], run: _Run) -> None:
     errors = {key: _does_not_fit(key, job.model, run.figures) for key in keys}
-    case, problem = (None, "") if all(errors.values()) else _case_of(job, run.setting)
+    case, no_case = (None, "") if all(errors.values()) else _case_of(job, run.setting)
     result = Result(job.model, job.batch if case is None else case.batch_size)
     run.figures.results.append(result)
     expected = None if case is None else Expectations(case, run.setting, run.plan, run.figures.notes)
     for key in keys:
         run.progress.show(f"{job.model}, batch {result.batch}: {key}")
-        row = Row(key, VARIANTS[key].label_on(run.setting.device), error=errors[key] or problem)
+        row = Row(key, VARIANTS[key].label_on(run.setting.device), error=errors[key] or no_case)
         if case is not None and expected is not None and not row.error:
             with run.caches.of(result.model, result.batch, row.variant):
-                measure(row, case, run.setting, run.plan, expected)
+                problem = measure(row, case, run.setting, run.plan, expected)
+            if problem:
+                run.figures.notes.append(f"No host time of {row.label}, {job.model}, batch {result.batch}: {problem}.")
         result.rows.append(row)
         run.save()
 
@@ -189,16 +191,22 @@ def describe(setting: Setting, plan: Plan, command: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------- one variant
 
 
-def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> None:
-    """Build the row's variant, train it, time it, and fill in the row. What it raises becomes the row's error."""
+def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:
+    """Build the row's variant, train it, time it, and fill in the row. What it raises becomes the row's error.
+
+    Returns:
+        Why the row has times but none of the host, "" if this did not fail.
+    """
+    problem = ""
     try:
-        _measure(row, VARIANTS[row.variant], case, setting, plan, expected)
+        problem = _measure(row, VARIANTS[row.variant], case, setting, plan, expected)
     except Exception as error:  # whatever a compiler or a user's function raises: the other variants go on
         row.error = first_line(error)
     clean_up(setting.device)
+    return problem
 
 
-def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> None:
+def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:
     known = expected.of(variant.whole)  # before anything is built: it takes memory, and cleans up behind itself
     session = Session(case.batches, setting.device, plan)
     loop = variant.build(case, setting)
@@ -209,5 +217,8 @@ def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Pla
     if known is not None:
         known.judge(session.losses, row)
     row.report = None if loop.report is None else loop.report()
-    if loop.step is not None and setting.device.type == "cuda":
-        row.host_us, row.launch_us = host_time(loop.step, case, setting)
+    try:
+        row.host_us, row.launch_us = (None, None) if loop.step is None else host_time(loop.step, case, setting)
+    except Exception as error:  # more memory than the steps had, say: their times stand
+        return first_line(error)
+    return ""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._bench_cases import Case, ready
 from ._bench_process import clean_up, fast_kernels, little_garbage
+from ._bench_report import without_nan
 from ._bench_variants import VARIANTS, Setting
 
 BATCHES = 64  # different ones, cycled
@@ -72,9 +73,9 @@ class Curves:
         )
 
     def to_json(self) -> str:
-        """Return it as text for a file."""
+        """Return it as text for a file, with null for a loss that is nan, and for a distance from it."""
         parts = {"model": self.model, "batch": self.batch, "distances": self.distances(), "losses": self.losses}
-        return json.dumps({**self.setting, **parts}, indent=2) + "\n"
+        return json.dumps(without_nan({**self.setting, **parts}), indent=2, allow_nan=False) + "\n"
 
 
 def run(model: str, make: Callable[..., Case], setting: Setting, described: dict[str, Any]) -> Curves:

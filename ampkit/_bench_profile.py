@@ -23,13 +23,18 @@ ALL_STEPS = LEAD_IN + PROFILED_STEPS + LEAD_OUT
 HOST_PAIRS = 20
 
 
-def host_time(step: Callable[..., Tensor], case: Case, setting: Setting) -> tuple[float, float | None]:
+def host_time(step: Callable[..., Tensor], case: Case, setting: Setting) -> tuple[float | None, float | None]:
     """Return the microseconds until a call returns, and those of the launch of its graph in it.
 
     The second of two calls counts: what comes behind a wait for the device runs on cold caches, and a loop does not
     wait. Behind a third graph of hundreds of kernels the driver's queue may be full, and the host waits for the device.
+
+    None stands for what there is not: anything without CUDA, a graph in an eager step.
     """
-    batches = itertools.cycle(list(feed(case.batches, case, setting)))
+    if setting.device.type != "cuda":
+        return None, None
+    # No more than the two calls take: memory may be as full as the variant fits.
+    batches = itertools.cycle(list(feed(itertools.islice(case.batches, 2), case, setting)))
     calls, launches = [], []
     with _launches() as took:
         for _ in range(HOST_PAIRS):

@@ -122,10 +122,10 @@ class Figures:
     def to_json(self) -> str:
         """Return it as text for a file."""
         results = [result.to_dict() for result in self.results]
-        null_regions = {sweep.model: sweep.null_region for sweep in sweeps(self)}
+        null_regions = {sweep.model: sweep.null_region for sweep in sweeps(self) if sweep.has_shares}
         parts = {"notes": self.notes, "null_regions": null_regions, "results": results}
         figures = {"schema": _SCHEMA, **self.setting, **parts}
-        return json.dumps(_without_nan(figures), indent=2, allow_nan=False) + "\n"
+        return json.dumps(without_nan(figures), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Figures":
@@ -149,12 +149,12 @@ class Figures:
         return cls(figures, notes, parts)
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Return the tree with None for numbers that JSON does not know: a loss may be nan."""
     if isinstance(value, dict):
-        return {key: _without_nan(part) for key, part in value.items()}
+        return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_without_nan(part) for part in value]
+        return [without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -175,14 +175,28 @@ def joined(parts: Sequence[Figures]) -> Figures:
     """Return the figures of several runs as one.
 
     Raises:
-        FiguresError: they were taken on different devices or versions of torch, or differ in policy or input.
+        FiguresError: they were taken on different devices or versions of torch, or differ in policy, input or in how
+            many steps' losses were compared.
     """
-    for key in ("device", "torch", "policy", "input"):
+    for key in ("device", "torch", "policy", "input", "checked_steps"):
         values = {str(part.setting.get(key)) for part in parts}
         if len(values) > 1:
             raise FiguresError(f"the files differ in {key}: {', '.join(sorted(values))}.")
     notes = list(dict.fromkeys(note for part in parts for note in part.notes))
-    return Figures(parts[0].setting, notes, [result for part in parts for result in part.results])
+    setting = {**parts[0].setting, **_ranges([part.setting for part in parts])}
+    return Figures(setting, notes, [result for part in parts for result in part.results])
+
+
+def _ranges(settings: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the least and the most of what runs that are shown together may differ in, where they do."""
+    found = {}
+    for key in ("repeats", "seconds_per_repeat"):
+        given = [setting[key] for setting in settings if key in setting]
+        # A file that --json wrote beside --read has ranges itself.
+        values = [value for part in given for value in (part if isinstance(part, list) else [part])]
+        if len(set(values)) > 1:
+            found[key] = [min(values), max(values)]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
@@ -224,12 +238,14 @@ def _losses(row: Row, checked: int) -> str:
 def table(figures: Figures) -> str:
     """Return the figures as text: a table for every model and batch size, and what to know about them."""
     setting = figures.setting
-    head = f"{setting['device']}, torch {setting['torch']}, {setting['policy']}, median of {setting['repeats']} repeats"
+    repeats = setting["repeats"]
+    repeats = " to ".join(map(str, repeats)) if isinstance(repeats, list) else repeats
+    head = f"{setting['device']}, torch {setting['torch']}, {setting['policy']}, median of {repeats} repeats"
     loss: _Column = ("loss (expected)", 18, lambda _, row: _losses(row, setting["checked_steps"]))
     columns = [part for part in (*_COLUMNS, loss) if any(part[2](*pair) != "-" for pair in cases(figures.results))]
     parts = [f"{head}, input: {setting['input']}", *figures.notes]
     parts += [_table(result, columns) for result in figures.results]
-    parts += [_sweep_table(sweep, captured=bool(setting["cuda"])) for sweep in sweeps(figures)]
+    parts += [_sweep_table(sweep) for sweep in sweeps(figures)]
     return "\n".join([*parts, "", *_legend(figures)])
 
 
@@ -300,21 +316,29 @@ class Sweep:
     Attributes:
         model: which one.
         points: batch size, row of the eager step, row of the captured one, in order.
+        emulated: there is no graph in the captured one, so that it saves nothing that could be told.
     """
 
     model: str
     points: list[tuple[int, Row, Row]]
+    emulated: bool = False
 
-    @staticmethod
-    def saved(eager: Row, captured: Row) -> float | None:
-        """Return which share of the eager step the captured one saves; None if one of them has no time."""
-        return 1 - captured.ms / eager.ms if captured.ms is not None and eager.ms else None
+    @property
+    def shares(self) -> list[float | None]:
+        """Which share of the eager step the captured one saves at each point; None if one of them has no time."""
+        times = [(None, None) if self.emulated else (eager.ms, captured.ms) for _, eager, captured in self.points]
+        return [1 - captured / eager if captured is not None and eager else None for eager, captured in times]
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether there is a batch size at which both have a time."""
+        return any(share is not None for share in self.shares)
 
     @property
     def null_region(self) -> list[int]:
         """The batch sizes at which the capture saves less than `NULL_REGION` of a step."""
-        saved = [(batch, self.saved(eager, captured)) for batch, eager, captured in self.points]
-        return [batch for batch, share in saved if share is not None and share < NULL_REGION]
+        saved = zip(self.points, self.shares, strict=True)
+        return [batch for (batch, _, _), share in saved if share is not None and share < NULL_REGION]
 
     @property
     def only_eager_fits(self) -> list[int]:
@@ -334,22 +358,21 @@ def sweeps(figures: Figures) -> list[Sweep]:
         base = next((key for key in SWEPT if any(key in at for _, at in rows)), "")
         points = [(batch, at[base], at["graphed"]) for batch, at in rows if base in at and "graphed" in at]
         if len(points) > 1:
-            found.append(Sweep(model, points))
+            found.append(Sweep(model, points, emulated=not figures.setting["cuda"]))
     return found
 
 
-def _sweep_table(sweep: Sweep, captured: bool) -> str:
+def _sweep_table(sweep: Sweep) -> str:
     """Return both steps at each batch size, and where the capture does not pay; if graphs are captured here."""
     rows = [["batch", "eager ms", "graphed ms", "saves", "eager MiB", "graphed MiB", ""]]
-    for batch, eager, graphed in sweep.points:
-        share = sweep.saved(eager, graphed) if captured else None
-        mark = "~" if captured and batch in sweep.null_region else ""
+    for (batch, eager, graphed), share in zip(sweep.points, sweep.shares, strict=True):
+        mark = "~" if batch in sweep.null_region else ""
         memory = [_number(row.peak_mib, 0) for row in (eager, graphed)]
         rows.append([str(batch), _time(eager), _time(graphed), "-" if share is None else f"{share:.0%}", *memory, mark])
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
     lines = grid([*zip(*columns, strict=True)], texts=0)
     _, eager, graphed = sweep.points[0]
-    verdict = _verdict(sweep) if captured else ["Graphs are emulated here: no null region."]
+    verdict = ["Graphs are emulated here: no null region."] if sweep.emulated else _verdict(sweep)
     return "\n".join([f"\n{sweep.model}: {graphed.label} beside {eager.label}", *lines, *verdict])
 
 
@@ -360,11 +383,12 @@ def _time(row: Row) -> str:
 def _verdict(sweep: Sweep) -> list[str]:
     null, only_eager = sweep.null_region, sweep.only_eager_fits
     least = f"{NULL_REGION:.0%}"
-    lines = [
-        f"~ null region: at batch {', '.join(map(str, null))} the capture saves less than {least} of a step."
-        if null
-        else f"No null region: the capture saves {least} of a step or more at each batch size that fits."
-    ]
+    lines = []
+    if null:
+        sizes = ", ".join(map(str, null))
+        lines.append(f"~ null region: at batch {sizes} the capture saves less than {least} of a step.")
+    elif sweep.has_shares:
+        lines.append(f"No null region: the capture saves {least} of a step or more at each batch size with both times.")
     if only_eager:
         sizes = ", ".join(map(str, only_eager))
         lines.append(f"Memory: at batch {sizes} the eager step fits and the captured one does not.")

@@ -70,10 +70,10 @@ class Session:
         typical = statistics.median(steps[len(steps) // 2 :])
         self.setup_s = max(0.0, taken[-1] - self._start - typical * len(steps))
         # The driver's queue fills, and clocks settle.
-        yield from self._take(max(1, min(20, int(self._plan.seconds / 3 / typical))))
+        yield from self._take(max(1, int(min(20, self._plan.seconds / 3 / typical))))
         self._now()
         self.setup_peak_mib = self._memory.restart()
-        n = max(5, min(1000, int(self._plan.seconds / typical)))
+        n = max(5, int(min(1000, self._plan.seconds / typical)))
         for _ in range(self._plan.repeats):
             start = self._now()
             yield from self._take(n)

@@ -28,6 +28,7 @@ _ENTRY = re.compile(r'  File "(.+)", line (\d+), in ')  # of traceback.format_st
 _WRAPPERS = (
     __file__,
     f"{_AMPKIT}_preflight.py",
+    f"{_AMPKIT}_working.py",
     f"{_TORCH}_compile.py",
     f"{_TORCH}_dynamo{os.sep}eval_frame.py",
     warnings.catch_warnings.__init__.__code__.co_filename,

@@ -33,7 +33,13 @@ class Captured:
         self._rebuilt: _Rebuild = next  # the tree around tensors that take their places
 
     def replay(self, leaves: Sequence[Any]) -> Any:
-        """Do the step on this batch; return the outputs, in tensors of their own. Sync: none."""
+        """Do the step on this batch; return the outputs, in tensors of their own. Sync: none.
+
+        Raises:
+            InputMismatch: a tensor that the step changes in place shares memory with another one. Nothing was done.
+        """
+        if any(self._changed):
+            self.inputs.refuse_shared(leaves, self._changed)
         self.inputs.copy_(leaves)
         before = self.inputs.versions()
         outputs = self._graph.replay()

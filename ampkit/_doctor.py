@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -325,9 +324,16 @@ def _under(policy: str) -> str:
 
 def _peak(trial: Trial, policy: Policy | None, device: str) -> int:
     subject = trial.subject
-    loss_fn = partial(_loss_of_batch, subject.loss_fn)
+    loss_fn = _LossOfBatch(subject.loss_fn)
     return forecast(loss_fn, subject.model, subject.optimizer, trial.kept[0], policy=policy, device=device).peak
 
 
-def _loss_of_batch(loss_fn: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
-    return loss_fn(model, *args, **kwargs)
+class _LossOfBatch(nn.Module):
+    """A loss of a kept batch. A module, as the loss may be: tensors of a module are copied to the forecast's device."""
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.loss_fn(model, *args, **kwargs)

@@ -26,6 +26,18 @@ from ._verify import Verdict, verified
 WARM_UP = "warm-up"
 
 
+class DoneError(CaptureError):
+    """What the graph computes is wrong. The step was done all the same.
+
+    Attributes:
+        outputs: of the step.
+    """
+
+    def __init__(self, text: str, outputs: Any) -> None:
+        super().__init__(text)
+        self.outputs = outputs
+
+
 class GraphReport(NamedTuple):
     """One graph that is alive.
 
@@ -221,7 +233,8 @@ class Engine:
         self._generation: Generation | None = None
         self._settings: list[Settings] = []
         self._setting = 0  # the index of the present ones
-        self._reason = WARM_UP
+        self._reason = WARM_UP  # of an input that was warm under other settings
+        self._seen: set[Hashable] = set()  # inputs that were
         self._eager: Counter[str] = Counter()
         self._unverified = options.verify
         self.captures = 0
@@ -366,7 +379,10 @@ class Engine:
             if len(self._layouts) == _MAX_LAYOUTS:
                 self._say_that_inputs_vary(key)
                 self._layouts.popitem(last=False)
-            layout = self._layouts[key] = _Layout(self._reason)
+            seen = key.spec, key.phase
+            layout = self._layouts[key] = _Layout(self._reason if seen in self._seen else WARM_UP)
+            if len(self._seen) < _MAX_SEEN:
+                self._seen.add(seen)
         return layout
 
     def _say_that_inputs_vary(self, key: _Key) -> None:
@@ -497,7 +513,8 @@ class Engine:
             self.close()
             self._refused = self._failure = f"verify: {verdict.problem}"
             if self._options.on_failure == "raise":
-                raise CaptureError(f"{self._name}: {self._failure}")
+                text = f"{self._name}: {self._failure} This step was done, as eager computes it."
+                raise DoneError(text, verdict.outputs)
             self._warn(f"{self._failure} Training goes on eagerly.")
         return verdict.outputs
 
@@ -512,6 +529,7 @@ class Engine:
         warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())
 
 
+_MAX_SEEN = 4096
 _MAX_LAYOUTS = 256  # without a graph; a batch that holds a step number makes one per call
 _MARKS = 64  # after a call that is to be timed: inputs may take turns
 _MAX_SETTINGS = 32  # OneCycleLR's momentum makes one per call

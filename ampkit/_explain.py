@@ -128,7 +128,8 @@ def explain(
     Model and inputs are copied, without their data, to the device. The copy's forward pass runs, in the training or
     evaluation mode that the model is in; the model itself is not touched. Its parameters may be on any device, also on
     meta. A policy with `modules` or low-precision parameters is first applied to the copy (`Policy.apply`). Backward is
-    not run: what it needs autograd saves in forward, and that is counted then.
+    not run: what it needs autograd saves in forward, and that is counted then. What torch.compile made is explained as
+    the eager code that it was made of.
 
     Args:
         model: module to explain.

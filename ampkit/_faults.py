@@ -246,12 +246,12 @@ def _odd_leaf(usual: Spec, odd: Spec) -> str:
 
 
 def _rest(loader: Any) -> int:
-    """Return how many samples a loader's last batch has, if it is shorter than the others; else 0."""
+    """Return how many samples a loader's last batch has, if there are others and it is shorter than they; else 0."""
     if not isinstance(loader, DataLoader) or not loader.batch_size or loader.drop_last:
         return 0
     sampler: Any = loader.sampler
     samples = len(sampler) if hasattr(sampler, "__len__") else 0  # that of an IterableDataset has no length
-    return samples % loader.batch_size
+    return samples % loader.batch_size if samples > loader.batch_size else 0
 
 
 def pinning_faults(trial: Trial) -> Iterator[Fault]:
@@ -384,7 +384,7 @@ class _KernelWatch(_torch.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is."""
+        """Have dynamo do what it does without this mode."""
         return True
 
     def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,19 +1,18 @@
 """One captured graph: pool, stream, capture, replay, recovery, teardown; and the emulated graph."""
 
 import contextlib
-import gc
-import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ._blame import user_line
 from ._errors import CaptureError, CaptureWarning
-from ._torch import allocator_settings, drop_capture_from_allocator, set_allocator_settings
+from ._segments import growing_segments, growth, no_collection
+from ._torch import drop_capture_from_allocator
 
 
 class Graph(Protocol):
@@ -108,12 +107,20 @@ class CudaGraph:
 
         Sync: waits for the device, once.
         """
+        try:
+            self._capture(fn)
+        except CaptureError as error:
+            if not growth.gave_up(error.__cause__):
+                raise
+            self._capture(fn)
+
+    def _capture(self, fn: Callable[[], Any]) -> None:
         assert self._graph is None  # one capture per object
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
         graph, handle = self._new_graph(), self._pool.enter(self)
         on_stream = torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream)
-        with on_stream[0], on_stream[1], _no_collection(), _growing_segments():
+        with on_stream[0], on_stream[1], no_collection, growing_segments:
             try:
                 # thread_local: a data loader or another thread of the user may allocate and pin memory meanwhile.
                 graph.capture_begin(pool=handle, capture_error_mode="thread_local")
@@ -176,49 +183,6 @@ class CudaGraph:
         graph.reset()
 
 
-# By itself the allocator takes segments of 20 MiB, or of one block's size, and never joins what lies in two. In one
-# that grows a ResNet-50 (b32, float16) takes 1388 MiB on an H100 instead of 1632, a ResNet-18 (b64) 172 either way,
-# ViT-B/16 (b32) 2246 instead of 2366, a GPT-2 (b16) 3764 instead of 3790; the milliseconds are the same.
-@contextlib.contextmanager
-def _growing_segments() -> Iterator[None]:
-    """Context in which a pool takes one segment that grows, unless the user has said which kind to take.
-
-    Not where processes talk to each other: NCCL registers the memory that it finds in a capture, takes it for one
-    allocation, and hangs (pytorch#158029).
-    """
-    talks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    # Elsewhere than on Linux torch warns that it cannot (c10/cuda/CUDAAllocatorConfig.h).
-    if talks or sys.platform != "linux" or torch.cuda.get_allocator_backend() != "native":
-        yield
-        return
-    settings = allocator_settings()
-    if "expandable_segments" in settings or "backend" in settings:
-        yield
-        return
-    set_allocator_settings(",".join(filter(None, (settings, "expandable_segments:True"))))
-    try:
-        yield
-    finally:
-        # What a text leaves out keeps its value, or gets its default, by option: so first off, then as it was.
-        set_allocator_settings(",".join(filter(None, (settings, "expandable_segments:False"))))
-        set_allocator_settings(settings)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Context without garbage collection: a cycle freed in mid-capture would free its tensors, or a graph, into it.
-
-    A collection before the capture would do as well, but takes 0.1 s and more.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class EmulatedGraph:
     """Runs the recorded function again on each replay: everything around a graph is tested with it, without a GPU."""
 
@@ -274,10 +238,6 @@ _ADVICE = (
     (
         "out of memory",
         "The graph needs a pool beside the memory of eager steps. Reduce the batch, or pass graph='off'.",
-    ),
-    (
-        "CUDA driver error",
-        "If this GPU cannot map memory (a virtual GPU), set PYTORCH_ALLOC_CONF=expandable_segments:False.",
     ),
     (
         "generator",

@@ -5,10 +5,11 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._errors import InputMismatch
-from ._torch import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten, versions
+from ._text import dtype_name
+from ._torch import TreeSpec, keystr, storage_address, tree_flatten, tree_flatten_with_path, tree_unflatten, versions
 
 
 class TensorSpec(NamedTuple):
@@ -22,7 +23,7 @@ class TensorSpec(NamedTuple):
     def __str__(self) -> str:
         dense = self.stride == torch.empty(self.shape, device="meta").stride()
         layout = "" if dense else f" with strides {self.stride}"
-        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')} on {self.device}{layout}"
+        return f"{tuple(self.shape)} {dtype_name(self.dtype)} on {self.device}{layout}"
 
 
 class Constant(NamedTuple):
@@ -52,8 +53,8 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
     """Return the spec and the leaves of a batch.
 
     Raises:
-        InputMismatch: a tensor leaf is not strided, lies on another device than `device`, or requires grad; another
-            leaf is not hashable. The message has the leaf's path.
+        InputMismatch: a tensor leaf is not strided, of a class of its own, on another device than `device`, or requires
+            grad; another leaf is not hashable. The message has the leaf's path.
 
     Sync: none. Aliasing: the leaves are the caller's objects.
     """
@@ -62,7 +63,9 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             keys.append(_constant(leaf, tree, i))
-        elif leaf.device != device or leaf.requires_grad or leaf.layout is not torch.strided:
+        elif type(leaf) not in _PLAIN or leaf.is_nested or leaf.layout is not torch.strided:
+            raise InputMismatch(_not_plain(leaf, path(tree, i)))
+        elif leaf.device != device or leaf.requires_grad:
             raise InputMismatch(_unusable(leaf, path(tree, i), device))
         else:
             keys.append(TensorSpec(leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
@@ -104,6 +107,7 @@ def _structure(node: Any, leaves: list[Any]) -> Hashable:
     raise _NotPlainError
 
 
+_PLAIN = (Tensor, nn.Parameter)  # what a buffer would be in place of another class, a loss could tell
 _LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
 _MAX_TREES = 256  # a dict with other keys in each batch makes one per call
 _trees: dict[Hashable, TreeSpec] = {}
@@ -150,6 +154,18 @@ class StaticInputs:
         """Return a number per buffer that every change in place raises. A replay does not."""
         return versions(self._buffers)
 
+    def refuse_shared(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
+        """Raise an `InputMismatch` if a tensor that the step changes in place has memory that another one has too."""
+        addresses = [storage_address(leaves[i]) for i in self._places]
+        for i, address in enumerate(addresses):
+            others = [j for j in range(len(addresses)) if j != i and addresses[j] == address != 0]
+            if changed[i] and others:
+                one, other = (path(self.spec.tree, self._places[k]) for k in (i, others[0]))
+                raise InputMismatch(
+                    f"{one}, which the step changes in place, shares memory with {other}; in a graph they are two "
+                    f"buffers. Pass {one}.clone()."
+                )
+
     def copy_back(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
         """Copy buffers that the step changed in place to the caller's tensors, as an eager step would. Sync: none."""
         for i, buffer, was_changed in zip(self._places, self._buffers, changed, strict=True):
@@ -180,9 +196,18 @@ def _constant(leaf: object, tree: TreeSpec, i: int) -> Constant:
     return Constant(type(leaf), leaf)
 
 
-def _unusable(leaf: Tensor, where: str, device: torch.device) -> str:
+def _not_plain(leaf: Tensor, where: str) -> str:
+    if leaf.is_nested:
+        return f"{where} is a nested tensor, which a step does not take. Pad it: {where}.to_padded_tensor(0)."
     if leaf.layout is not torch.strided:
         return f"{where} has layout {leaf.layout}; a step takes strided tensors. Pass {where}.to_dense()."
+    return (
+        f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}; a step takes plain tensors, for what a graph "
+        f"reads is one. Pass {where}.as_subclass(torch.Tensor)."
+    )
+
+
+def _unusable(leaf: Tensor, where: str, device: torch.device) -> str:
     if leaf.device != device:
         return (
             f"{where} is on {leaf.device}, but the model is on {device}. "

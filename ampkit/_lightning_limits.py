@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from ._distributed import why_not_sharded
 from ._errors import AmpkitWarning
 from ._lightning_reads import HostReads, names_in
-from ._optim import broken_kernel, why_not_capturable
+from ._optim import broken_kernel, why_not_called, why_not_capturable
 from ._torch import cudagraphs_of_its_own
 
 # Every private name of Lightning that is used, with the reason; a test fails when one goes.
@@ -99,13 +99,9 @@ def _why_not_hooks(trainer: Trainer, module: LightningModule) -> str:
 
 def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Return why a step of this optimizer is left to Lightning, "" if it need not be."""
-    name = type(optimizer).__name__
     if not any(group["params"] for group in optimizer.param_groups):
         return "configure_optimizers returned no optimizer with parameters."
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        return f"{name} computes the loss several times in a step. Use AdamW, Adam or SGD with fused=True."
-    return broken_kernel(optimizer) or why_not_capturable(optimizer)
+    return why_not_called(optimizer) or broken_kernel(optimizer) or why_not_capturable(optimizer)
 
 
 def why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:

@@ -196,7 +196,9 @@ def _castable(value: object, device_type: str) -> bool:
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)([_cast(item, dtype, device_type) for item in value])
+        items = [_cast(item, dtype, device_type) for item in value]
+        # A namedtuple takes its fields one by one.
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value.to(dtype) if _castable(value, device_type) else value
 
 

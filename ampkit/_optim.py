@@ -1,5 +1,6 @@
 """What capture asks of an optimizer: gradient norm, clipping, skipping and learning rate, all on the device."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,15 @@ def why_not_capturable(optimizer: Optimizer) -> str:
     if isinstance(optimizer, _FUSED) and not refused:
         return f"{name} reads its learning rate or its step count on the host. Write {name}(..., fused=True)."
     return f"{name} has no form that a graph can hold. Use one that has: AdamW, Adam or SGD with fused=True."
+
+
+def why_not_called(optimizer: Optimizer) -> str:
+    """Return why a step that is written for the user cannot call `optimizer.step()` and what to use instead, or ""."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return ""
+    name = type(optimizer).__name__
+    return f"{name} computes the loss several times in a step. Use AdamW, Adam or SGD with fused=True."
 
 
 def broken_kernel(optimizer: Optimizer) -> str:
@@ -229,7 +239,8 @@ class CapturableGroups:
     """What a captured step must find in `optimizer.param_groups`, put there for the step alone.
 
     `group["lr"]` stays what the user made it: schedulers, checkpoints and assignments see a float and need no device.
-    Within a step it is a tensor of shape () on the device, into which a changed float is filled before.
+    Within a step it is a tensor of shape () on the device, into which a changed float is filled before. A group whose
+    rate is None, or that has none, keeps that: such an optimizer computes its rate itself.
     (A float goes into a CUDA graph as a constant: set to 0 later, a replay still moved the parameter by 1.0.)
     """
 
@@ -249,7 +260,9 @@ class CapturableGroups:
                 dtype = torch.float32 if self._device.type == "cuda" else torch.float64
                 self._rates.append(torch.empty((), dtype=dtype, device=self._device))
                 self._filled.append(None)
-            rate = group["lr"]
+            rate = group.get("lr")
+            if rate is None:
+                continue
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self._rates[i].copy_(rate.detach().reshape(()))
                 self._filled[i] = None
@@ -266,7 +279,8 @@ class CapturableGroups:
             self._move_step_counts()
         given: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
-            if on_cuda or not group.get("foreach"):  # on the CPU, torch takes a tensor in a loop or in a fused kernel
+            # On the CPU, torch takes a tensor in a loop or in a fused kernel.
+            if group.get("lr") is not None and (on_cuda or not group.get("foreach")):
                 group["lr"] = rate
             if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
                 group["capturable"] = True

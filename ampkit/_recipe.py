@@ -221,13 +221,17 @@ class Recipe:
     def _hold(self, params: list[nn.Parameter], held: tuple[int, ...]) -> tuple[int, ...]:
         """Move gradients that are not kept yet to where they stay; return the indices of all that are."""
         known = set(held)
+        for i, param in enumerate(params):
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                self.gradients[_name(i)] = param.grad  # autograd sums into a new one, and no graph takes it
+                known.add(i)
         new = {i: param.grad for i, param in enumerate(params) if param.grad is not None and i not in known}
         for i, grad in new.items():
             if _name(i) not in self.gradients:
                 self.gradients[_name(i)] = torch.empty_like(params[i], dtype=grad.dtype)
         if new:
             foreach_copy_([self.gradients[_name(i)] for i in new], list(new.values()))
-        return tuple(sorted((*held, *new)))
+        return tuple(sorted(known.union(new)))
 
     def _drop(self, params: list[nn.Parameter]) -> None:
         for param in params:

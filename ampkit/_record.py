@@ -1,5 +1,7 @@
 """Which operations ran, in which module and in which dtypes: watched below autograd and autocast."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import groupby
@@ -105,6 +107,9 @@ class _Life:
 class Recorder(_torch.TorchDispatchMode):
     """Context that records the operations of a model, on real or fake tensors alike.
 
+    What torch.compile made runs as eager code in the context, so that its operations are seen, and compiled again
+    behind it.
+
     Args:
         model: modules whose forward passes give rows their path. Hooks are on it while the context is entered.
 
@@ -114,7 +119,7 @@ class Recorder(_torch.TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
-        self._hooks: list[RemovableHandle] = []
+        self._left = ExitStack()
         self._path: list[str] = []
         self._steps: list[_Step] = []
         self._lives: dict[StorageWeakRef, _Life] = {}
@@ -129,18 +134,23 @@ class Recorder(_torch.TorchDispatchMode):
         return self._path[-1] if self._path else ""
 
     def __enter__(self) -> "Recorder":
-        for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(partial(self._push, name), prepend=True))
-            self._hooks.append(module.register_forward_hook(partial(self._pop, name)))
+        with ExitStack() as entered:
+            entered.enter_context(_torch.without_compiled_code())
+            for hook in self._hooks():
+                entered.callback(hook.remove)
+            self._left = entered.pop_all()
         self._grad = torch.is_grad_enabled()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._left.close()
+
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        for name, module in self._model.named_modules():
+            yield module.register_forward_pre_hook(partial(self._push, name), prepend=True)
+            yield module.register_forward_hook(partial(self._pop, name))
 
     def _push(self, name: str, module: nn.Module, args: Any) -> None:
         self._path.append(name)

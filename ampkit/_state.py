@@ -301,10 +301,11 @@ class TrainingState:
                 if isinstance(value, Tensor) and not value.requires_grad:
                     yield f"{prefix}.{key}", attributes, key
         for i, optimizer in enumerate(self.optimizers):
-            for param, state in optimizer.state.items():
+            for j, (param, state) in enumerate(optimizer.state.items()):
+                owner = owners.get(param, f"state[{j}]")  # of a parameter that is none of the modules'
                 for key, value in state.items():
                     if isinstance(value, Tensor):
-                        yield f"optimizer[{i}].{owners.get(param, '?')}.{key}", state, key
+                        yield f"optimizer[{i}].{owner}.{key}", state, key
         for name in self.own:
             yield name, self.own, name
 

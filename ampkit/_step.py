@@ -9,11 +9,11 @@ from torch import nn
 from ._average import capturable
 from ._buckets import Buckets
 from ._distributed import Ranks, why_not_sharded
-from ._engine import Engine, Options, Report, check_at_least
+from ._engine import DoneError, Engine, Options, Report, check_at_least
 from ._errors import CaptureError, InputMismatch
 from ._module_rules import ModuleRules, why_not_applied
 from ._observer import Observer
-from ._optim import broken_kernel, why_not_capturable
+from ._optim import broken_kernel, why_not_called, why_not_capturable
 from ._policy import Policy
 from ._recipe import Phase, Recipe, StepOutput
 from ._scaler import GradScaler, check_positive
@@ -177,6 +177,8 @@ class GraphedStep:
         Raises:
             InputMismatch: a tensor on another device, a sparse one, one that requires grad, or an unhashable leaf.
             ValueError: the loss is not a floating tensor of shape () that requires grad.
+            CaptureError: with `on_failure="raise"`, the step cannot be captured, and was not done; or `verify` found a
+                difference, and it was done eagerly.
 
         An exception out of `loss_fn` ends the window: what it had accumulated is dropped, for a part of this
         micro-batch may be in it.
@@ -190,8 +192,11 @@ class GraphedStep:
         if self._micro == 0:
             self._observed = self._recipe.begins_observed()
         self._recipe.groups.refresh()
+        failure = None
         try:
             out, held = self._engine(args, kwargs, Phase(last, self._held, self._observed))
+        except DoneError as error:
+            (out, held), failure = error.outputs, error
         except (InputMismatch, CaptureError):
             raise  # before anything was done
         except BaseException:
@@ -202,6 +207,8 @@ class GraphedStep:
         self._micro, self._held = (0, ()) if last else (self._micro + 1, held)
         if last:
             self._stepped(out.grad_norm)
+        if failure is not None:
+            raise failure
         return out  # type: ignore[no-any-return]  # what the recipe returns
 
     def flush(self) -> None:
@@ -307,8 +314,8 @@ def _check_capturable(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"graphed_step(optimizer={type(optimizer).__name__}): expected a torch.optim.Optimizer.")
-    if broken := broken_kernel(optimizer):
-        raise ValueError(f"graphed_step(optimizer): {broken}")
+    if problem := why_not_called(optimizer) or broken_kernel(optimizer):
+        raise ValueError(f"graphed_step(optimizer): {problem}")
     known = set(model.parameters())
     for i, group in enumerate(optimizer.param_groups):
         strangers = [param for param in group["params"] if param not in known]

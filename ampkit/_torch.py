@@ -191,13 +191,13 @@ def drop_capture_from_allocator(device: torch.device, pool: tuple[int, int]) -> 
     _private(torch._C, "_cuda_releasePool")(device.index, pool)
 
 
-def allocator_settings() -> str:
-    """Return what the allocator of CUDA memory was last configured with: PYTORCH_ALLOC_CONF, or what was set since."""
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # torch 2.15
-    if read is None:
-        found = _private(torch._C, "_cuda_memorySnapshot")((0, 0, False))
-        return str(found["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
-    return str(read())
+def allocator_settings() -> tuple[str, bool]:
+    """Return what the allocator of CUDA memory was last configured with, and whether its segments are expandable.
+
+    The text is PYTORCH_ALLOC_CONF, or what was set since. An option that it does not name may keep its value.
+    """
+    found = _private(torch._C, "_cuda_memorySnapshot")((0, 0, False))["allocator_settings"]
+    return str(found["PYTORCH_CUDA_ALLOC_CONF"]), bool(found["expandable_segments"])
 
 
 def set_allocator_settings(settings: str) -> None:
@@ -247,6 +247,9 @@ def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def fail_on_recompile() -> Iterator[None]:
     """Context in which torch.compile raises where it would compile: a capture must not hold that."""
     if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and the import takes a second
+        yield
+        return
+    if _private(_private(torch, "_dynamo").eval_frame, "_stance").stance == "force_eager":  # nothing compiles
         yield
         return
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -574,9 +577,28 @@ def graph_task() -> Iterator[None]:
 READ: Any = _private(torch.ops.aten, "_local_scalar_dense").default
 # Kernels of optimizers that change their arguments in place, and that fake tensors have no kernel of.
 IN_PLACE_WITHOUT_META: tuple[Any, ...] = tuple(
-    _private(torch.ops.aten, name) for name in ("_fused_sgd_", "_fused_adagrad_")
+    _private(torch.ops.aten, name) for name in ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
 )
 # Context without the dispatch modes that are entered: what runs in it is seen by none of them.
 without_dispatch_modes: Callable[[], Any] = _private(_python_dispatch, "_disable_current_modes")
 # Whether a tensor stands for others within torch.func (vmap, grad), and so has no memory.
 is_functorch_wrapped: Callable[[Tensor], bool] = _private(torch._C._functorch, "is_functorch_wrapped_tensor")
+
+
+@contextmanager
+def without_compiled_code() -> Iterator[None]:
+    """Context in which what torch.compile was asked to compile runs as it was written, on every thread.
+
+    Under a dispatch mode that asks for no exception, dynamo gives up each frame that it meets, and its code never runs
+    compiled again (torch/_dynamo/convert_frame.py); here it meets none. A cache that was warm before is warm behind it.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and the import takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def is_mix_of_devices(error: Exception) -> bool:
+    """Return whether an operation on fake tensors was given tensors of several devices."""
+    return isinstance(error, RuntimeError) and "FakeTensor Device Propagation" in str(error)

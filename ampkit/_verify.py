@@ -63,7 +63,8 @@ def verified(
     outputs = eager()
     noise = {} if repeatable else _differences(expected, _results(outputs, state, generators))
     level = max(noise.values(), default=0.0)
-    wrong = {path: size for path, size in wrong.items() if size > NOISE * level}
+    if noise:
+        wrong = {path: size for path, size in wrong.items() if size > NOISE * level}
     said = ""
     if noise:
         said = (
@@ -127,15 +128,19 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[st
         if right is None or right.shape != left.shape or right.dtype != left.dtype:
             differences[path] = float("inf")
         elif not torch.equal(_bits(left), _bits(right)):  # sync
-            size, scale = (left.double() - right.double()).abs().max(), left.double().abs().max()
+            a, b = (_real(part).double() for part in (left, right))
+            size, scale = (a - b).abs().max(), a.abs().max()
             relative = float(size / scale.clamp_min(torch.finfo(torch.float64).tiny))
             differences[path] = relative if relative == relative else float("inf")  # nan: one of them is not finite
     return differences
 
 
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    floats = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return floats.contiguous().reshape(-1).view(torch.uint8)
+    return _real(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 class _WriteWatch(TorchDispatchMode):
@@ -147,6 +152,11 @@ class _WriteWatch(TorchDispatchMode):
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, tuple[Tensor, Tensor]] = {}
         self._threads: Any = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it is: torch would otherwise not run it again in this process."""
+        return True
 
     def __enter__(self) -> "_WriteWatch":
         self._threads = torch.autograd.set_multithreading_enabled(False)  # the mode sees this thread only

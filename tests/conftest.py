@@ -68,6 +68,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         output["sections"] = sections()
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before, nothing left behind."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return how many processes `-n auto` starts: none beside this one where they would share a GPU."""

@@ -58,6 +58,27 @@ def test_equals_a_loop_written_with_torch(engine: Engine) -> None:
     assert_same(training_state(reference, optimizer, step.scaler), state)
 
 
+def test_sparse_gradients() -> None:
+    """They add up over a window as torch's loop has it; no graph takes them."""
+
+    def make_model() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.EmbeddingBag(20, 4, sparse=True)
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    batches = [torch.randint(20, (3, 5), generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    model, optimizer = make_model()
+    step = ampkit.graphed_step(lambda m, x: m(x).square().mean(), model, optimizer, accumulate=3, graph="off")
+    expected, reference = make_model()
+    for i, batch in enumerate(batches):
+        step(batch)
+        (expected(batch).square().mean() / 3).backward()
+        if i % 3 == 2:
+            reference.step()
+            reference.zero_grad()
+    torch.testing.assert_close(model.weight, expected.weight)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_overflow_skips_the_whole_window(engine: Engine) -> None:
     """S1: one micro-batch with an overflow, in a replay: nothing moves but the scale, and the next window is clean."""

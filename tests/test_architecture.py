@@ -35,6 +35,7 @@ LAYERS = {
     "_state.py": 1,
     "_optim.py": 1,
     "_scaler.py": 2,
+    "_segments.py": 1,
     "_graph.py": 2,
     "_preflight.py": 2,
     "_explain.py": 3,

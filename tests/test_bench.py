@@ -148,6 +148,7 @@ def test_rows_json_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "graphed_step, emulated" in printed
     assert "MiB" not in printed, "a column that has no figure is left out"
     assert "Graphs are emulated here: no null region." in printed
+    assert figures["null_regions"] == {}, "the file says the same"
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert plot.stat().st_size > 20_000
 
@@ -334,6 +335,53 @@ def test_a_variant_that_fails_is_a_row(
     assert (bad["ms"], bad["ratio"]) == (None, None)
     assert "planted           failed: RuntimeError: no working C compiler\n" in capsys.readouterr().out
     assert (tmp_path / "bench.png").exists()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_failure_of_the_host_time_leaves_the_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes last, and may want more memory than the steps: the row keeps what it has, and a note says why."""
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(_bench, "host_time", fails)
+    figures = figures_of(tmp_path, "--model", "mine:tiny", "-b", "4", "8", "--variants", "amp")
+    rows = [row for result in figures["results"] for row in result["rows"]]
+    assert [(row["error"], row["host_us"]) for row in rows] == [("", None)] * 2, "the larger one is tried, too"
+    assert all(row["ms"] and row["loss"] for row in rows)
+    notes = [f"No host time of torch AMP, eager, mine:tiny, batch {batch}: out of memory." for batch in (4, 8)]
+    assert figures["notes"][1:] == notes
+    printed = capsys.readouterr().out
+    assert "failed" not in printed
+    assert notes[1] in printed
+
+
+def test_the_host_time_is_of_two_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of them go to the device than two calls take; without CUDA there is no such time."""
+    fed, called = [], []
+
+    def feed(batches: Any, case: Case, setting: Setting) -> Any:
+        fed.extend(batches)
+        return fed
+
+    monkeypatch.setattr(_bench_profile, "feed", feed)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    case = user_case("fixed", fixed, 6)
+    assert len(case.batches) == 3
+
+    def step(*batch: Tensor) -> Tensor:
+        called.append(batch)
+        return torch.zeros(())
+
+    host_us, launch_us = _bench_profile.host_time(step, case, Setting(Policy(), torch.device("cuda")))
+    assert host_us is not None
+    assert host_us > 0
+    assert launch_us is None
+    assert fed == list(case.batches[:2])
+    assert called == fed * _bench_profile.HOST_PAIRS
+    assert _bench_profile.host_time(step, case, Setting(Policy(), torch.device("cpu"))) == (None, None)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -756,9 +804,11 @@ def test_every_precision_of_lightning_is_found() -> None:
 # ------------------------------------------------------------------------------------------------------ what is shown
 
 
-def saved(model: str = "mlp", batch: int = 64, device: str = "a GPU", source: str = "prefetch") -> Figures:
+def saved(
+    model: str = "mlp", batch: int = 64, device: str = "a GPU", source: str = "prefetch", checked: int = 20
+) -> Figures:
     setting = {"device": device, "torch": "2", "cuda": "13", "date": "2026-11-21", "policy": "float16", "repeats": 3}
-    setting |= {"input": source, "checked_steps": 20, "tolerance": 0.03}
+    setting |= {"input": source, "checked_steps": checked, "tolerance": 0.03}
     losses = {"loss": 2.0, "expected": 2.0, "difference": 0.0, "tolerance": 0.03, "noise": 0.0, "compared": 20}
     amp = Row("amp", "torch AMP, eager", 8.0, 7.5, 9.0, 1.6, 100, host_us=8000.0, peak_mib=100.0, **losses)
     bare = Row(
@@ -826,8 +876,29 @@ def test_where_a_capture_stops_paying() -> None:
     assert Figures.from_json(figures.to_json()) == figures
     printed = _bench_report.table(swept((8, 8.0, 2.0), (16, 8.0, 4.0), base="amp"))
     assert "mlp: graphed beside amp\n" in printed, "where the fused optimizer was not measured"
-    assert "No null region: the capture saves 5% of a step or more at each batch size that fits." in printed
+    assert "No null region: the capture saves 5% of a step or more at each batch size with both times." in printed
     assert "beside" not in _bench_report.table(swept((8, 8.0, 2.0)))
+
+
+def test_nothing_is_said_of_a_null_region_that_nobody_knows() -> None:
+    """Every captured row failed, by something else than memory: neither the table nor the file tells of savings."""
+    figures = swept((8, 8.0, None), (16, 8.0, None))
+    for result in figures.results:
+        result.rows[1].error = "CaptureError: no"
+    printed = _bench_report.table(figures)
+    assert "mlp: graphed beside amp-fused\n" in printed
+    assert "failed" in printed
+    assert "null region" not in printed.lower()
+    assert json.loads(figures.to_json())["null_regions"] == {}
+    one_left = swept((8, 8.0, 2.0), (16, 8.0, None))
+    assert json.loads(one_left.to_json())["null_regions"] == {"mlp": []}
+    assert "No null region" in _bench_report.table(one_left)
+
+
+def test_a_batch_size_that_was_measured_twice_has_two_shares() -> None:
+    """--read of two runs of the same: each line has the share of its own times."""
+    lines = [line.split() for line in _bench_report.table(swept((8, 8.0, 2.0), (8, 8.0, 4.0))).splitlines()]
+    assert [line[3] for line in lines if line[:1] == ["8"]] == ["75%", "50%"]
 
 
 def test_a_captured_step_that_needs_more_memory_is_told_of() -> None:
@@ -859,6 +930,25 @@ def test_saved_figures_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert sizes[0] != sizes[1]
 
 
+def test_files_of_unequal_repeats_are_shown_with_their_range(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--read of a short and a long run: the head does not speak of one of them alone, nor does a file of both."""
+    files = [tmp_path / f"{i}.json" for i in range(3)]
+    for file, repeats in zip(files, (7, 3, 5), strict=True):
+        part = saved("mlp", repeats)
+        part.setting |= {"repeats": repeats, "seconds_per_repeat": 0.3}
+        file.write_text(part.to_json())
+    both = tmp_path / "both.json"
+    bench("--read", *map(str, files[::2]), "--json", str(both))
+    assert "median of 5 to 7 repeats, input" in capsys.readouterr().out
+    bench("--read", str(both), str(files[1]), "--json", "-")
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["repeats"], figures["seconds_per_repeat"]) == ([3, 7], 0.3)
+    bench("--read", str(both))
+    assert "median of 5 to 7 repeats, input" in capsys.readouterr().out
+
+
 def test_nan_survives_a_file() -> None:
     """JSON has no nan: a loss that is one comes back as nothing, still marked."""
     figures = saved()
@@ -876,6 +966,7 @@ def test_nan_survives_a_file() -> None:
         ('{"schema": 0}', "of another version of ampkit"),
         (saved(device="another GPU").to_json(), "the files differ in device: a GPU, another GPU"),
         (saved(source="uint8").to_json(), "the files differ in input: prefetch, uint8"),
+        (saved(checked=8).to_json(), "the files differ in checked_steps: 20, 8"),
     ],
 )
 def test_files_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> None:
@@ -912,6 +1003,42 @@ def test_wrong_arguments_are_explained(argv: list[str], capsys: pytest.CaptureFi
         bench(*argv)
     said = {"fp16": "Legal: float32, float16", "0": "is not", "jit": "choose from", "8": "not allowed"}[argv[1]]
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "0", "long"])
+def test_a_block_takes_a_finite_time(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no length of time is refused before anything is measured, not in each row."""
+    with pytest.raises(SystemExit):
+        bench("--seconds", seconds)
+    assert f"argument --seconds: {seconds!r} is not a finite number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_block_of_the_longest_finite_time_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1e308 s: as many steps as a block has at most, not an OverflowError."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(_bench_session.time, "perf_counter", lambda: clock.now)
+    plan = _bench_session.Plan(repeats=1, seconds=1e308, checked=4)
+    session = _bench_session.Session([(1,)], torch.device("cpu"), plan)
+    steps = 0
+    for _ in session.steps():
+        clock.now += 0.001
+        steps += 1
+    assert steps == 4 + 20 + 1000
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_first(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No folder, or a folder in its place: said before anything is measured, not behind it."""
+    monkeypatch.setattr(_bench, "run", lambda *_, **__: pytest.fail("it measured"))
+    for wrong, says in ((tmp_path / "none" / "out.png", "there is no folder '"), (tmp_path, "is a folder")):
+        with pytest.raises(SystemExit):
+            bench("--model", "mine:fixed", option, str(wrong))
+        said = capsys.readouterr().err
+        assert f"argument {option}: '{wrong}'" in said
+        assert says in said
 
 
 def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -951,6 +1078,20 @@ def test_a_captured_run_that_goes_elsewhere_is_not_within_the_noise(
     plant(monkeypatch, "graphed", never_steps)
     bench("--curves", "40", "--model", "mine:tiny", "-b", "8")
     assert "graphed_step does NOT lie within the noise of two eager seeds." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_curve_that_ends_in_nan_is_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON has no nan: losses and distances that are nan stand as null, and do not lie within the noise."""
+    plant(monkeypatch, "graphed", diverges)
+    out, plot = tmp_path / "curves.json", tmp_path / "curves.png"
+    bench("--curves", "4", "--model", "mine:tiny", "-b", "8", "--json", str(out), "--plot", str(plot))
+    curves = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert curves["losses"]["graphed_step"] == [None] * 4
+    assert curves["distances"]["graphed_step"] is None
+    assert "graphed_step does NOT lie within the noise" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("on_cpu")

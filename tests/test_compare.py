@@ -9,12 +9,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness import DEVICES, ENGINES, assert_same, deterministic
 from torch import nn
 from torch.nn import functional as F
 
 import ampkit
 from ampkit.debug import Comparison, compare
+from ampkit.debug._compare import _Key, _Watch
 
 
 class Net(nn.Module):
@@ -210,12 +212,29 @@ def test_ulp_between_dtypes():
         ([1.0, math.inf], [1.0, -math.inf], (-math.inf, math.inf, False)),
         ([0.0], [-0.0], (math.inf, 0.0, False)),
         ([0.0], [1.0], (-math.inf, 2.0**23, False)),
+        ([2.0**-149], [-(2.0**-149)], (pytest.approx(-20 * math.log10(2)), 2.0, False)),
         ([], [], (math.inf, 0.0, True)),
     ],
 )
 def test_special_values(a, b, expected):
     """Infinities and nan at the same places are equal; elsewhere nothing could be further apart."""
     assert distance(torch.tensor(a), torch.tensor(b)) == expected
+
+
+@pytest.mark.parametrize("unit", [1e200, 1e-200, 1.0, 5e-320, 1.7e308])
+def test_decibels_over_the_range_of_float64(unit):
+    """Squares that leave the range of float64 change nothing: half as much again is 6 dB away, and not equal."""
+    a, b = torch.tensor([unit / 2, 0.0], dtype=torch.float64), torch.tensor([unit / 4, 0.0], dtype=torch.float64)
+    assert distance(a, b)[0] == pytest.approx(20 * math.log10(2), abs=1e-3)
+    assert distance(a * 2, -a * 2)[0] == pytest.approx(-20 * math.log10(2), abs=1e-3)
+    assert compare(lambda: a, lambda: b, min_db=30).first is not None
+
+
+def test_a_small_difference_beside_a_large_value():
+    """Noise whose square is no float64 is noise all the same."""
+    a = torch.tensor([1.0, 1e-200], dtype=torch.float64)
+    b = torch.tensor([1.0, 2e-200], dtype=torch.float64)
+    assert distance(a, b)[0] == pytest.approx(4000.0)
 
 
 def test_other_dtypes_and_shapes():
@@ -278,6 +297,58 @@ def test_state_is_put_back(device, trained):
             compare(step, fails, state=state)
         assert_same(before, everything(*state))
         assert not any(module._forward_hooks for module in model.modules())
+
+
+def _sparse_adam():
+    model = nn.Embedding(6, 3, sparse=True)
+    return model, torch.optim.SparseAdam(model.parameters(), lr=0.1), lambda: model(torch.tensor([1, 4])).square().sum()
+
+
+def _lbfgs():
+    model, x = nn.Linear(3, 1), torch.arange(12.0).view(4, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, history_size=3)
+    return model, optimizer, lambda: (model(x) - 1.0).square().mean()
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+@pytest.mark.parametrize("build", [_sparse_adam, _lbfgs])
+def test_optimizer_state_that_is_no_tensor_is_put_back(build, trained):
+    """Counts of the host and lists, too: of the values before, in the objects before; equal steps are equal."""
+    torch.manual_seed(0)
+    model, optimizer, loss_fn = build()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_fn()
+        loss.backward()
+        return loss
+
+    for _ in range(trained):
+        optimizer.step(closure)
+    before = copy.deepcopy(optimizer.state_dict())
+    held = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, list)]
+    weights = copy.deepcopy(model.state_dict())
+    compared = compare(
+        partial(optimizer.step, closure), partial(optimizer.step, closure), model=model, state=[optimizer]
+    )
+    assert compared.first is None
+    assert optimizer.state_dict()["state"].keys() == before["state"].keys()
+    assert_same(before["state"], optimizer.state_dict()["state"])
+    assert_same(weights, model.state_dict())
+    now = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, list)]
+    assert all(a is b for a, b in zip(held, now, strict=True))
+    optimizer.step(closure)  # it goes on
+
+
+def test_optimizer_state_that_a_run_clears_is_put_back():
+    """What a run took away is there again, also without the model that names the parameters."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    compare(optimizer.state.clear, optimizer.step, state=[optimizer])
+    assert_same(before, optimizer.state_dict())
 
 
 def test_without_state_it_leaks():
@@ -379,6 +450,119 @@ def test_what_one_run_has_alone():
     assert "norm, forward" in compared.only_a
     assert not compared.only_b
     assert "in run a alone (a graph that is replayed, and compiled code, call no hooks): stem, forward" in str(compared)
+
+
+# ------------------------------------------------------------------------------------------ compiled, wrapped, no graph
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_compiled_code_calls_no_hooks(warm, fresh_dynamo):
+    """A model that is first compiled in the run: the hooks are not part of its code; what it leaves is compared."""
+    model, (x, y) = Net(), batch()
+    model.blocks[2].p = 0.0
+    compiled = torch.compile(model, backend="eager")
+    if warm:
+        with torch.no_grad():
+            compiled(x)
+    compared = compare(lambda: loss_of(model, x, y), lambda: loss_of(compiled, x, y), model=model)
+    assert compared.first is None
+    assert {row.direction for row in compared.rows} == {"gradient", "state", "result"}
+    assert "stem, forward" in compared.only_a
+    assert not compared.only_b
+
+
+def test_a_compiled_copy(fresh_dynamo):
+    """Names are those without torch.compile's: outputs of the whole, gradients and state are compared."""
+    a, b = pair()
+    compared = compare_copies(a, torch.compile(b, backend="eager"))
+    assert compared.first is None
+    assert {("", "forward"), ("", "backward"), ("stem.weight", "gradient"), ("model.norm.running_mean", "state")} <= {
+        (row.path, row.direction) for row in compared.rows
+    }
+    assert {name.rpartition(", ")[2] for name in compared.only_a} == {"forward", "backward"}
+    assert not compared.only_b
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own look
+def test_a_compiled_part(fresh_dynamo):
+    """A module of torch.compile is watched from outside, under its own name, once a call."""
+    a, b = pair()
+    b.blocks = torch.compile(b.blocks, backend="eager")
+    compared = compare_copies(a, b)
+    assert compared.first is None
+    assert [row.call for row in compared.rows if (row.path, row.direction) == ("blocks", "forward")] == [1]
+    assert ("blocks.0.weight", "gradient") in {(row.path, row.direction) for row in compared.rows}
+    assert compared.only_a[0] == "blocks.0, forward"
+    assert not compared.only_b
+
+
+def test_under_ddp():
+    """DistributedDataParallel's `module.` is in no name, and a module called so keeps it."""
+    if dist.is_initialized():
+        pytest.skip("a process group of somebody else")
+    a, b = (nn.ModuleDict({"module": net}) for net in pair())
+    for net in (a, b):
+        net.forward = net["module"].forward
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compared = compare_copies(a, nn.parallel.DistributedDataParallel(b))
+    finally:
+        dist.destroy_process_group()
+    assert compared.first is None
+    assert not compared.only_a
+    assert not compared.only_b
+    paths = {row.path for row in compared.rows}
+    assert {"", "module.stem", "module.stem.weight", "model.module.norm.running_mean"} <= paths
+
+
+def compare_copies(a, b):
+    """Compare two models of equal weights in the bits of what they compute, without dropout."""
+    for net in (*a.modules(), *b.modules()):
+        if isinstance(net, nn.Dropout):
+            net.p = 0.0
+    return two_models(a, b)
+
+
+def test_what_hooks_do_not_see_is_not_blamed_on_them():
+    """A gradient that one run alone has is named, and not explained by graphs or compiled code."""
+    model = nn.Linear(2, 2)
+
+    def backward():
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+
+    text = str(compare(backward, model.zero_grad, model=model))
+    assert "2 in run a alone: weight, gradient, bias, gradient" in text
+    assert "call no hooks): (model), forward, (model), backward" in text
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_inference_mode(around):
+    """Inference tensors count no changes: each output is copied, one that a module changed in place too."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    x = torch.linspace(-1.0, 1.0, 8).view(2, 4)
+    with torch.inference_mode():
+        expected = model[0](x)
+
+    def run():
+        with torch.inference_mode():
+            return model(x)
+
+    with torch.inference_mode(around):
+        compared = compare(run, partial(model, x), model=model)
+    assert compared.first is None
+    assert [row.path for row in compared.rows if row.direction == "forward"] == ["0", "1", "2", ""]
+    watch = _Watch()
+    with watch.hooked(model), torch.inference_mode():
+        model(x)
+    assert_same(expected, watch.tensors[_Key("forward", "0")])
 
 
 # ---------------------------------------------------------------------------------------------------------------- table

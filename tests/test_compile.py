@@ -1,6 +1,6 @@
 """Steps with torch.compile or activation checkpointing inside: captured; with CUDA graphs of their own: refused."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,13 +23,6 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 
 Engine = tuple[str, str]
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def trajectory(engine: Engine, graph: str, wrap: Callable[[nn.Module], Any], loss_fn: Callable[..., Any]) -> list[Any]:

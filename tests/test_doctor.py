@@ -296,6 +296,12 @@ SOUND = {
             model = net()
             return loss_fn, model, torch.optim.RMSprop(model.parameters()), data()
         """,
+    "a loader with one batch, which is short": """
+        def training():
+            model = net()
+            samples = torch.utils.data.TensorDataset(torch.randn(5, 8), torch.randint(4, (5,)))
+            return loss_fn, model, sgd(model), torch.utils.data.DataLoader(samples, batch_size=8)
+        """,
     "one argument that is no tuple, an iterator": """
         def training():
             model = net()
@@ -550,6 +556,51 @@ def test_memory(script, batch):
     assert 4 * 65536 * (8 + 16 + 4) < after < before
     told = f"{size_text(before)} without a policy, {size_text(after)} under {policy}"
     assert f"Memory of a step on cuda, forecast: {told}." in str(found)
+
+
+def test_memory_of_a_loss_with_tensors(script):
+    """A loss that is a module is brought to the forecast's device with its tensors."""
+    _, found = script(
+        """
+        class Weighted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("weight", torch.ones(4))
+
+            def forward(self, model, x, y):
+                return F.cross_entropy(model(x), y, weight=self.weight)
+
+        def training():
+            model = net()
+            return Weighted(), model, torch.optim.NAdam(model.parameters()), data()
+        """
+    )
+    assert not [text for text in found.unchecked if text.startswith("memory")]
+    assert found.figures["memory"]["peak_bytes"]["None"] > 0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_runs_on_behind_it(script):
+    """What was compiled in the first step runs compiled in a step behind all checks."""
+    path, _ = script(
+        """
+        calls = []
+
+        def counted(graph, inputs):
+            return lambda *args: calls.append(None) or graph.forward(*args)
+
+        def training():
+            global compiled
+            model = net()
+            compiled = torch.compile(model, backend=counted)
+            return loss_fn, compiled, sgd(model), data()
+        """
+    )
+    ours = sys.modules[path.stem]
+    before = len(ours.calls)
+    assert before > 0
+    ours.compiled(torch.randn(8, 8))
+    assert len(ours.calls) == before + 1
 
 
 @pytest.mark.cuda

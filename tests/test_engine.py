@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
+from ampkit._state import TrainingState
+from ampkit._verify import verified
 
 Engine = tuple[str, str]
 
@@ -225,6 +227,40 @@ def test_inputs_changed_in_place(engine: Engine) -> None:
     assert_same(run("off"), run(engine[1]))
 
 
+def test_memory_that_two_inputs_share() -> None:
+    """G11: one tensor given twice is two buffers in a graph: an error where the step changes one of them in place."""
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor, change: bool) -> Tensor:
+        if change:
+            x.add_(0.5)
+        return F.mse_loss(model(x), y)
+
+    step, _, _ = make(("cpu", "emulate"), model=nn.Linear(4, 4), loss_fn=loss_fn)
+    for _ in range(6):
+        x = torch.ones(2, 4)
+        step(x, x, change=False)
+    for _ in range(6):
+        step(torch.ones(2, 4), torch.ones(2, 4), change=True)
+    with pytest.raises(ampkit.InputMismatch, match=r"batch\[0\], which the step changes .*with batch\[1\].*clone\(\)"):
+        step(x, x, change=True)
+    with pytest.raises(ampkit.InputMismatch, match="shares memory"):
+        step(x, x.view(-1).view(2, 4), change=True)
+    assert torch.equal(x, torch.ones(2, 4))
+
+
+def test_warm_up_again_is_of_what_was_warm() -> None:
+    """G8: behind a change of settings, an input that is new warms up for the first time."""
+    step, model, _ = make(("cpu", "emulate"), on_failure="eager")
+    for batch in make_batches("cpu", [8] * 5):
+        step(*batch)
+    model.eval()
+    with pytest.warns(ampkit.CaptureWarning, match="train/eval mode"):
+        step(*make_batches("cpu", [8])[0])
+    for batch in make_batches("cpu", [8] * 4 + [6] * 5):
+        step(*batch)
+    assert step.report().eager == {"warm-up": 6, "warm-up again: train/eval mode or requires_grad changed": 3}
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_odd_things_inside_a_step(engine: Engine) -> None:
     """G11: constants made inside, a tensor resized inside, overlapping views written inside, unused inputs."""
@@ -388,6 +424,73 @@ def test_verify_finds_what_a_replay_misses(engine: Engine, kind: str, says: str)
             assert any(reason.startswith("verify: ") for reason in step.report().eager)
     if kind == "undeclared":
         torch.testing.assert_close(model.holder[0].cpu(), torch.tensor(1.875))  # four steps, not five
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_verify_raises_for_was_done(accumulate: int) -> None:
+    """The window and the schedule have gone on where it raises, and the next call goes on behind it."""
+
+    def run(graph: str) -> tuple[Any, float, list[str]]:
+        torch.manual_seed(0)
+        model = Counting("undeclared", "cpu")
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        options = {"on_failure": "raise", "accumulate": accumulate, "scheduler": scheduler, "graph": graph}
+        verify = 2 * (graph == "emulate")
+        step = ampkit.graphed_step(
+            lambda m, x: m(x).square().mean(), model, optimizer, policy="float32", verify=verify, **options
+        )
+        raised = []
+        for _ in range(8):
+            try:
+                step(torch.ones(2, 4))
+            except ampkit.CaptureError as error:
+                raised.append(str(error))
+        return model.state_dict(), optimizer.param_groups[0]["lr"], raised
+
+    (expected, rate, _), (ours, same_rate, raised) = run("off"), run("emulate")
+    assert (len(raised), same_rate) == (1, rate)
+    assert raised[0].endswith("This step was done, as eager computes it.")
+    torch.testing.assert_close(ours, expected)
+
+
+def test_bits_that_verify_measures_as_equal() -> None:
+    """Imaginary parts, integers beyond 2**53 and the sign of zero: other bits are a difference, however small."""
+    module = nn.Module()
+    kinds = {
+        "complex": (torch.tensor([1.0 + 2.0j]), torch.tensor([1.0 + 3.0j])),
+        "integer": (torch.tensor([2**60]), torch.tensor([2**60 + 1])),
+        "zero": (torch.tensor([0.0]), torch.tensor([-0.0])),
+    }
+    for left, right in kinds.values():
+        verdict = verified(left.clone, right.clone, TrainingState({"m": module}, []), ())
+        assert "output is not what eager computes" in verdict.problem
+
+
+def test_compiled_code_runs_on_behind_verify(fresh_dynamo: None) -> None:
+    """torch does not run code again that it has refused to run under a mode."""
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return graph(*args)
+
+        return run
+
+    model = make_net("cpu").eval()
+    compiled = torch.compile(model, backend=backend)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step = ampkit.graphed_step(
+        lambda m, x, y, _: F.cross_entropy(m(x), y), compiled, optimizer, policy="float32", verify=2, graph="emulate"
+    )
+    counts = []
+    for batch in make_batches("cpu", [8] * 8):
+        before = len(calls)
+        step(*batch)
+        counts.append(len(calls) - before)
+    assert min(counts) >= 1
+    assert step.replays == 5
 
 
 @pytest.mark.cuda

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from harness import DEVICES, Net
+from test_memory import Compiled
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -330,6 +331,26 @@ def test_compiled_model():
     assert [row.dtypes for row in ampkit.explain(in_place, x, policy="float16").rows] == expected
     told = ampkit.explain(compiled, x, policy="float16")
     assert [("", *row.dtypes[1:]) for row in told.rows] == expected
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_runs_on_behind_it(warm):
+    """What was explained, or watched on real tensors, runs compiled afterwards; all its operations were seen."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4)
+    compiled = Compiled(model)
+    if warm:
+        compiled.module(x)
+    before = compiled.calls
+    expected = [row.op for row in ampkit.explain(model, x).rows]
+    assert [row.op for row in ampkit.explain(compiled.module, x).rows] == expected
+    with Recorder(model) as recorder:
+        compiled.module(x)
+    assert [row.op for row in recorder.rows()] == expected
+    assert compiled.calls == before
+    for _ in range(3):
+        compiled.module(x)
+    assert (compiled.calls, compiled.compiles) == (before + 3, 1)
 
 
 def test_tied_and_non_parameter_tensors():

@@ -1,11 +1,13 @@
 """forecast: a step on fake tensors takes what it takes on the device, and backward without the engine is backward."""
 
 import gc
+import inspect
+import threading
 
 import pytest
 import torch
 from harness import make_net
-from test_memory import profiler_peak
+from test_memory import Compiled, profiler_peak
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -281,6 +283,123 @@ def test_learning_rate_on_the_device_and_groups():
     profile = debug.forecast(mean_square, model, optimizer, x, device="cpu")
     recorded = debug.memory(_loss_step(model, optimizer), x, model=model, optimizer=optimizer, steps=2)
     assert profile.at_peak == recorded.at_peak
+
+
+OF_TORCH = sorted(
+    (kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)),
+    key=lambda kind: kind.__name__,
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=cuda_build)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", OF_TORCH, ids=lambda kind: kind.__name__)
+def test_every_optimizer_of_torch(kind, device):
+    """P2: each can step on fake tensors, by default and with a rate that is a tensor, and makes the state it makes."""
+    if kind in (torch.optim.Optimizer, torch.optim.LBFGS):
+        pytest.skip("no optimizer that steps by itself")
+    if kind is torch.optim.SparseAdam:
+        model, x = nn.Embedding(32, 4, sparse=True), torch.arange(3)
+    else:
+        model, x = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)), torch.randn(16, 8)
+    names = inspect.signature(kind).parameters
+    choices = [{}, {"lr": torch.tensor(0.01)}, *({name: True} for name in ("foreach", "amsgrad") if name in names)]
+    if "fused" in names and (kind, device) != (torch.optim.Adagrad, "cuda"):
+        choices += [{"fused": True}, {"fused": True, "lr": torch.tensor(0.01)}]
+    for options in choices:
+        optimizer = kind(model.parameters(), **options)
+        forecast = debug.forecast(mean_square, model, optimizer, x, device=device)
+        _loss_step(model, optimizer)(x)
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        # On CUDA a size is that of whole blocks, and a count of steps may be on the device.
+        size = sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.dim())
+        found = forecast.series["optimizer state"][-1]
+        assert size <= found <= size + 1024 * len(state), (kind, options)
+        model.zero_grad()
+
+
+@cuda_build
+def test_adam_with_a_rate_that_is_a_tensor():
+    """P2: torch steps through the parameters then, one by one, and so takes less than foreach does."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    peaks = [
+        debug.forecast(mean_square, model, torch.optim.Adam(model.parameters(), lr=lr), torch.zeros(8, 256)).peak
+        for lr in (0.01, torch.tensor(0.01))
+    ]
+    assert peaks[1] < peaks[0]
+
+
+class Looking(torch.optim.Optimizer):
+    """Has more than options and state: numbers, its parameters again, and an optimizer that does the work."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base.param_groups
+        self.mine = [param for group in self.param_groups for param in group["params"]]
+        self.taken, self.slow = 0, [torch.zeros_like(param) for param in self.mine]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.taken += 1
+        self.base.step()
+        for slow, param in zip(self.slow, self.mine, strict=True):
+            slow.lerp_(param, 0.5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_optimizer_with_attributes(device):
+    """P2: what a subclass keeps is copied, over the copies of the parameters, and left alone itself."""
+    model, _, x = case("mlp")
+    optimizer = Looking(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a `step` in the instance
+    before = [param.clone() for param in model.parameters()]
+    forecast = debug.forecast(mean_square, model, optimizer, x, device=device)
+    assert forecast.series["gradient"][-1] >= sum(param.nbytes for param in model.parameters())
+    assert (optimizer.taken, len(optimizer.base.state)) == (0, 0)
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+    if device == "cpu":
+        recorded = debug.memory(
+            _loss_step(model, optimizer), x, model=model, optimizer=[optimizer, optimizer.base], steps=2
+        )
+        whole = recorded.peak - sum(param.nbytes for param in model.parameters())  # of `slow`, which was there before
+        assert whole <= forecast.peak <= recorded.peak
+
+
+def test_optimizer_that_cannot_be_forecast():
+    """P2: the message says which part of it is the reason, and what to do instead."""
+    model, _, x = case("mlp")
+    with pytest.raises(ValueError, match=r"LBFGS\.step needs closure.*debug.memory\(train_step"):
+        debug.forecast(mean_square, model, torch.optim.LBFGS(model.parameters()), x, device="cpu")
+    locked = torch.optim.SGD(model.parameters(), lr=0.1)
+    locked.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"cannot copy SGD\.lock \(lock\).*an optimizer without it"):
+        debug.forecast(mean_square, model, locked, x, device="cpu")
+
+
+@cuda_build
+def test_a_tensor_that_stays_behind():
+    """P2: what a loss closes over is on no other device; the message says how to take it along, and the line."""
+    model, optimizer, x = case("mlp")
+    weighted, y = nn.CrossEntropyLoss(weight=torch.ones(64)), torch.zeros(128, dtype=torch.long)
+
+    def loss_fn(model, x, y):
+        return weighted(model(x), y)  # the line
+
+    with pytest.raises(ValueError, match=r"mixes devices.*let loss_fn be an nn\.Module.*in the batch.*# the line"):
+        debug.forecast(loss_fn, model, optimizer, (x, y))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_runs_on_behind_it():
+    """P2: the step of a compiled model is forecast as eager code, and the model is compiled as before."""
+    model, optimizer, x = case("mlp")
+    compiled = Compiled(model)
+    forecast = debug.forecast(mean_square, compiled.module, optimizer, x, device="cpu")
+    assert forecast.at_peak == debug.forecast(mean_square, model, optimizer, x, device="cpu").at_peak
+    for _ in range(3):
+        compiled.module(x)
+    assert (compiled.calls, compiled.compiles) == (3, 1)
 
 
 def test_accumulated_with_a_closure_over_a_loss_module():

@@ -14,7 +14,6 @@ from harness import ENGINES, assert_same
 from torch.nn import functional as F
 
 import ampkit
-from ampkit import _graph
 from ampkit._graph import CudaGraph, Pool
 
 BEFORE = [kind.__name__ for kind in uncapturable.FOUND_BEFORE]
@@ -125,40 +124,6 @@ def test_g1_empty_capture_warns() -> None:
     with pytest.warns(ampkit.CaptureWarning, match="launched no CUDA kernel"):
         graph.capture(lambda: None)
     graph.replay()
-
-
-@pytest.mark.parametrize(
-    ("settings", "backend", "talks", "expected"),
-    [
-        ("", "native", False, ["expandable_segments:True", "expandable_segments:False", ""]),
-        ("a:1", "native", False, ["a:1,expandable_segments:True", "a:1,expandable_segments:False", "a:1"]),
-        ("expandable_segments:False", "native", False, []),
-        ("expandable_segments:True", "native", False, []),
-        ("backend:native", "native", False, []),
-        ("", "cudaMallocAsync", False, []),
-        ("", "native", True, []),
-        ("on Windows", "native", False, []),
-    ],
-)
-def test_segments_grow_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, settings: str, backend: str, talks: bool, expected: list[str]
-) -> None:
-    """G4: the allocator's settings are changed for a capture alone, on an error too, never where NCCL looks on."""
-    told: list[str] = []
-    monkeypatch.setattr(_graph, "allocator_settings", lambda: settings)
-    monkeypatch.setattr(_graph, "set_allocator_settings", told.append)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: talks)
-    monkeypatch.setattr(sys, "platform", "win32" if settings == "on Windows" else "linux")
-
-    def capture() -> None:
-        with _graph._growing_segments():
-            assert told == expected[:1]
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        capture()
-    assert told == expected
 
 
 @pytest.mark.cuda

@@ -13,6 +13,10 @@ from ampkit._torch import tree_flatten
 CPU = torch.device("cpu")
 
 
+class OfItsOwn(torch.Tensor):
+    """A loss may ask for it, as for an image of torchvision's."""
+
+
 def spec_of(*args: Any, **kwargs: Any) -> Spec:
     return read_batch(args, kwargs, CPU)[0]
 
@@ -57,6 +61,14 @@ def test_a_change_is_named_by_its_path(old: Any, new: Any, says: str) -> None:
         (torch.zeros(2, device="meta"), r"batch\['x'\] is on meta, but the model is on cpu. Move it with .to\('cpu'\)"),
         (torch.zeros(2, requires_grad=True), r"batch\['x'\] requires grad.*Pass batch\['x'\].detach\(\)"),
         (torch.eye(2).to_sparse(), r"batch\['x'\] has layout torch.sparse_coo.*to_dense"),
+        (
+            torch.zeros(2).as_subclass(OfItsOwn),
+            r"batch\['x'\] is a .*OfItsOwn; a step takes plain tensors.*as_subclass\(torch.Tensor\)",
+        ),
+        (
+            torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged),
+            r"batch\['x'\] is a nested tensor.*to_padded_tensor\(0\)",
+        ),
         ({1, 2}, r"batch\['x'\] is a set, which is neither a tensor nor hashable.*torch.as_tensor"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import ENGINES
 from lightning_harness import QUIET, Net, Run, _silent, assert_same_runs, fit, fused  # noqa: F401 - a fixture
+from test_memory import Compiled
 
 from ampkit.lightning import AmpkitCallback
 
@@ -105,3 +106,22 @@ def test_memory_with_a_short_warm_up(tmp_path: Path, options: dict[str, Any]) ->
     """The first step is recorded where the second is under the preflight; without a graph there is no preflight."""
     run = fit(tmp_path, "cpu", options.pop("graph", "emulate"), options={"memory": True, **options})
     assert run.callback.memory.peak > 0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_part_runs_on(tmp_path: Path) -> None:
+    """The step whose memory is recorded runs eagerly, and it alone: all others run what torch.compile has made."""
+    calls = []
+    for options in ({}, {"memory": True}):
+        made: list[Compiled] = []
+
+        def make(made: list[Compiled] = made) -> Net:
+            module = Net(fused)
+            made.append(Compiled(module.net))
+            module.net = made[0].module
+            return module
+
+        run = fit(tmp_path / str(len(calls)), "cpu", "emulate", make=make, options=options)
+        calls.append(made[0].calls)
+    assert calls[1] == calls[0] - 1 > 10
+    assert run.callback.memory.at_peak["activation"] > 0

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit import debug
+from ampkit import _torch, debug
 
 F32 = 4  # bytes
 
@@ -65,6 +65,22 @@ def profiler_peak(fn):
         level += event.nbytes()
         peak = max(peak, level)
     return peak
+
+
+class Compiled:
+    """A module that torch.compile was asked to compile, by a backend that counts what it does."""
+
+    def __init__(self, module):
+        self.compiles = self.calls = 0
+        self.module = torch.compile(module, backend=self._backend)
+
+    def _backend(self, graph, inputs):
+        def run(*args):
+            self.calls += 1
+            return graph.forward(*args)
+
+        self.compiles += 1
+        return run
 
 
 def test_counted_by_hand():
@@ -359,6 +375,14 @@ def test_wrong_use():
     model, optimizer, x = parts()
     with pytest.raises(ValueError, match=r"memory\(steps=0\)"):
         debug.memory(make_step(model, optimizer), x, steps=0)
+    with pytest.raises(ValueError, match=r"memory\(steps=5\).*with debug.memory\(model, optimizer\) as recorded"):
+        debug.memory(model, steps=5)
+    with pytest.raises(ValueError, match=r"memory\(steps=1\)"):
+        debug.memory(model, optimizer, steps=1)
+    with pytest.raises(ValueError, match=r"memory\(None, Tensor, y=\): nothing to call.*train_step"):
+        debug.memory(None, optimizer, x, y=x)
+    with pytest.raises(ValueError, match=r"memory\(optimizer=\(SGD, int\)\): expected an optimizer, or a list"):
+        debug.memory(model, optimizer=[optimizer, 3])
     recorded = debug.memory(model, optimizer)
     with pytest.raises(ValueError, match="no profile before"):
         _ = recorded.profile
@@ -418,6 +442,142 @@ def test_graphed_step_is_watched_too():
     assert profile.series["optimizer state"][-1] == size
     assert profile.series["gradient"][-1] in (0, size)
     assert at(profile, "backward", step=5)["activation"] > 0
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_runs_on_behind_it(warm):
+    """P1: compiled parts are recorded as eager code, and are compiled ones again afterwards, as often as without."""
+    model, optimizer, x = parts()
+    compiled = Compiled(model)
+    step = make_step(compiled.module, optimizer)
+    if warm:
+        step(x)
+    before = compiled.calls
+    profile = debug.memory(step, x, model=model, optimizer=optimizer, steps=2)
+    assert compiled.calls == before
+    model, optimizer, x = parts()
+    eager = debug.memory(make_step(model, optimizer), x, model=model, optimizer=optimizer, steps=2)
+    assert profile.at_peak == eager.at_peak
+    for _ in range(3):
+        step(x)
+    assert (compiled.calls, compiled.compiles) == (before + 3, 1)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_in_a_capture_within():
+    """P1: nothing compiles while memory is recorded, so a capture then has nothing to refuse; behind it, it has."""
+    model, _, x = parts()
+    compiled = Compiled(model)
+    with debug.memory(model), _torch.fail_on_recompile():
+        compiled.module(x)
+    assert compiled.compiles == 0
+    with pytest.raises(RuntimeError, match="fail_on_recompile"), _torch.fail_on_recompile():
+        compiled.module(x)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_closure(by_name):
+    """P1: what a closure of `optimizer.step` does is forward and backward as elsewhere."""
+    profiles = []
+    for closes in (False, True):
+        model, optimizer, x = parts()
+
+        def closure(model=model, optimizer=optimizer, x=x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        def step(closes=closes, closure=closure, optimizer=optimizer):
+            if not closes:
+                closure()
+                optimizer.step()
+            elif by_name:
+                optimizer.step(closure=closure)
+            else:
+                optimizer.step(closure)
+
+        with debug.memory(model, optimizer, inputs=x) as recorded:
+            for _ in range(2):
+                step()
+        profiles.append(recorded.profile)
+    plain, closing = profiles
+    window = ["forward", "backward", "optimizer"]
+    assert [mark.name for mark in closing.marks] == ["step 0", *window, "step 1", *window]
+    assert closing.at_peak["activation"] == plain.at_peak["activation"] > 0
+    kept = F32 * (32 * 16 + 32 * 4 + 1)  # as in test_counted_by_hand; who calls holds no loss
+    for number in range(2):
+        assert at(closing, "backward", number) == at(plain, "backward", number)
+        assert at(closing, "backward", number)["activation"] >= kept
+        assert at(closing, "optimizer", number)["gradient"] == PARAMETERS
+    assert closing.series["optimizer state"][-1] == PARAMETERS
+
+
+def test_closure_that_is_called_more_than_once():
+    """P1: a step that calls its closure again is one step still, also where it changes parameters before."""
+    model, _, x = parts()
+
+    def closure():
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    searching = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=2)
+    profile = debug.memory(searching.step, closure, model=model, optimizer=searching, inputs=x)
+    window = ["forward", "backward", "optimizer"]
+    assert [mark.name for mark in profile.marks] == ["step 0", *window, *window]
+
+    class Ascending(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(param.grad * 0.1)
+            with torch.enable_grad():
+                return closure()
+
+    model.zero_grad()
+    ascending = Ascending(model.parameters(), lr=0.1)
+    with debug.memory(model, ascending, inputs=x) as recorded:
+        for _ in range(2):
+            closure()
+            ascending.step(closure)
+    assert [mark.name for mark in recorded.profile.marks] == ["step 0", *window, *window, "step 1", *window, *window]
+
+
+def test_closure_that_fails():
+    """P1: behind a closure that raised, the optimizer does not step any more."""
+    model, optimizer, x = parts()
+    with debug.memory(model, optimizer, inputs=x) as recorded:
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 // 0)
+        make_step(model, optimizer)(x)
+    assert [mark.name for mark in recorded.profile.marks] == ["step 0", "forward", "backward", "optimizer"]
+
+
+def test_several_optimizers():
+    """P1: the state of each is optimizer state, however they are passed."""
+    for call in ("positions", "list", "both"):
+        model, _, x = parts()
+        made = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model.a, model.b)]
+
+        def step(model=model, made=made, x=x):
+            model(x).square().mean().backward()
+            for optimizer in made:
+                optimizer.step()
+
+        if call == "list":
+            profile = debug.memory(step, model=model, optimizer=made, inputs=x)
+        else:
+            split = len(made) if call == "positions" else 1
+            with debug.memory(model, *made[:split], optimizer=made[split:], inputs=x) as recorded:
+                step()
+            profile = recorded.profile
+        assert profile.series["optimizer state"][-1] == PARAMETERS
+        assert [mark.name for mark in profile.marks] == ["step 0", "forward", "backward", "optimizer"]
+        assert not any(optimizer._optimizer_step_pre_hooks for optimizer in made)
 
 
 def test_many_steps_do_not_grow():

@@ -377,6 +377,56 @@ def test_a_skipped_step_makes_the_next_one_observed(engine: Engine) -> None:
     assert found.step > 9
 
 
+class Tied(nn.Module):
+    """A language model whose head has the weight of the embedding, and beside it a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.body, self.h = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6)
+        self.h.weight = self.emb.weight
+        nn.init.zeros_(self.h.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(self.body(self.emb(x)))
+
+
+def test_tied_weights_are_each_owners() -> None:
+    """A head that overflows by a weight that broke before says so, by the head's name for it."""
+    model = Tied()
+
+    def run() -> None:
+        # Looked up are the rows that did not break.
+        model(torch.tensor([0, 1])).sum().backward()
+
+    with torch.no_grad():
+        model.emb.weight[5] = torch.inf
+    with ampkit.debug.numerics(model, every=1) as watch:
+        run()
+        watch.step()
+    found = watch.report().first_overflow
+    assert found is not None
+    assert (found.name, found.what) == ("h", "output")
+    assert found.detail.endswith("; h.weight is not finite itself: it broke in an earlier step")
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_tied_head_that_hands_on_nothing(zero: bool) -> None:
+    """Gradients in float16 are gone behind a head with a tied weight: an underflow, unless that weight is zero."""
+    torch.manual_seed(0)
+    model = Tied()
+    with torch.no_grad():
+        model.emb.weight.fill_(0.0 if zero else 2.0**-14)  # what it hands on is below 2**-25
+    with ampkit.debug.numerics(model, every=1) as watch:
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.tensor([0, 1])).float().sum() * 2.0**-14
+        loss.backward()
+        watch.step()
+    found = watch.report().first_underflow
+    assert (found is None) == zero
+    if found is not None:
+        assert (found.name, found.what) == ("h", "grad_input")
+
+
 def test_a_mask_is_no_overflow() -> None:
     """Values that are -inf in good steps are not taken for the beginning of an overflow."""
 
@@ -440,6 +490,37 @@ def test_a_loop_of_ones_own(device: str, late: bool, kind: type[torch.amp.GradSc
     largest = max(row.largest for row in report.rows if row.what == "gradient")
     assert 128 * 0.01 < largest < 128 * 10
     assert sum(row.nonfinite for row in report.rows) == 0
+
+
+def test_fine_tuning_in_eval_mode_is_measured() -> None:
+    """A model that trains in eval mode, its BatchNorm frozen: all is measured but what runs without gradients."""
+    model = make_net("cpu").eval()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with ampkit.debug.numerics(model, every=1) as watch:
+        for batch in make_batches("cpu", [8] * 2):
+            boosted_loss(model, *batch)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for context in (torch.no_grad, torch.inference_mode):
+                with context():
+                    model(torch.full((2, 3, 8, 8), torch.nan))
+            watch.step()
+    report = watch.report()
+    rows = {row[:2]: row for row in report.rows}
+    assert report.never_called == ()
+    assert rows["conv", "input"].count == 8 * 3 * 8 * 8
+    assert {("conv", "output"), ("head", "grad_output"), ("head", "grad_input")} <= rows.keys()
+    assert sum(row.nonfinite for row in report.rows) == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_in_a_loop_counts_once(reentrant: bool) -> None:
+    """A reentrant one runs its forward without gradients: in train mode it is measured all the same."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    rows = observed(
+        model, lambda: checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=reentrant).sum().backward()
+    )
+    assert (rows["0", "input"].count, rows["0", "output"].count, rows["0", "grad_output"].count) == (8, 8, 8)
 
 
 def test_accumulated_gradients_are_those_of_the_window() -> None:
@@ -703,6 +784,19 @@ def test_report_and_figures() -> None:
         "flushed_in_float16",
         "safe_scale",
     }
+
+
+def test_a_report_of_zeros_is_json() -> None:
+    """Where all gradients are zero no scale is too large: inf in the report, None in JSON, which has no inf."""
+    model = nn.Linear(2, 2)
+    with ampkit.debug.numerics(model, every=1) as watch:
+        (model(torch.ones(1, 2)) * 0.0).sum().backward()
+        watch.step()
+    report = watch.report()
+    assert report.safe_scale == math.inf
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["safe_scale"] is None
+    assert "safe_scale" not in watch.figures()
+    json.dumps(watch.figures(), allow_nan=False)
 
 
 def test_wrong_use() -> None:

@@ -86,7 +86,7 @@ class Selective(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False, context_fn=kept)
 
 
-def train(model: nn.Module, graph: str, watched: bool, policy: str = "float32", device: str = "cpu") -> Any:
+def train(model: nn.Module, graph: str, watched: bool, policy: str | None = "float32", device: str = "cpu") -> Any:
     """Return the weights after six steps, each observed, and what watched them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     watch = ampkit.debug.numerics(model, every=1) if watched else None
@@ -167,6 +167,54 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(x.view(-1, 2, WIDTH), src_mask=self.mask))
+
+
+class EightBits(nn.Module):
+    """A layer whose weight is kept in an eight-bit format, and cast where it is used."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).to(dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_parameters_of_eight_bits(engine: Engine, dtype: torch.dtype) -> None:
+    """Their magnitudes are measured as float32, for torch has no norm of them; one that is not finite is named."""
+    device, graph = engine
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        with deterministic():
+            model = nn.Sequential(EightBits(dtype), nn.Linear(WIDTH, 4)).to(device)
+            end, watch = train(model, graph, watched, None, device)
+        end["0.weight"] = end["0.weight"].float()
+        ends.append(end)
+    assert_same(*ends)
+    assert watch.report().observed == 6
+
+    model[0].weight.view(torch.uint8)[0, 0] = 0x7F  # nan in both formats
+    with ampkit.debug.numerics(model, every=1) as watch:
+        model(torch.ones(2, WIDTH, device=device)).sum().backward()
+        watch.step()
+    found = watch.report().first_overflow
+    assert found is not None
+    assert (found.name, found.what) == ("0", "output")
+    assert "; 0.weight is not finite itself" in found.detail
+
+
+def test_packed_formats_are_left_out() -> None:
+    """Of float4, two to a byte, torch casts nothing: such a parameter is not measured, the others are."""
+    model = nn.Linear(WIDTH, 4)
+    packed = torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    model.register_parameter("packed", nn.Parameter(packed, requires_grad=False))
+    with ampkit.debug.numerics(model, every=1) as watch:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        watch.step()
+    assert {row.name for row in watch.report().rows if row.what == "gradient"} == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -3,9 +3,9 @@
 import operator
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,13 +21,6 @@ from ampkit import Policy
 from ampkit._op_rules import _spellings, op_name
 
 LOW = [torch.float16, torch.bfloat16]
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # Every way to write one operation. Each is a function of a float32 matrix.
@@ -207,6 +200,28 @@ def test_promote(dtypes: tuple[torch.dtype, torch.dtype], widest: torch.dtype) -
     floats = [dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16, torch.float32)]
     common = torch.float32 if len(set(floats)) == 2 else (floats or [None])[0]
     assert seen == [common if dtype in floats else dtype for dtype in dtypes]
+
+
+class Two(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("rule", ["float16", "promote"])
+def test_named_tuples_and_results_of_torch(rule: str, backend: str | None, fresh_dynamo: None) -> None:
+    """Sequences that are made of fields, or by torch, go into a ruled operation like plain ones."""
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.stack(Two(x, x * 2)), torch.stack(torch.aminmax(x))
+
+    run = call if backend is None else torch.compile(call, backend=backend)
+    x = torch.rand(3)
+    with Policy(ops={"stack": rule}).autocast("cpu"):
+        found = run(x)
+    dtype = torch.float16 if rule == "float16" else torch.float32
+    assert {part.dtype for part in found} == {dtype}
+    assert torch.equal(found[0], torch.stack([x, x * 2]).to(dtype))
 
 
 def test_promote_makes_a_list_one_dtype() -> None:

@@ -961,3 +961,20 @@ def test_it_never_waits_itself() -> None:
     with no_sync():
         assert found(lambda: step(*second), "cuda") == []
     assert found(lambda: step(*third), "cuda") == []
+
+
+def test_no_line_of_ampkit_is_named() -> None:
+    """G2: in a graphed step, whose forward is watched for working weights too, the user's line stands alone."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        return loss * 2 if loss.item() > 100 else loss  # waits
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, policy="bfloat16", graph="emulate")
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    with pytest.warns(ampkit.CaptureWarning, match="# waits` - waits for the device") as caught:
+        step(torch.ones(2, 4))
+    assert "ampkit/_" not in str(caught[0].message)

@@ -32,6 +32,17 @@ def test_tensors_have_readable_names() -> None:
     assert "optimizer[0].model.conv.bias.exp_avg" in tensors
 
 
+def test_state_of_parameters_that_are_none_of_the_modules() -> None:
+    """Each moment has a name of its own."""
+    model = make_net("cpu")
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    tensors = TrainingState({}, [optimizer]).tensors()
+    assert len(tensors) == 3 * len(list(model.parameters()))
+    assert "optimizer[0].state[1].exp_avg" in tensors
+
+
 def test_training_does_not_change_the_generation() -> None:
     """Values change in every step; addresses, modes and hyperparameters do not. Nor does a new learning rate count."""
     state, model, optimizer = make()

@@ -1,5 +1,6 @@
 """Wrong use of graphed_step: each mistake is named with its argument, its value and the remedy."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -168,6 +169,103 @@ def test_uncapturable_optimizer_trains_eagerly(optimizer: Any, says: str) -> Non
     assert "fused=True" in str(report.failure)
     with pytest.raises(ampkit.CaptureError, match=says.removesuffix(" Training")):
         make(optimizer=optimizer(model.parameters()), model=model, on_failure="raise")
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate", "auto"])
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, NeedsClosure])
+def test_an_optimizer_whose_step_needs_a_closure_is_refused(optimizer: Any, graph: str) -> None:
+    """It cannot train eagerly either: an error where the step is made, not a TypeError in its first call."""
+    model = nn.Linear(4, 2)
+    says = (
+        rf"graphed_step\(optimizer\): {optimizer.__name__} computes the loss several times in a step. "
+        "Use AdamW, Adam or SGD with fused=True"
+    )
+    with pytest.raises(ValueError, match=says):
+        make(model=model, optimizer=optimizer(model.parameters(), lr=0.1), graph=graph)
+
+
+def test_a_function_may_call_a_closure_and_stays_eager() -> None:
+    """ampkit.graphed says of LBFGS that training goes on eagerly, and it does: bit by bit."""
+
+    def train(graph: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_fn(model, x, y)
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure).detach()  # type: ignore[attr-defined,no-any-return]  # what closure returns
+
+        if graph is not None:
+            with pytest.warns(ampkit.CaptureWarning, match="LBFGS has no form that a graph can hold.*goes on eagerly"):
+                step = ampkit.graphed(modules=(model,), optimizers=(optimizer,), graph=graph)(step)
+        return [step(*BATCH) for _ in range(5)]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(None), train("emulate"), strict=True))
+
+
+class OwnRate(torch.optim.Optimizer):
+    """One that decides on its rate itself, as the Adafactor of transformers does: "lr" is None, or is not there."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        self.seen: list[Any] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            self.seen.append(group.get("lr", "none"))
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("defaults", [{"lr": None}, {}])
+@pytest.mark.parametrize("capturable", [True, False])
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+@pytest.mark.filterwarnings("ignore:.*OwnRate has no form that a graph can hold:ampkit.CaptureWarning")
+def test_an_optimizer_without_a_learning_rate(defaults: dict[str, Any], capturable: bool, graph: str) -> None:
+    """Its groups keep what they have; a group that has a rate gets it as a tensor, whether or not the first has one."""
+    flag = {"capturable": False} if capturable else {}
+    reference = nn.Linear(4, 2)
+    models = [copy.deepcopy(reference) for _ in range(2)]
+    optimizers = [OwnRate([model.weight], **defaults, **flag) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.add_param_group({"params": [model.bias], "lr": 0.1})
+
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        models[1].zero_grad()
+        loss = loss_fn(models[1], x, y)
+        loss.backward()
+        optimizers[1].step()
+        return loss
+
+    step = make(model=models[0], optimizer=optimizers[0], graph=graph)
+    function = ampkit.graphed(modules=(models[1],), optimizers=(optimizers[1],), graph=graph)(body)
+    plain = OwnRate(reference.parameters())
+    for _ in range(5):
+        step(*BATCH)
+        function(*BATCH)
+        plain.zero_grad()
+        loss_fn(reference, *BATCH).backward()
+        plain.step()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+        first, second = optimizer.seen[-2:]
+        assert first == defaults.get("lr", "none")
+        assert [group.get("lr", "none") for group in optimizer.param_groups] == [first, 0.1]
+        assert isinstance(second, Tensor) is capturable
+    replays = 2 if capturable and graph == "emulate" else 0
+    assert step.replays == function.replays == replays
 
 
 def test_auto_on_the_cpu_says_so() -> None:

@@ -2,7 +2,8 @@
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -84,10 +85,13 @@ class Ledger(_torch.TorchDispatchMode):
     What belongs to whom is known only later: that a result was kept for backward, when backward begins; that one was a
     gradient, when it is accumulated. So each storage has one category from its birth on, settled by what becomes of it.
 
+    What torch.compile made runs as eager code in the context, so that its storages are seen, and compiled again behind
+    it.
+
     Args:
         device: whose memory.
         model: its parameters and buffers are parameters, and its modules give paths. Hooks are on it in the context.
-        optimizer: its state is optimizer state. Hooks are on it in the context.
+        optimizers: their state is optimizer state. Hooks are on them in the context.
         inputs: a tree of tensors that are the batch.
         entered: the frame that enters the context. Its callers' lines are not named.
         sizes: what storages take.
@@ -100,7 +104,7 @@ class Ledger(_torch.TorchDispatchMode):
         self,
         device: torch.device,
         model: nn.Module | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         inputs: Any,
         entered: FrameType,
         sizes: Sizes,
@@ -110,11 +114,11 @@ class Ledger(_torch.TorchDispatchMode):
         self._node: Any = None
         self._device = device
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._inputs = inputs
         self._blame = Blame(entered, lenient=False)
         self._sizes = sizes
-        self._hooks: list[RemovableHandle] = []
+        self._left = ExitStack()
         self._lives: dict[int, tuple[Life, weakref.ref[Any]]] = {}
         self._before: list[tuple[Life, int]] = []
         self._events: list[_Event] = []
@@ -138,15 +142,12 @@ class Ledger(_torch.TorchDispatchMode):
         if self._unseen is not None:
             self._unseen.read_pools()  # what lies in them is not counted again
         self._own()
-        for tensor in _torch.tensors_in(self._inputs):
-            self._there(tensor, "input")
-        if self._model is not None:
-            for name, module in self._model.named_modules():
-                self._hooks.append(module.register_forward_pre_hook(partial(self._push, name), prepend=True))
-                self._hooks.append(module.register_forward_hook(partial(self._pop, name), always_call=True))
-        if self._optimizer is not None:
-            self._hooks.append(self._optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(self._optimizer.register_step_post_hook(self._after_step))
+        self.read(self._inputs)
+        with ExitStack() as entered:
+            entered.enter_context(_torch.without_compiled_code())
+            for hook in self._hooks():
+                entered.callback(hook.remove)
+            self._left = entered.pop_all()
         self._start = time.perf_counter()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -155,9 +156,7 @@ class Ledger(_torch.TorchDispatchMode):
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         if kind is not None and self._phase == "forward":  # ended early: a backward would have found these
             self._keep_forward()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._left.close()
         self._own()
         self._read_pools()
         self._lives.clear()  # nothing is written down after this
@@ -165,6 +164,11 @@ class Ledger(_torch.TorchDispatchMode):
     def at_node(self, node: Any) -> None:
         """Say which node of the graph runs, in a backward that autograd's engine does not run; None behind the last."""
         self._node = node
+
+    def read(self, tree: Any) -> None:
+        """Say that tensors are read, also by an operation that the context does not see."""
+        for tensor in _torch.tensors_in(tree):
+            self._there(tensor, "input")
 
     def begin_step(self) -> None:
         """Say that a step begins. Without it, one begins with a forward that follows an optimizer."""
@@ -179,6 +183,14 @@ class Ledger(_torch.TorchDispatchMode):
 
     # -------------------------------------------------------------------------------------------------------- hooks
 
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        for name, module in () if self._model is None else self._model.named_modules():
+            yield module.register_forward_pre_hook(partial(self._push, name), prepend=True)
+            yield module.register_forward_hook(partial(self._pop, name), always_call=True)
+        for optimizer in self._optimizers:
+            yield optimizer.register_step_pre_hook(self._before_step)
+            yield optimizer.register_step_post_hook(self._after_step)
+
     def _push(self, name: str, module: nn.Module, args: Any) -> None:
         self._path.append(name)
 
@@ -189,10 +201,36 @@ class Ledger(_torch.TorchDispatchMode):
             self._keep(life for life in self._recomputed if life.bytes)
             self._recomputed.clear()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Notice that an optimizer steps. Returns its arguments if a closure is one, whose forward is one as any."""
+        self._stepping = True
+        if callable(closure := kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._watched(closure)}
+        if len(args) > 1 and callable(args[1]):  # behind the optimizer itself
+            return (args[0], self._watched(args[1]), *args[2:]), kwargs
+        self._continue_step()
+        return None
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that says when it runs."""
+        before = self._phase
+
+        def watched() -> Any:
+            nonlocal before
+            if self._phase != before:  # the optimizer did something first: no forward in its step begins the next one
+                self._phase = ""
+            before = "in the step"
+            self._stepping = False
+            result = closure()
+            self._stepping = True
+            self._continue_step()
+            return result
+
+        return watched
+
+    def _continue_step(self) -> None:
         self._own()
         self._begin("optimizer")
-        self._stepping = True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = False
@@ -209,15 +247,14 @@ class Ledger(_torch.TorchDispatchMode):
                     self._there(tensor.grad, "gradient", name)
             for tensor in (buffer for buffer in buffers.values() if buffer is not None):
                 self._there(tensor, "parameter", name)
-        if self._optimizer is None:
-            return
-        for param in (param for group in self._optimizer.param_groups for param in group["params"]):
-            name = self._names.get(id(param), "")
-            self._there(param, "parameter", name)
-            if param.grad is not None:
-                self._there(param.grad, "gradient", name)
-            for tensor in _torch.tensors_in(dict(self._optimizer.state.get(param, {}))):
-                self._there(tensor, "optimizer state", name)
+        for optimizer in self._optimizers:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                name = self._names.get(id(param), "")
+                self._there(param, "parameter", name)
+                if param.grad is not None:
+                    self._there(param.grad, "gradient", name)
+                for tensor in _torch.tensors_in(dict(optimizer.state.get(param, {}))):
+                    self._there(tensor, "optimizer state", name)
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -228,8 +265,7 @@ class Ledger(_torch.TorchDispatchMode):
         node = _torch.current_node() or self._node
         self._turn(node)
         sources = _torch.tensors_in((args, kwargs))
-        for tensor in sources:
-            self._there(tensor, "input")
+        self.read(sources)
         module, line = self._place(node)
         watched = self._unseen is not None and self._unseen.begin(self._level)
         result = func(*args, **kwargs)

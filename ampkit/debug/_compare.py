@@ -6,7 +6,7 @@ import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from .._state import TrainingState
 from .._text import dtype_name, grid
-from .._torch import keystr, tree_flatten_with_path, version
+from .._torch import is_compiled, keystr, tree_flatten_with_path, version
 
 _SHOWN = 20  # rows of a table that does not show all
 _HOOKLESS = "a graph that is replayed, and compiled code, call no hooks"
+_BY_HOOKS = (", forward", ", backward")  # how `_words` ends for what hooks see
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class ComparedTensor:
     """One tensor of both runs.
 
     Attributes:
-        path: of the module whose output it is, of the parameter or buffer, or of a part of what the function returned.
+        path: of the module whose output it is, of the parameter or buffer, or of a part of what the function returned;
+            without the names that torch.compile and DistributedDataParallel put in.
         direction: "forward" (output of a module), "backward" (gradient of that output), "gradient" (of a parameter,
             after the run), "state" (parameter, buffer or optimizer state, after the run), "result".
         call: which call of the module in the run, from 1.
@@ -127,9 +129,12 @@ class Comparison:
 
     def _missing(self) -> Iterator[str]:
         for run, names in (("a", self.only_a), ("b", self.only_b)):
-            if names:
-                more = ", ..." if len(names) > 3 else ""
-                yield f"{len(names)} in run {run} alone ({_HOOKLESS}): {', '.join(names[:3])}{more}"
+            hooked = [name for name in names if name.endswith(_BY_HOOKS)]
+            left = [name for name in names if not name.endswith(_BY_HOOKS)]
+            for some, why in ((hooked, f" ({_HOOKLESS})"), (left, "")):
+                if some:
+                    more = ", ..." if len(some) > 3 else ""
+                    yield f"{len(some)} in run {run} alone{why}: {', '.join(some[:3])}{more}"
 
     def _telling(self) -> list[ComparedTensor]:
         first = self.first
@@ -158,7 +163,8 @@ def compare(
     these outputs in the order of the backward, both seen by hooks; then what the run left (`param.grad` of `model`,
     parameters, buffers and optimizer state), then what the function returned. A CUDA graph calls no hooks when it is
     replayed, nor does a capture while it records: of an `ampkit.graphed_step` compare what it leaves and returns, by
-    `state`. Gradients are of what `backward` was called on: under a loss scale, give both runs the same.
+    `state`. Compiled code calls none either: what `torch.compile(module)` returned is watched from outside. Gradients
+    are of what `backward` was called on: under a loss scale, give both runs the same.
 
     The units in the last place of x in a format of precision p and least exponent e_min are
     `2 ** (max(e, e_min) - p + 1)` for `2 ** e <= |x| < 2 ** (e + 1)` (Muller, "On the definition of ulp(x)", INRIA
@@ -182,8 +188,8 @@ def compare(
         ValueError: something in `state` that cannot be put back.
 
     Before the second run, and at the end, all that is in `model` and `state` is as it was before (parameters, buffers,
-    gradients, optimizer state and hyperparameters), and so are the random numbers of torch, Python and numpy. Train
-    mode and plain attributes of modules are not put back.
+    gradients, optimizer state and hyperparameters, with what is in their lists and dicts), and so are the random
+    numbers of torch, Python and numpy. Train mode and plain attributes of modules are not put back.
 
     Sync: waits for the device. Memory: a copy of every recorded tensor on its device during a run, on the host after.
     """
@@ -230,9 +236,13 @@ def _run(fn: Callable[[], Any], model: nn.Module | None, own: Sequence[Any]) -> 
         result = fn()
     tensors = watch.tensors
     if model is not None:
-        grads = ((name, param.grad) for name, param in model.named_parameters())
+        held = _held_paths(model)
+        grads = ((_plain(name, held), param.grad) for name, param in model.named_parameters())
         tensors.update({_Key("gradient", name): grad for name, grad in grads if grad is not None})
-    tensors.update({_Key("state", path): tensor for path, tensor in _training_state(own).tensors().items()})
+    state = _training_state(own)
+    held = {path for name, module in state.modules.items() for path in _held_paths(module, name)}
+    held |= {f"optimizer[{i}].{path}" for i in range(len(state.optimizers)) for path in held}
+    tensors.update({_Key("state", _plain(path, held)): tensor for path, tensor in state.tensors().items()})
     for path, leaf in tree_flatten_with_path(result)[0]:
         if isinstance(leaf, Tensor):
             tensors[_Key("result", f"result{keystr(path)}")] = leaf
@@ -245,19 +255,19 @@ class _Watch:
     def __init__(self) -> None:
         self.tensors: dict[_Key, Tensor] = {}
         self._calls: Counter[str] = Counter()
-        self._last: tuple[Tensor, int, Tensor] | None = None
+        self._last: tuple[Tensor, int | None, Tensor] | None = None  # a tensor, its version if it has one, a copy
         self._entered = ExitStack()
 
     @contextmanager
     def hooked(self, model: nn.Module | None) -> Iterator[None]:
         """Context in which the modules below `model` are watched."""
         with ExitStack() as self._entered:
-            for path, module in () if model is None else model.named_modules():
+            for path, module in () if model is None else _watched(model):
                 self._entered.callback(module.register_forward_hook(partial(self._on_output, path)).remove)
             yield
 
     def _on_output(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        if _is_capturing():
+        if torch.compiler.is_compiling() or _is_capturing():  # compiled code must not hold what is watched now
             return
         self._calls[path] += 1
         leaves, _ = tree_flatten_with_path(output)
@@ -270,14 +280,39 @@ class _Watch:
                     self._entered.callback(hook.remove)
 
     def _on_gradient(self, key: _Key, grad: Tensor) -> None:
-        if not _is_capturing():
+        if not (torch.compiler.is_compiling() or _is_capturing()):
             self._keep(key, grad)
 
     def _keep(self, key: _Key, tensor: Tensor) -> None:
-        # A block returns what its last module returned: one copy will do.
-        if self._last is None or self._last[0] is not tensor or self._last[1] != version(tensor):
-            self._last = (tensor, version(tensor), tensor.detach().clone())
+        # A block returns what its last module returned: one copy will do. Inference tensors do not tell their changes.
+        number = None if tensor.is_inference() else version(tensor)
+        if number is None or self._last is None or self._last[0] is not tensor or self._last[1] != number:
+            self._last = (tensor, number, tensor.detach().clone())
         self.tensors[key] = self._last[2]
+
+
+def _watched(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """Return the modules below a model by their plain names: of a wrapper and what it holds, the wrapper."""
+    held, found = _held_paths(model), dict[str, nn.Module]()
+    for path, module in model.named_modules():
+        if "_orig_mod" not in path.split("."):  # what is in compiled code calls no hooks
+            found.setdefault(_plain(path, held), module)
+    return found.items()
+
+
+def _held_paths(model: nn.Module, prefix: str = "") -> set[str]:
+    """Return the paths at which torch.compile and DistributedDataParallel hold the modules that they wrap."""
+    held: set[str] = set()
+    for path, module in model.named_modules(prefix=prefix):
+        if is_compiled(module) or isinstance(module, nn.parallel.DistributedDataParallel):
+            held.update(f"{path}.{name}".removeprefix(".") for name, _ in module.named_children())
+    return held
+
+
+def _plain(path: str, held: set[str]) -> str:
+    """Return a path without the last part of each of its beginnings that is in `held`."""
+    parts = path.split(".")
+    return ".".join(part for i, part in enumerate(parts, 1) if ".".join(parts[:i]) not in held)
 
 
 def _is_capturing() -> bool:
@@ -305,7 +340,12 @@ class _Start:
         self.held = held
         self._state = _training_state(held)
         self._live = self._state.tensors()
-        self._values = [(tensor, tensor.detach().clone()) for tensor in self._live.values()]
+        own = (tensor for path, tensor in self._live.items() if not path.startswith("optimizer["))
+        self._values = [(tensor, tensor.detach().clone()) for tensor in own]
+        # Not by path: a parameter of no module has none. And not tensors alone: SparseAdam and LBFGS count in Python.
+        self._moments = [
+            {param: _kept(values) for param, values in optimizer.state.items()} for optimizer in self._state.optimizers
+        ]
         params = dict.fromkeys(param for module in self._state.modules.values() for param in module.parameters())
         self._grads = [(param, param.grad, None if param.grad is None else param.grad.clone()) for param in params]
         groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
@@ -323,8 +363,10 @@ class _Start:
                 # A graph captured meanwhile writes to state that is not the optimizer's any more. A new container tells
                 # its owner, as load_state_dict would (`Generation`).
                 optimizer.state = copy.copy(optimizer.state)
-                for param in [param for param, values in optimizer.state.items() if not values]:
-                    del optimizer.state[param]
+        for optimizer, moments in zip(self._state.optimizers, self._moments, strict=True):
+            for param in [param for param in optimizer.state if param not in moments]:
+                del optimizer.state[param]
+            optimizer.state.update({param: put_back() for param, put_back in moments.items()})
         for tensor, value in self._values:
             tensor.copy_(value)
         for param, grad, before in self._grads:
@@ -352,11 +394,26 @@ def _loadable(part: Any) -> Any:
 
 
 def _kept(value: Any) -> Callable[[], Any]:
-    """Return what gives a hyperparameter as it is now: the same object, with the same value."""
-    if not isinstance(value, Tensor):
-        return lambda: value
-    before = value.clone()
-    return lambda: value.copy_(before)
+    """Return what gives a value as it is now: the same object; a tensor, list or dict with the same in it."""
+    if isinstance(value, Tensor):
+        before = value.detach().clone()
+        return lambda: value.copy_(before)
+    if isinstance(value, dict):
+        entries = {key: _kept(entry) for key, entry in value.items()}
+        return lambda: _refilled(value, {key: put_back() for key, put_back in entries.items()})
+    if isinstance(value, (list, tuple)):
+        items = [_kept(item) for item in value]
+        return lambda: _refilled(value, [put_back() for put_back in items])
+    return lambda: value
+
+
+def _refilled(value: Any, content: Any) -> Any:
+    if isinstance(value, dict):
+        value.clear()
+        value.update(content)
+    elif isinstance(value, list):
+        value[:] = content
+    return value  # a tuple has the same objects in it as ever
 
 
 def _random_states(generators: Sequence[torch.Generator]) -> Iterator[tuple[Callable[[Any], Any], Any]]:
@@ -405,12 +462,21 @@ def _distance(left: Tensor, right: Tensor) -> tuple[float, float]:
     if bool((~finite & ~alike).any()):  # sync
         return -math.inf, math.inf
     left, right = left.where(finite, 0.0), right.where(finite, 0.0)
-    error = left - right
-    size, noise = left.norm().item(), error.norm().item()  # sync
-    ulps = (error.abs() / _ulp(torch.maximum(left.abs(), right.abs()), dtype)).max().item()  # sync
-    if noise == 0:
-        return math.inf, ulps
-    return (20 * math.log10(size / noise) if size else -math.inf), ulps
+    ulp = _ulp(torch.maximum(left.abs(), right.abs()), dtype)
+    error, unit = left - right, 1.0
+    if bool(error.isinf().any()):  # sync
+        error, unit = left / 2 - right / 2, 0.5
+    ulps = (error.abs() / ulp).max().item() / unit  # sync
+    noise = _decibels(error)
+    return (math.inf if noise == -math.inf else _decibels(left * unit) - noise), ulps
+
+
+def _decibels(values: Tensor) -> float:
+    """Return `20 log10` of the 2-norm, also where squares leave float64; -inf for zeros. Sync: waits for the device."""
+    largest = values.abs().max().item()  # sync
+    if largest == 0:
+        return -math.inf
+    return 20 * (math.log10(largest) + math.log10((values / largest).norm().item()))  # sync
 
 
 def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:

@@ -91,15 +91,21 @@ class Reading:
     Args:
         snapshot: the numbers.
         rows: what they are of.
+        parameters: the rows of each module's parameters by their names, as `Sites` has them.
         order: indices of the rows that were measured, in the order of time; those of parameters come last.
         dtypes: of the tensors, by index.
     """
 
     def __init__(
-        self, snapshot: Snapshot, rows: Sequence[Row], order: Sequence[int], dtypes: Mapping[int, torch.dtype]
+        self,
+        snapshot: Snapshot,
+        rows: Sequence[Row],
+        parameters: Mapping[str, Mapping[str, int]],
+        order: Sequence[int],
+        dtypes: Mapping[int, torch.dtype],
     ) -> None:
         self.step, self.scale = snapshot.step, snapshot.scale
-        self._rows, self._dtypes = rows, dtypes
+        self._rows, self._parameters, self._dtypes = rows, parameters, dtypes
         self._index = {(row.name, row.what): i for i, row in enumerate(rows)}
         self._values = values = snapshot.values
         # Lists, by row: looking up single elements of a tensor would take milliseconds in all.
@@ -181,7 +187,7 @@ class Reading:
     def _how_it_overflowed(self, first: int) -> str:
         row, stats = self._rows[first], self._row(first)
         amount = f"{stats.nonfinite} of {stats.count} values are not finite"
-        broken = [self._rows[i].name for i in self._of_module(row.module) if not self._magnitudes[i] < math.inf]
+        broken = [name for name, i in self._of_module(row.module).items() if not self._magnitudes[i] < math.inf]
         if broken:
             return f"{amount}; {broken[0]} is not finite itself: it broke in an earlier step"
         return {
@@ -192,8 +198,8 @@ class Reading:
             "gradient": f"the gradient of {row.name}: {amount}",
         }[row.what]
 
-    def _of_module(self, module: str) -> list[int]:
-        return [i for i, row in enumerate(self._rows) if row.what == "gradient" and row.module == module]
+    def _of_module(self, module: str) -> Mapping[str, int]:
+        return self._parameters.get(module, {})
 
     # ------------------------------------------------------------------------------------------------------ underflow
 
@@ -228,7 +234,7 @@ class Reading:
 
     def _has_weights(self, module: str) -> bool:
         """Return whether the module's first parameter, the weight, is not zero, as that of a BatchNorm may begin."""
-        return any(self._magnitudes[i] > 0 for i in self._of_module(module)[:1])
+        return any(self._magnitudes[i] > 0 for i in list(self._of_module(module).values())[:1])
 
     def _lost(self, i: int) -> str:
         stats = self._row(i)

@@ -1,6 +1,7 @@
 """Memory of a training step before there is a device: the step on fake tensors, under the ledger of a real one."""
 
 import copy
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from .. import _torch
 from .._blame import user_line
 from .._fake import can_save_for_backward, fake_copy, fake_device
 from .._policy import Policy
+from .._text import type_text
 from ._allocator import Allocator
 from ._backward import without_engine
 from ._categories import Ledger, Sizes
@@ -44,13 +46,15 @@ def forecast(
     `optimizer.step` run on these copies. For CUDA the caching allocator is run along, for a tensor takes the block that
     it lies in, and cuBLAS's workspaces are counted, of an H100 where there is no GPU. Not counted, for no one can know
     without the device: workspaces that kernels take while they run (cuDNN's, above all while it chooses algorithms),
-    and the context of CUDA itself, which is not in `torch.cuda.memory_allocated` either.
+    and the context of CUDA itself, which is not in `torch.cuda.memory_allocated` either. What torch.compile made runs
+    as the eager code that it was made of.
 
     Args:
         loss_fn: `loss_fn(model, *batch)` returns the loss, or `(loss, aux)`, as for `graphed_step`. It cannot read the
             value of a tensor.
         model: on any device, also on meta. It is not touched.
-        optimizer: over its parameters. Its state is thought to be empty before the first step. Not touched.
+        optimizer: over its parameters. Its state is thought to be empty before the first step. Not touched; its step
+            may need no closure.
         batch: what the loss is called with behind the model: a tuple, or a single tensor. On any device.
         policy: `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it.
         device: "cuda" (no GPU needed, but a torch that was built with CUDA) or "cpu".
@@ -58,7 +62,8 @@ def forecast(
         label: what the profile calls itself, by default the policy.
 
     Raises:
-        ValueError: an argument that cannot work, or a step that reads the value of a tensor; the message has the line.
+        ValueError: an argument that cannot work, or a step that reads the value of a tensor or mixes devices; the
+            message has the line.
 
     Sync: none. Hooks on modules' gradients are not called, nor those on tensors that are no leaves.
     """
@@ -70,6 +75,7 @@ def forecast(
         )
     if steps < 1:
         raise ValueError(f"debug.forecast(steps={steps!r}): expected how many steps, 1 or more.")
+    _check_closure(optimizer)
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     batch = batch if isinstance(batch, (tuple, list)) else (batch,)
     label = label or ("autocast as it was" if policy is None else str(policy))
@@ -78,9 +84,15 @@ def forecast(
             step = _Step(loss_fn, model, optimizer, batch, policy, device)
             return step.profile(steps, label, sys._getframe(1))
         except Exception as error:
+            where = f" At {line}" if (line := user_line(error)) else ""
+            if _torch.is_mix_of_devices(error):
+                raise ValueError(
+                    f"debug.forecast: the step mixes devices: {error}. Only the tensors of the model, of the batch and "
+                    "of a loss_fn that is a module are brought to the device: let loss_fn be an nn.Module that has its "
+                    f"tensors as buffers, or pass them in the batch.{where}"
+                ) from error
             if not _torch.is_limit_of_fake_tensors(error):
                 raise
-            where = f" At {line}" if (line := user_line(error)) else ""
             raise ValueError(
                 f"debug.forecast: the step needs a value or a device, and fake tensors have none: {error}{where}"
             ) from error
@@ -101,7 +113,8 @@ class _Step:
         (self._model, self._loss_fn), self._batch = fake_copy((model, loss_fn), device), fake_copy(batch, device)
         if policy is not None and (policy.modules or policy.params is not torch.float32):
             policy.apply(self._model)
-        copies: dict[Tensor, Tensor] = dict(zip(model.parameters(), self._model.parameters(), strict=True))
+        pairs = zip(model.parameters(), self._model.parameters(), strict=True)
+        copies: dict[int, Any] = {id(param): fake for param, fake in pairs}
         self._optimizer = _optimizer_of(optimizer, copies, device)
         self._policy = policy
         self._device = device
@@ -111,15 +124,15 @@ class _Step:
         on_cuda = self._device == "cuda"
         device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
         sizes = Allocator() if on_cuda else Sizes()
-        parts = self._model, self._optimizer, self._batch
+        parts = self._model, [self._optimizer], self._batch
         ledger = Ledger(device, *parts, entered, sizes, watches_allocator=False)
         with without_engine(ledger.at_node), ledger:
             for _ in range(steps):
                 ledger.begin_step()
-                self._run()
+                self._run(ledger)
         return ledger.profile(label, forecast=True)
 
-    def _run(self) -> None:
+    def _run(self, ledger: Ledger) -> None:
         self._optimizer.zero_grad()
         with self._autocast():
             loss = self._loss_fn(self._model, *self._batch)
@@ -127,7 +140,7 @@ class _Step:
         if self._policy is not None and self._policy.needs_scaling:
             loss = loss * torch.ones((), device=loss.device)
         loss.backward()
-        with _Stepping():  # type: ignore[no-untyped-call]
+        with _Stepping(ledger):
             self._optimizer.step()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -137,31 +150,79 @@ class _Step:
 class _Stepping(_torch.TorchDispatchMode):
     """Context in which an optimizer can step: it reads its count of steps, and calls kernels that make no tensor."""
 
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _torch.READ:
-            return 1  # no size depends on it
+            return 2  # no size depends on it; 0 or 1 would be divided by, or by its difference to 1
         if func.overloadpacket in _torch.IN_PLACE_WITHOUT_META:
+            self._ledger.read((args, kwargs))
             return None
         return func(*args, **(kwargs or {}))
 
 
-def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[Tensor, Tensor], device: str) -> torch.optim.Optimizer:
-    """Return a copy over the copies of parameters, with the state that it has before a first step."""
-    made = copy.copy(optimizer)
+def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str) -> torch.optim.Optimizer:
+    """Return a copy over the copies of parameters, with the state that it has before a first step.
+
+    Args:
+        optimizer: what to copy.
+        copies: copies by the id of what they are of; this one and those of its parameters outside the model are added.
+        device: where the copies are.
+    """
+    made = copies[id(optimizer)] = copy.copy(optimizer)
+    made.param_groups = [_group(group, optimizer, copies, device) for group in optimizer.param_groups]
     made.state = defaultdict(dict)
     if isinstance(optimizer, torch.optim.Adagrad):  # makes all of it when it is made
         for param, state in optimizer.state.items():
-            made.state[copies[param]] = fake_copy(state, device)
-    made.param_groups = [_group(group, copies, device) for group in optimizer.param_groups]
+            made.state[copies[id(param)]] = fake_copy(state, device)
+    for name, value in vars(optimizer).items():
+        # A method in an instance is a wrapper around that of the original: a scheduler has one of `step`.
+        if name not in vars(made) and not hasattr(type(optimizer), name):
+            setattr(made, name, _attribute(optimizer, name, value, copies, device))
     return made
 
 
-def _group(group: dict[str, Any], copies: dict[Tensor, Tensor], device: str) -> dict[str, Any]:
+def _attribute(optimizer: torch.optim.Optimizer, name: str, value: Any, copies: dict[int, Any], device: str) -> Any:
+    """Return a copy of what a subclass keeps beside the state: `Optimizer.__getstate__` leaves it out."""
+    for leaf in _torch.tree_flatten(value)[0]:
+        if isinstance(leaf, torch.optim.Optimizer) and id(leaf) not in copies:  # one that it wraps
+            _optimizer_of(leaf, copies, device)
+        elif isinstance(leaf, Tensor) and id(leaf) not in copies:
+            copies[id(leaf)] = fake_copy(leaf, device)
+    try:
+        return copy.deepcopy(value, copies)
+    except Exception as error:  # of whatever the attribute is
+        raise ValueError(
+            f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
+            "Forecast with an optimizer without it."
+        ) from error
+
+
+def _check_closure(optimizer: torch.optim.Optimizer) -> None:
+    _, *args = inspect.signature(type(optimizer).step).parameters.values()
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = [arg.name for arg in args if arg.default is arg.empty and arg.kind not in variable]
+    if required:
+        raise ValueError(
+            f"debug.forecast: {type(optimizer).__name__}.step needs {', '.join(required)}, and the forecast calls "
+            "optimizer.step(). Forecast with another optimizer, or record a real step: debug.memory(train_step, ...)."
+        )
+
+
+def _group(
+    group: dict[str, Any], optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str
+) -> dict[str, Any]:
     options = {name: fake_copy(value, device) for name, value in group.items() if name != "params"}
-    params = [copies[param] if param in copies else fake_copy(param, device) for param in _params(group)]
+    for param in _params(group):
+        if id(param) not in copies:
+            copies[id(param)] = fake_copy(param, device)
+    params = [copies[id(param)] for param in _params(group)]
     # torch takes foreach by itself, but asks the exact class of each parameter, which a fake one has not.
     if device == "cuda" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
-        options["foreach"] = True
+        tensor_rate = isinstance(options.get("lr"), Tensor) and not options.get("capturable")
+        options["foreach"] = not (tensor_rate and isinstance(optimizer, torch.optim.Adam))  # as torch/optim/adam.py
     return {"params": params, **options}
 
 

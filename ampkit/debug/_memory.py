@@ -1,7 +1,7 @@
 """The ways to ask where the memory went: a function that is called a few times, or a context around a loop."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, overload
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._text import type_text
 from ._categories import Blocks, Ledger, Sizes
 from ._profile import MemoryProfile
 
@@ -23,12 +24,12 @@ class Recorded:
     def __init__(
         self,
         model: nn.Module | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         inputs: Any,
         device: torch.device,
         label: str,
     ) -> None:
-        self._parts = model, optimizer, inputs
+        self._parts = model, optimizers, inputs
         self._device = device
         self._label = label
         self._ledger: Ledger | None = None
@@ -73,12 +74,12 @@ class Recorded:
 
 
 @overload
-def memory(  # type: ignore[overload-overlap]  # a module that is called with a batch is the second
+def memory(  # a module that is called with a batch is the second
     fn: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
     /,
-    *,
+    *optimizers: torch.optim.Optimizer,
     model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     inputs: Any = (),
     device: torch.device | str | None = None,
     label: str = "",
@@ -91,7 +92,7 @@ def memory(
     /,
     *args: Any,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     inputs: Any = None,
     steps: int = 1,
     device: torch.device | str | None = None,
@@ -105,9 +106,9 @@ def memory(
     /,
     *args: Any,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     inputs: Any = None,
-    steps: int = 1,
+    steps: int | None = None,
     device: torch.device | str | None = None,
     label: str = "",
     **kwargs: Any,
@@ -137,13 +138,16 @@ def memory(
     `torch.cuda.memory_allocated`; what was there before and is never used is not counted, and the device's peak
     statistics are reset. On a CPU, sizes are what tensors ask for.
 
+    What torch.compile made is recorded as the eager code that it was made of, and runs compiled again afterwards: what
+    it saves in memory does not show. So a graph that is captured meanwhile holds eager code too; record before that.
+
     Args:
-        fn: what to call. A module with no arguments but an optimizer, or nothing at all, makes a context manager.
-        args: what to call it with; in a context manager the optimizer.
+        fn: what to call. A module with no arguments but optimizers, or nothing at all, makes a context manager.
+        args: what to call it with; in a context manager the optimizers.
         model: whose parameters they are; by default `fn` where that is a module.
-        optimizer: whose state it is.
+        optimizer: whose state it is; of several, a list.
         inputs: a tree of tensors that are the batch; by default those among the arguments.
-        steps: how often to call `fn`.
+        steps: how often to call `fn`, by default once. A context manager takes none.
         device: whose memory, by default the one that the model is on, else the inputs.
         label: what the profile calls itself.
         kwargs: what to call `fn` with.
@@ -152,24 +156,47 @@ def memory(
         A `MemoryProfile`, or a context manager that has one as `.profile` when it is left.
 
     Raises:
-        ValueError: no steps.
+        ValueError: no steps, or an argument that a context manager does not take.
 
     Sync: none of its own. Aliasing: none; no tensor is kept alive.
     """
-    optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+    optimizers = _optimizers(optimizer)
     model = fn if model is None and isinstance(fn, nn.Module) else model
-    if fn is None or (isinstance(fn, nn.Module) and len(optimizers) == len(args) and not kwargs):
-        optimizer = optimizers[0] if optimizers else optimizer
-        return Recorded(model, optimizer, inputs, _device(device, model, inputs), label)
+    given = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+    if fn is None or (isinstance(fn, nn.Module) and len(given) == len(args) and not kwargs):
+        _check_context(steps, [arg for arg in args if not isinstance(arg, torch.optim.Optimizer)], kwargs)
+        return Recorded(model, [*given, *optimizers], inputs, _device(device, model, inputs), label)
+    steps = 1 if steps is None else steps
     if steps < 1:
         raise ValueError(f"debug.memory(steps={steps!r}): expected how often to call the function, 1 or more.")
     inputs = (args, kwargs) if inputs is None else inputs
-    recorded = Recorded(model, optimizer, inputs, _device(device, model, inputs), label)
+    recorded = Recorded(model, optimizers, inputs, _device(device, model, inputs), label)
     with recorded.entered(sys._getframe(1)) as ledger:
         for _ in range(steps):
             ledger.begin_step()
             fn(*args, **kwargs)
     return recorded.profile
+
+
+def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return what was passed as `optimizer` as a list."""
+    made = list(optimizer) if isinstance(optimizer, (tuple, list)) else [] if optimizer is None else [optimizer]
+    if not all(isinstance(one, torch.optim.Optimizer) for one in made):
+        raise ValueError(f"debug.memory(optimizer={type_text(tuple(made))}): expected an optimizer, or a list of them.")
+    return made
+
+
+def _check_context(steps: int | None, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse what a context manager would have to leave out."""
+    call = "debug.memory(train_step, *batch, model=model, optimizer=optimizer, steps=2)"
+    if steps is not None:
+        raise ValueError(
+            f"debug.memory(steps={steps!r}): with a model alone it is a context manager, whose steps are those of the "
+            f"loop in it: with debug.memory(model, optimizer) as recorded. To have a function called, write {call}."
+        )
+    if args or kwargs:
+        found = ", ".join([*map(type_text, args), *(f"{name}=" for name in kwargs)])
+        raise ValueError(f"debug.memory(None, {found}): nothing to call with that. Write {call}.")
 
 
 def _device(device: torch.device | str | None, model: nn.Module | None, inputs: Any) -> torch.device:

@@ -1,5 +1,6 @@
 """Which steps of a training are measured, what is kept of them, and how it is reported."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -41,7 +42,8 @@ def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | No
     Observed are the steps 0, `every`, 2 * `every` and so on, and each one that begins when the host has learned that
     an earlier one was skipped for an overflow: an overflow that persists is found a step or two later, with nothing
     but the count of skipped steps, 8 bytes, copied in the steps between. Where several processes train together they
-    must observe the same steps, so that only the regular ones are.
+    must observe the same steps, so that only the regular ones are. In a loop of your own, calls in eval mode without
+    gradients (validation under `torch.no_grad()`) are left out.
 
     Args:
         model: a `DistributedDataParallel` gives the names without `module.`. Parts that are `torch.compile(module)` are
@@ -99,10 +101,11 @@ class NumericsReport:
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that `json` takes."""
+        """Return the fields as a dict that `json` takes. JSON has no inf: a `safe_scale` of inf is None there."""
         named = {"first_overflow": self.first_overflow, "first_underflow": self.first_underflow}
         findings = {name: None if found is None else found._asdict() for name, found in named.items()}
-        return {**asdict(self), **findings, "rows": [row._asdict() for row in self.rows]}
+        safe = None if self.safe_scale == math.inf else self.safe_scale
+        return {**asdict(self), **findings, "safe_scale": safe, "rows": [row._asdict() for row in self.rows]}
 
     def table(self, rows: int | None = None) -> str:
         """Return a text table of the statistics in the order of time, of all rows or of the worst ones."""
@@ -307,7 +310,7 @@ class Numerics:
         for step, buffer in self._snapshots.take(wait=wait):
             assert self._telemetry is not None  # it has sent this
             snapshot = self._telemetry.snapshot(step, buffer)
-            self._learn(Reading(snapshot, self._sites.rows, self._order, self._dtypes))
+            self._learn(Reading(snapshot, self._sites.rows, self._sites.parameters, self._order, self._dtypes))
 
     def _learn(self, reading: Reading) -> None:
         self._observed += 1
@@ -320,7 +323,10 @@ class Numerics:
             self._underflow = self._underflow or reading.first_underflow()
 
     def figures(self) -> dict[str, float]:
-        """Return a few numbers of the last observed step that has arrived, for a logger; {} before. Sync: none."""
+        """Return a few numbers of the last observed step that has arrived, for a logger; {} before. Sync: none.
+
+        All are finite: there is no `safe_scale` where each step overflowed, nor where all gradients were zero.
+        """
         self._take()
         if self._last is None:
             return {}
@@ -331,7 +337,7 @@ class Numerics:
             "largest_gradient": largest,
             "nonfinite_gradients": nonfinite,
             "flushed_in_float16": flushed,
-            **({} if self._largest is None else {"safe_scale": safe_scale(self._largest)}),
+            **({"safe_scale": safe_scale(self._largest)} if self._largest else {}),
         }
 
     def report(self) -> NumericsReport:

@@ -34,6 +34,8 @@ class Sites:
 
     Attributes:
         rows: what is measured, by index.
+        parameters: of each module that holds some, by its own names for them, in which row each one is. Tied ones, of
+            which there is one row, are with all that hold them.
         compiled: names of compiled modules.
         root: the name that stands for the model itself.
 
@@ -51,6 +53,10 @@ class Sites:
         self.rows = [Row(name, what, name) for name, _ in self._modules for what in _OF_MODULES]
         self.rows += [Row(name, "gradient", self._owner(name)) for name in self._params.values()]
         self._index = {(row.name, row.what): i for i, row in enumerate(self.rows)}
+        self.parameters: dict[str, dict[str, int]] = {}
+        for full_name, param in unwrapped(model).named_parameters(remove_duplicate=False):
+            name = _plain_name(full_name)
+            self.parameters.setdefault(self._owner(name), {})[name] = self._index[self._params[param], "gradient"]
         self._open: dict[str, list[tuple[set[Edge], int]]] = {}  # calls that have begun, by module
 
     def _collect(self, module: nn.Module, name: str) -> None:
@@ -87,7 +93,8 @@ class Sites:
 
         Args:
             tally: where to.
-            only_training: leave out calls while the model is in eval mode.
+            only_training: leave out calls while the model is in eval mode and no gradients are recorded, which is
+                validation. Fine-tuning in eval mode is measured, and so is a reentrant checkpoint in train mode.
             parameters: measure gradients of parameters too, whenever a backward has added to them.
         """
         with ExitStack() as hooks:
@@ -120,7 +127,8 @@ class Sites:
     def _before(self, tally: Tally, only_training: bool, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a whole function is compiled: its code must not hold what is measured now
             return
-        if tally.closed or (only_training and not self._model.training):
+        validates = not self._model.training and not torch.is_grad_enabled()
+        if tally.closed or (only_training and validates):
             return
         inputs = _floats((args, kwargs))
         if not in_backward():  # or else it is a checkpoint's recomputation of what was measured before

@@ -88,9 +88,13 @@ class Telemetry:
             foreach_maximum_([self._largest[rows[i]] for i in chosen], list(maxima.unbind()))
 
     def set_magnitudes(self, rows: Sequence[int], params: Sequence[Tensor]) -> None:
-        """Put the largest magnitudes of some parameters in their rows; inf or nan if an element is."""
+        """Put the largest magnitudes of some parameters in their rows; inf or nan if an element is.
+
+        Memory: four bytes per element of those in eight-bit formats, of which torch has no norm.
+        """
         if rows:
-            norms = torch.stack(foreach_norm(list(params), torch.inf)).double()
+            wide = [param.float() if param.dtype.itemsize == 1 else param for param in params]
+            norms = torch.stack(foreach_norm(wide, torch.inf)).double()
             foreach_copy_([self._magnitudes[row] for row in rows], list(norms.unbind()))
 
     def set_scale(self, scale: Tensor) -> None:
@@ -160,8 +164,13 @@ class Tally:
 
 
 def is_measurable(tensor: Tensor) -> bool:
-    """Return whether a tensor has floating values that can be looked at: it is dense, plain and not empty."""
-    if type(tensor) not in (Tensor, nn.Parameter) or is_functorch_wrapped(tensor) or tensor.is_nested:
+    """Return whether a tensor has floating values that can be looked at: it is dense, plain, not packed, not empty."""
+    if (
+        tensor.dtype is torch.float4_e2m1fn_x2
+        or type(tensor) not in (Tensor, nn.Parameter)
+        or is_functorch_wrapped(tensor)
+        or tensor.is_nested
+    ):
         return False
     plain = tensor.layout is torch.strided and not tensor.is_inference()
     return plain and (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0

@@ -18,9 +18,10 @@ from ._graph import capture_stream
 from ._inputs import Spec, StaticInputs, describe_change, read_batch
 from ._preflight import Preflight, describe
 from ._scaler import check_positive
+from ._segments import no_recompile
 from ._state import Generation, Settings, TrainingState
 from ._timing import Clock, Timing
-from ._torch import fail_on_recompile, tree_flatten, tree_unflatten, version
+from ._torch import tree_flatten, tree_unflatten, version
 from ._verify import Verdict, verified
 
 WARM_UP = "warm-up"
@@ -234,7 +235,7 @@ class Engine:
         self._settings: list[Settings] = []
         self._setting = 0  # the index of the present ones
         self._reason = WARM_UP  # of an input that was warm under other settings
-        self._seen: set[Hashable] = set()  # inputs that were
+        self._seen: set[int] = set()  # inputs that were, by hash: the inputs may hold what is the user's
         self._eager: Counter[str] = Counter()
         self._unverified = options.verify
         self.captures = 0
@@ -379,7 +380,7 @@ class Engine:
             if len(self._layouts) == _MAX_LAYOUTS:
                 self._say_that_inputs_vary(key)
                 self._layouts.popitem(last=False)
-            seen = key.spec, key.phase
+            seen = hash((key.spec, key.phase))
             layout = self._layouts[key] = _Layout(self._reason if seen in self._seen else WARM_UP)
             if len(self._seen) < _MAX_SEEN:
                 self._seen.add(seen)
@@ -431,7 +432,7 @@ class Engine:
         # An emulated graph keeps what it is given: with self in it, a cycle would keep the graphs alive.
         fn = self._captured
         try:
-            with fail_on_recompile():
+            with no_recompile:
                 graph.capture(lambda: fn(key.phase, *inputs.args, **inputs.kwargs))
             _refuse_rebound(self._state.rebound_since(before))
         except CaptureError as error:

@@ -119,13 +119,13 @@ class CudaGraph:
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
         graph, handle = self._new_graph(), self._pool.enter(self)
-        on_stream = torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream)
-        with on_stream[0], on_stream[1], no_collection, growing_segments:
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), no_collection:
             try:
-                # thread_local: a data loader or another thread of the user may allocate and pin memory meanwhile.
-                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-                self._outputs = fn()
-                _end(graph)
+                with growing_segments:
+                    # thread_local: a data loader or another thread may allocate and pin memory meanwhile.
+                    graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+                    self._outputs = fn()
+                    _end(graph)
             except BaseException as error:
                 self._outputs = None
                 self._recover(graph, handle)

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 from ._errors import InputMismatch
 from ._text import dtype_name
-from ._torch import TreeSpec, keystr, storage_address, tree_flatten, tree_flatten_with_path, tree_unflatten, versions
+from ._torch import (
+    TreeSpec,
+    is_wrapper,
+    keystr,
+    storage_address,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+    versions,
+)
 
 
 class TensorSpec(NamedTuple):
@@ -155,15 +164,18 @@ class StaticInputs:
         return versions(self._buffers)
 
     def refuse_shared(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
-        """Raise an `InputMismatch` if a tensor that the step changes in place has memory that another one has too."""
+        """Raise an `InputMismatch` if a tensor that the step changes in place lies where another one lies too."""
         addresses = [storage_address(leaves[i]) for i in self._places]
-        for i, address in enumerate(addresses):
-            others = [j for j in range(len(addresses)) if j != i and addresses[j] == address != 0]
-            if changed[i] and others:
+        if len(set(addresses)) == len(addresses):
+            return
+        spans = [_span(leaves[i]) for i in self._places]
+        for i, (start, stop) in enumerate(spans):
+            others = [j for j, (a, b) in enumerate(spans) if changed[i] and j != i and a < stop and start < b]
+            if others:
                 one, other = (path(self.spec.tree, self._places[k]) for k in (i, others[0]))
                 raise InputMismatch(
-                    f"{one}, which the step changes in place, shares memory with {other}; in a graph they are two "
-                    f"buffers. Pass {one}.clone()."
+                    f"{one}, which the step changes in place, lies in the same memory as {other}; in a graph they are "
+                    f"two buffers. Pass {one}.clone()."
                 )
 
     def copy_back(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
@@ -176,6 +188,12 @@ class StaticInputs:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses between which the elements lie, not always all there is between them."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * bool(tensor.numel())
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -201,9 +219,10 @@ def _not_plain(leaf: Tensor, where: str) -> str:
         return f"{where} is a nested tensor, which a step does not take. Pad it: {where}.to_padded_tensor(0)."
     if leaf.layout is not torch.strided:
         return f"{where} has layout {leaf.layout}; a step takes strided tensors. Pass {where}.to_dense()."
+    advice = "a plain torch.Tensor" if is_wrapper(leaf) else f"{where}.as_subclass(torch.Tensor)"
     return (
         f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}; a step takes plain tensors, for what a graph "
-        f"reads is one. Pass {where}.as_subclass(torch.Tensor)."
+        f"reads is one. Pass {advice}."
     )
 
 

@@ -13,9 +13,9 @@ from ._errors import CaptureError, CaptureWarning
 from ._graph import Graph
 from ._inputs import Constant, StaticInputs
 from ._lane import Lane
+from ._segments import no_recompile
 from ._torch import (
     TreeSpec,
-    fail_on_recompile,
     graph_nodes,
     module_tables,
     storage_address,
@@ -130,7 +130,7 @@ class Passes:
             warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
             known = self._warm_up(warmup, allow_unused)
             self._outputs, self.grads = [], ()  # so that nothing is freed in mid-capture
-            with fail_on_recompile():
+            with no_recompile:
                 forward.capture(self.forward)
                 forward.replay()  # an emulated graph has no outputs before
                 self._check_same(known)

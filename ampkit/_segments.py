@@ -1,4 +1,4 @@
-"""Which segments of memory the pool of a graph takes while it is captured, and what else holds for the process then."""
+"""What holds for the process while a graph is captured: which segments of memory it takes, what must not happen."""
 
 import contextlib
 import gc
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ._torch import allocator_settings, set_allocator_settings
+from ._torch import allocator_settings, fail_on_recompile, set_allocator_settings
 
 
 class _Overlapping:
@@ -49,6 +49,10 @@ def _without_collection() -> Iterator[None]:
 # A cycle freed in mid-capture would free its tensors, or a graph, into it. A collection before the capture would do as
 # well, but takes 0.1 s and more.
 no_collection = _Overlapping(_without_collection)
+
+
+# torch.compile's stance is of the process.
+no_recompile = _Overlapping(fail_on_recompile)
 
 
 # By itself the allocator takes segments of 20 MiB, or of one block's size, and never joins what lies in two. In one
@@ -94,9 +98,9 @@ class _Growth:
         WSL2 cannot (pytorch#192330), nor can some virtual GPUs. torch finds out at the first allocation.
         """
         text = str(error)
-        if not self._tried or self._impossible or "CUDA driver error" not in text or "out of memory" in text:
+        if not self._tried or "CUDA driver error" not in text or "out of memory" in text:
             return False
-        self._impossible = True
+        self._impossible = True  # for every thread that is told so, the first or not
         return True
 
 

@@ -234,6 +234,12 @@ def storage_address(tensor: Tensor) -> int:
         return 0
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor is of a class that stands for other tensors (DTensor, MaskedTensor)."""
+    handler = _private(type(tensor), "__torch_dispatch__")
+    return handler is not _private(torch.Tensor, "__torch_dispatch__")
+
+
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operation writes to, by its schema."""
     for i, argument in enumerate(op_schema(op).arguments):
@@ -601,4 +607,5 @@ def without_compiled_code() -> Iterator[None]:
 
 def is_mix_of_devices(error: Exception) -> bool:
     """Return whether an operation on fake tensors was given tensors of several devices."""
-    return isinstance(error, RuntimeError) and "FakeTensor Device Propagation" in str(error)
+    text = str(error)
+    return "FakeTensor Device Propagation" in text or "found at least two devices" in text  # torch 2.11, 2.15

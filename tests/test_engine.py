@@ -241,11 +241,34 @@ def test_memory_that_two_inputs_share() -> None:
         step(x, x, change=False)
     for _ in range(6):
         step(torch.ones(2, 4), torch.ones(2, 4), change=True)
-    with pytest.raises(ampkit.InputMismatch, match=r"batch\[0\], which the step changes .*with batch\[1\].*clone\(\)"):
+    with pytest.raises(
+        ampkit.InputMismatch, match=r"batch\[0\], which the step changes .*memory as batch\[1\].*clone\(\)"
+    ):
         step(x, x, change=True)
-    with pytest.raises(ampkit.InputMismatch, match="shares memory"):
+    with pytest.raises(ampkit.InputMismatch, match="lies in the same memory"):
         step(x, x.view(-1).view(2, 4), change=True)
     assert torch.equal(x, torch.ones(2, 4))
+    both, calls = torch.ones(2, 2, 4), step.replays
+    step(both[0], both[1], change=True)  # side by side
+    assert (step.replays, both[:, 0, 0].tolist()) == (calls + 1, [1.5, 1.0])
+
+
+def test_what_a_batch_held_is_not_kept() -> None:
+    """A batch may hold objects of the user's, other ones in each call: closed, the step holds none of them."""
+
+    class Held:
+        pass
+
+    step, _, _ = make(("cpu", "emulate"), model=nn.Linear(4, 4), loss_fn=lambda m, x, y, held: F.mse_loss(m(x), y))
+    alive = []
+    for _ in range(6):
+        held = Held()
+        alive.append(weakref.ref(held))
+        step(torch.ones(2, 4), torch.ones(2, 4), held)
+    del held
+    step.close()
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 6
 
 
 def test_warm_up_again_is_of_what_was_warm() -> None:

@@ -17,6 +17,18 @@ class OfItsOwn(torch.Tensor):
     """A loss may ask for it, as for an image of torchvision's."""
 
 
+class Wrapper(torch.Tensor):
+    """Stands for another tensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
 def spec_of(*args: Any, **kwargs: Any) -> Spec:
     return read_batch(args, kwargs, CPU)[0]
 
@@ -68,6 +80,10 @@ def test_a_change_is_named_by_its_path(old: Any, new: Any, says: str) -> None:
         (
             torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged),
             r"batch\['x'\] is a nested tensor.*to_padded_tensor\(0\)",
+        ),
+        (
+            Wrapper(torch.zeros(2)),
+            r"batch\['x'\] is a .*Wrapper; a step takes plain tensors.*Pass a plain torch.Tensor.",
         ),
         ({1, 2}, r"batch\['x'\] is a set, which is neither a tensor nor hashable.*torch.as_tensor"),
     ],

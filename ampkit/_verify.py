@@ -76,10 +76,10 @@ def verified(
 
 def _describe(wrong: dict[str, float], said: str) -> str:
     path, size = next(iter(wrong.items()))
-    by = f"by {size:.1e} of the tensor's largest value" if size else "in the last bits"
+    much = f"{size:.1e} of the tensor's largest value" if size else "its last bits"
     more = f", and {len(wrong) - 1} more tensors do" if len(wrong) > 1 else ""
     return (
-        f"{path} is not what eager computes: it differs {by}{more}. "
+        f"{path} is not what eager computes: it differs by {much}{more}. "
         f"{said}{' ' if said else ''}The step reads or changes something on the host, or state that it does not "
         "declare (a tensor attribute that is rebound, a buffer outside of the modules)."
     )

@@ -175,8 +175,8 @@ class GraphedStep:
             **kwargs: likewise.
 
         Raises:
-            InputMismatch: a tensor on another device, a sparse one, one of a class of its own, one that requires grad or
-                that the step changes in place where another one lies; an unhashable leaf.
+            InputMismatch: a tensor on another device, a sparse one, one of a class of its own, one that requires grad,
+                one that the step changes in place where another one lies; an unhashable leaf.
             ValueError: the loss is not a floating tensor of shape () that requires grad.
             CaptureError: with `on_failure="raise"`, the step cannot be captured, and was not done; or `verify` found a
                 difference, and it was done eagerly.

@@ -1,23 +1,14 @@
-"""What the processes of one job must do together: decide whether to capture, and let go of graphs before they end."""
+"""What the processes of one job must decide together: whether to capture."""
 
-import atexit
-import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ._torch import call_before_process_group_ends, is_sharded
+from ._job_end import Closable, close_before_end, keep_process_group
+from ._torch import is_sharded
 
 WARMUP_DDP = 12  # DDP rebuilds its buckets after the first step and samples timings up to the 11th
-
-
-class Closable(Protocol):
-    """What holds graphs."""
-
-    def close(self) -> None:
-        """Give them up."""
 
 
 class Ranks:
@@ -39,6 +30,8 @@ class Ranks:
         modules = () if model is None else model.modules()
         self.wrappers = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self.warmup = WARMUP_DDP if self.wrappers else 1
+        for wrapper in self.wrappers:
+            keep_process_group(wrapper)
         self._device = device
         self._calls = self._votes = self._quiet = 0
 
@@ -83,26 +76,14 @@ class Ranks:
                 gradient.copy_(part.view_as(gradient))
 
     def close_before_end(self, graphs: Closable) -> None:
-        """See to it that the graphs are given up before the process group is.
-
-        `destroy_process_group` waits for ever where a graph still holds work of NCCL's communicator (torch 2.11).
-        """
+        """See to it that the graphs are given up before the process group is."""
         if self.wrappers:
-            call_before_process_group_ends(_close_all)
-            _open.add(graphs)
+            close_before_end(graphs)
 
 
 _QUIET = 16  # more than there are places in a window of micro-batches, mostly
 _EAGER_VOTES = 256  # ranks whose batches always differ never come to rest
 _EVERY = 61  # prime, so that each place of a window has its turn
-_open: "weakref.WeakSet[Closable]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for graphs in list(_open):
-        graphs.close()
-    _open.clear()
 
 
 def why_not_sharded(module: nn.Module) -> str:

@@ -668,8 +668,6 @@ def main(argv: list[str] | None = None) -> None:
         (Path(args.output_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(json.dumps(summary), flush=True)
     if dist.is_initialized():
-        step.close()  # before what its graph exchanges gradients with
-        dist.barrier()  # gloo's thread lets go of the last gather; else it and the end of the group wait for each other
         dist.destroy_process_group()
 
 

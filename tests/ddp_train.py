@@ -294,14 +294,7 @@ def steps(job: Callable[[Any], Any], batch: Any, n: int) -> float:
 
 
 def end(how: str) -> None:
-    """Leave the job as a user may: careful, without close(), by a name imported earlier, or not at all. Or at once."""
-    if dist.get_backend() == "gloo":
-        # Its threads let go of the last work's tensors some time after the work is done, for which they take Python's
-        # lock. A process whose interpreter ends meanwhile aborts ("terminate called without an active exception").
-        dist.barrier()
-        time.sleep(0.2)
-    if how == "at once":
-        os._exit(0)
+    """Leave the job as a user may: careful, without close(), by a name imported earlier, or not at all."""
     if how == "close":
         for step in KEPT:
             step.close()
@@ -461,7 +454,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--odd-calls", type=int, nargs="*", default=[], help="calls with a smaller batch on rank 1")
     parser.add_argument("--failing-rank", type=int, default=-1)
     parser.add_argument("--failure", choices=["item", "capture"], default="item")
-    parser.add_argument("--end", choices=[*ENDS, "at once", "all"], default="close")
+    parser.add_argument("--end", choices=[*ENDS, "all"], default="close")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--time", action="store_true", help="time the steps instead")
     parser.add_argument("--loop", type=int, help="this many jobs, one after another")

@@ -14,17 +14,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from harness import bits, deterministic
 from lightning_harness import Hooks, Net, adamw, fused, halving, loader, precision
 
+from ampkit._job_end import keep_process_group
 from ampkit.lightning import AmpkitCallback
 
 
@@ -98,6 +97,12 @@ def main() -> None:
             if trainer.global_step == args.raise_at:
                 raise KeyError("a mistake of the user")
 
+    class Ends(pl.Callback):
+        """Without ampkit, gloo's threads and the end of the process may wait for each other: a race of torch's own."""
+
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            keep_process_group(trainer.strategy.model)
+
     class Counts(Net):
         seen = 0
 
@@ -119,7 +124,7 @@ def main() -> None:
         max_epochs=args.epochs,
         accumulate_grad_batches=args.accumulate,
         gradient_clip_val=args.clip,
-        callbacks=[hooks, Raises(), *([callback] if callback else [])],
+        callbacks=[hooks, Raises(), Ends(), *([callback] if callback else [])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -149,9 +154,6 @@ def main() -> None:
         "failed": failed,
     }
     print(json.dumps(row), flush=True)
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.barrier()
-        time.sleep(0.2)  # as in ddp_train.py: gloo's threads still need Python's lock
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ LAYERS = {
     "_preflight.py": 2,
     "_explain.py": 3,
     "_prefetch.py": 2,
+    "_job_end.py": 1,
     "_distributed.py": 2,
     "_verify.py": 2,
     "_cache.py": 3,

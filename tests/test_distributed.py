@@ -6,11 +6,14 @@ the test run.
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ddp_train
+import gloo_ends
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ampkit
 
-CPU = ["--device", "cpu", "--end", "at once"]
+CPU = ["--device", "cpu"]
 Rows = list[dict[str, Any]]  # one per rank
 
 
@@ -108,6 +111,23 @@ def test_a_job_ends(how: str) -> None:
     """L4: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
     for row in ddp_train.launch(*CPU, "--model", "mlp", "--graph", "emulate", "--end", how):
         assert row["emulate"]["replays"] == 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [["--jobs", "20", "--busy", "2"], ["--jobs", "15", "--slow-release"]],
+    ids=["under load", "while gloo waits for Python's lock"],
+)
+def test_jobs_end(options: list[str]) -> None:
+    """R10: jobs end with 0 wherever the model lives, destroyed group or not. (`gloo_ends.py --jobs 200 --busy 2`: 200.)
+
+    In the second, gloo's threads still want Python's lock when the process group goes: of three such jobs one hung.
+    """
+    command = [sys.executable, gloo_ends.__file__, *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    assert run.stdout.endswith(f"{options[1]} of {options[1]} jobs ended with exit code 0 on both ranks\n")
 
 
 @pytest.mark.slow

@@ -45,10 +45,16 @@ def user_line(error: BaseException) -> str:
     return line_text(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
 
 
+def running_place(frame: FrameType | None) -> tuple[str, int] | None:
+    """Return file and number of the innermost of the user's lines on a stack, which `line_text` takes; None if none."""
+    users = next(filter(_is_users_frame, _frames(frame)), None)
+    return None if users is None else (users.f_code.co_filename, users.f_lineno)
+
+
 def running_line(frame: FrameType | None) -> str:
     """Return `file:line: source` of the innermost of the user's lines on a stack, "" if none."""
-    users = next(filter(_is_users_frame, _frames(frame)), None)
-    return line_text(users.f_code.co_filename, users.f_lineno) if users else ""
+    place = running_place(frame)
+    return line_text(*place) if place else ""
 
 
 def users_level() -> int:

@@ -133,6 +133,10 @@ class Cache:
             evicted.append(key)
         return evicted
 
+    def drop(self, key: Hashable) -> None:
+        """Reset one graph."""
+        self._drop(self._graphs.pop(key))
+
     def _drop(self, captured: Captured) -> None:
         captured.reset()  # waits for the device, as the next line would
         self._dropped = combined([self._dropped, captured.timing.saving()])

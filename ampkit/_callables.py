@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._blame import users_level
+from ._capturing import is_recording
 from ._errors import CaptureError, CaptureWarning, InputMismatch
 from ._graph import describe_failure
 from ._inputs import Spec, StaticInputs, read_batch
@@ -192,7 +193,9 @@ class GraphedCallable:
             return "no_grad"
         if self._module is not None and self._module.training != self._mode:
             return f"module.training is {self._module.training}"
-        if Passes.recording or (self._lane.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        # Also in the eager call that a capture is compared with: it does what the capture will.
+        elsewhere = self._lane.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if Passes.recording or is_recording() or elsewhere:
             return "in the capture of another graph"
         if self._module is not None and has_legacy_backward_hooks(self._module):
             self._warn(_LEGACY_HOOK)

@@ -17,6 +17,7 @@ from ._errors import CaptureError, CaptureWarning
 from ._graph import capture_stream
 from ._inputs import Spec, StaticInputs, describe_change, read_batch
 from ._preflight import Preflight, describe
+from ._rehearsal import Rehearsal
 from ._scaler import check_positive
 from ._segments import no_recompile
 from ._state import Generation, Settings, TrainingState
@@ -166,10 +167,13 @@ class _Key(NamedTuple):
 class _Layout:
     """What is known of a key that has no graph."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, lenient: bool) -> None:
         self.warm = 0  # eager calls so far
         self.evictions = 0
+        self.looked = False  # whether a preflight is behind it
         self.problem = ""  # what the preflight found
+        self.rehearsal = Rehearsal(lenient)
+        self.differed = False  # from the rehearsal, in a capture
         self.eager = ""  # why it is never captured, if so
         self.reason = reason  # of its warm-up
         self.timing = Timing()
@@ -223,7 +227,9 @@ class Engine:
         self._name = name
         real = options.graph == "auto" and device.type == "cuda"
         self._stream = capture_stream(device) if real else None
-        self._warmup = max(options.warmup, ranks.warmup) if real else options.warmup
+        # Two at least: one under the preflight, and the rehearsal.
+        self._warmup = max(2, options.warmup, ranks.warmup if real else 0)
+        self._lenient = device.type == "cpu"
         self._clock = Clock(device if real else None)
         self._marks = 0  # how many calls to come are marked where they start
         self._refused = "graph='off'" if options.graph == "off" else ""
@@ -265,7 +271,7 @@ class Engine:
         key = _Key(spec, phase, self._observe())
         captured = self._cache.get(key)
         layout = self._layout(key) if captured is None else None
-        wants = layout is not None and not layout.eager and layout.warm >= self._warmup << layout.evictions
+        wants = layout is not None and not layout.eager and self._is_warm(layout)
         problem = layout.problem if layout is not None and wants else ""
         all_want, all_can = self._ranks.decide(wants, not problem, captured is not None)
         if self._ranks.wrappers and start is not None:
@@ -275,7 +281,7 @@ class Engine:
             if not all_can and not layout.eager:
                 self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
             if not layout.eager and not wants:
-                return self._warm_up(layout, lambda: self._fn(phase, *args, **kwargs), start)
+                return self._warm_up(layout, phase, args, kwargs, start)
             if not layout.eager and all_want:
                 captured = self._capture(key, layout, leaves)
             if captured is None:
@@ -284,10 +290,14 @@ class Engine:
         self.replays += 1
         captured.timing.replays += 1
         if self._unverified:
-            return self._verified(captured, phase, leaves)
-        if not captured.timing.replay.wanted():
-            return captured.replay(leaves)
-        return self._timed_replay(captured, leaves, start if layout is None else None)
+            outputs = self._verified(captured, phase, leaves)
+        elif captured.timing.replay.wanted():
+            outputs = self._timed_replay(captured, leaves, start if layout is None else None)
+        else:
+            outputs = captured.replay(leaves)
+        if layout is not None and not self._refused:
+            self._compare(key, layout, outputs)
+        return outputs
 
     def _mark(self) -> Any:
         """Return a mark of this moment, as long as calls are being timed, else None."""
@@ -381,7 +391,7 @@ class Engine:
                 self._say_that_inputs_vary(key)
                 self._layouts.popitem(last=False)
             seen = hash((key.spec, key.phase))
-            layout = self._layouts[key] = _Layout(self._reason if seen in self._seen else WARM_UP)
+            layout = self._layouts[key] = _Layout(self._reason if seen in self._seen else WARM_UP, self._lenient)
             if len(self._seen) < _MAX_SEEN:
                 self._seen.add(seen)
         return layout
@@ -397,22 +407,54 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- warm-up, capture
 
-    def _warm_up(self, layout: _Layout, fn: Callable[[], Any], start: Any) -> Any:
+    def _is_warm(self, layout: _Layout) -> bool:
+        """Return whether this layout may be captured, or is known not to be capturable."""
+        return layout.warm >= self._warmup << layout.evictions and bool(layout.problem or layout.rehearsal.done)
+
+    def _warm_up(
+        self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
+    ) -> Any:
+        """Call eagerly: first under the preflight, then, if there is time, as it is, and last as the rehearsal.
+
+        Earlier calls, where there are more, are as they are too.
+        """
         self._marks = _MARKS
-        if layout.warm + 1 != self._warmup:
-            outputs = self.run(layout.reason, fn)
+        to_come = (self._warmup << layout.evictions) - layout.warm
+        if not layout.looked and to_come <= 3:
+            return self._look(layout, lambda: self._fn(phase, *args, **kwargs))
+        if layout.looked and not layout.problem and to_come < 2:
+            outputs = self.run(layout.reason, lambda: self._rehearse(layout, phase, args, kwargs))
+        else:
+            outputs = self.run(layout.reason, lambda: self._fn(phase, *args, **kwargs))
             if start is not None and layout.warm and layout.timing.eager.wanted():
                 layout.timing.eager.add(start, self._clock.now())
-            layout.warm += 1  # behind it: a call that raised has shown nothing
-            return outputs
+        layout.warm += 1  # behind it: a call that raised has shown nothing
+        return outputs
+
+    def _rehearse(self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with layout.rehearsal.rehearsing():
+            outputs = self._captured(phase, *args, **kwargs)
+        if layout.rehearsal.unseen:
+            self._warn_once(
+                "unseen",
+                "an ExecutionTraceObserver of torch.profiler was at work in each call, and a process has one. So the "
+                "capture cannot be compared with an eager call.",
+            )
+        return outputs
+
+    def _look(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
+        """Call under the preflight."""
         before = self._state.tensors().keys()
         preflight = Preflight(self._device, self._options.generators)
         with self._watching():
-            outputs = self.run(layout.reason, fn, preflight)
-        if preflight.findings and self._state.tensors().keys() != before:
-            return outputs  # what makes optimizer state for the first time may wait: look again in the next call
-        layout.warm += 1
-        layout.problem = describe(preflight.findings)
+            outputs = self.run(layout.reason, lambda: _within(layout.rehearsal.looking(), fn), preflight)
+        # What is made for the first time may wait, as optimizer state does, or a mask that is kept: then look again.
+        first = layout.warm == 0 and self._warmup > 2
+        again = bool(preflight.findings) and (first or self._state.tensors().keys() != before)
+        layout.warm += first or not again
+        if again:
+            return outputs
+        layout.looked, layout.problem = True, describe(preflight.findings)
         return outputs
 
     def _capture(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
@@ -433,7 +475,7 @@ class Engine:
         fn = self._captured
         try:
             with no_recompile:
-                graph.capture(lambda: fn(key.phase, *inputs.args, **inputs.kwargs))
+                graph.capture(lambda: fn(key.phase, *inputs.args, **inputs.kwargs), layout.rehearsal.capturing)
             _refuse_rebound(self._state.rebound_since(before))
         except CaptureError as error:
             failure = error
@@ -450,6 +492,25 @@ class Engine:
         return (
             captured if self._ranks.agree(not self._cache.over_budget()) else self._within_budget(key, layout, leaves)
         )
+
+    def _compare(self, key: _Key, layout: _Layout, outputs: Any) -> None:
+        """Compare what was just captured, and replayed once, with the rehearsal; give it up if it differs.
+
+        Behind the replay: whatever the host chose for this call is what the graph has. To call the user's code again
+        would make the host choose again. A difference gets a second chance, for a thread of the user's may have had
+        autograd's threads at the same time; not where ranks would disagree on that.
+        """
+        difference = layout.rehearsal.difference()
+        if self._ranks.agree(not difference):
+            return
+        self._cache.drop(key)
+        if difference and not layout.differed and not self._ranks.wrappers:
+            layout.differed = True
+            return
+        failure = _difference_error(difference) if difference else CaptureError(self._ranks.other_failed)
+        if self._options.on_failure == "raise":
+            raise DoneError(f"{self._name}: {failure} This step was done, as eager computes it.", outputs)
+        self._give_up(layout, "capture failed", failure)
 
     def _within_budget(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
         """Capture again into a pool that fewer graphs share; give this key up if its graph alone is too large."""
@@ -476,6 +537,7 @@ class Engine:
             layout = self._layout(key)
             # Shapes that take turns in too few graphs would be captured over and over: each time after twice the wait.
             layout.warm, layout.evictions = 0, layout.evictions + 1
+            layout.looked, layout.rehearsal = False, Rehearsal(self._lenient)
             layout.reason = f"{WARM_UP} again: its graph made room for another"
 
     def _give_up(self, layout: _Layout, reason: str, error: CaptureError) -> None:
@@ -542,6 +604,18 @@ def _refuse_rebound(paths: list[str]) -> None:
             f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the new "
             "value. Change tensors in place (copy_, add_), and make them before the step."
         )
+
+
+def _difference_error(difference: str) -> CaptureError:
+    return CaptureError(
+        f"{difference}. A graph would repeat what it recorded, but this depends on more than the batch and the "
+        "declared state. Pass a value that changes as a tensor, or keep it in a buffer that the step changes."
+    )
+
+
+def _within(context: AbstractContextManager[None], fn: Callable[[], Any]) -> Any:
+    with context:
+        return fn()
 
 
 def _why_not_scripted(state: TrainingState) -> str:

@@ -5,21 +5,25 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from ._blame import user_line
+from ._capturing import hidden_capture
 from ._errors import CaptureError, CaptureWarning
 from ._segments import growing_segments, growth, no_collection
 from ._torch import drop_capture_from_allocator
+
+Around = Callable[[], AbstractContextManager[Any]]
 
 
 class Graph(Protocol):
     """What the engine needs of a graph."""
 
-    def capture(self, fn: Callable[[], Any]) -> None:
-        """Record `fn` without doing its work."""
+    def capture(self, fn: Callable[[], Any], around: Around = nullcontext) -> None:
+        """Record `fn` without doing its work. `around` makes a context in which `fn` is called for that."""
 
     def replay(self) -> Any:
         """Do the recorded work; return the outputs of `fn`, overwritten by the next replay."""
@@ -98,8 +102,10 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
 
-    def capture(self, fn: Callable[[], Any]) -> None:
+    def capture(self, fn: Callable[[], Any], around: Around = nullcontext) -> None:
         """Record `fn`. Nothing of it has run on the device when this returns.
+
+        User code in it learns nothing of the capture from `torch.cuda.is_current_stream_capturing()`.
 
         Raises:
             CaptureError: something in `fn` cannot be captured. It names the user's line; the process is as healthy as
@@ -108,13 +114,13 @@ class CudaGraph:
         Sync: waits for the device, once.
         """
         try:
-            self._capture(fn)
+            self._capture(fn, around)
         except CaptureError as error:
             if not growth.gave_up(error.__cause__):
                 raise
-            self._capture(fn)
+            self._capture(fn, around)
 
-    def _capture(self, fn: Callable[[], Any]) -> None:
+    def _capture(self, fn: Callable[[], Any], around: Around) -> None:
         assert self._graph is None  # one capture per object
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
@@ -124,7 +130,8 @@ class CudaGraph:
                 with growing_segments:
                     # thread_local: a data loader or another thread may allocate and pin memory meanwhile.
                     graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-                    self._outputs = fn()
+                    with hidden_capture(self._stream), around():
+                        self._outputs = fn()
                     _end(graph)
             except BaseException as error:
                 self._outputs = None
@@ -188,15 +195,20 @@ class EmulatedGraph:
 
     def __init__(self) -> None:
         self._fn: Callable[[], Any] | None = None
+        self._around: Around | None = None
 
-    def capture(self, fn: Callable[[], Any]) -> None:
-        """Keep `fn`; it first runs in the first replay."""
-        self._fn = fn
+    def capture(self, fn: Callable[[], Any], around: Around = nullcontext) -> None:
+        """Keep `fn`; it first runs in the first replay, and in the context for that one."""
+        self._fn, self._around = fn, around
 
     def replay(self) -> Any:
         """Run the function."""
         assert self._fn is not None  # set by capture
-        return self._fn()
+        if self._around is None:
+            return self._fn()
+        around, self._around = self._around, None
+        with around():
+            return self._fn()
 
     def reset(self) -> None:
         """Forget the function."""

@@ -1,13 +1,17 @@
 """Every private torch name that ampkit uses, guarded. Checked on torch 2.11.0 (CPU, CUDA 13.0) and 2.15.0 (CPU)."""
 
+import ctypes
 import functools
 import importlib
 import inspect
 import itertools
 import operator
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,6 +207,107 @@ def allocator_settings() -> tuple[str, bool]:
 def set_allocator_settings(settings: str) -> None:
     """Configure the allocator of CUDA memory, for what it takes from now on."""
     _private(torch._C, "_accelerator_setAllocatorSettings")(settings)
+
+
+def capturing_builtin() -> Callable[[], bool]:
+    """Return what `torch.cuda.is_current_stream_capturing` calls, which is a function of Python."""
+    found: Callable[[], bool] = _private(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")
+    return found
+
+
+def replace_capturing_builtin(function: Callable[[], bool]) -> None:
+    """Have `torch.cuda.is_current_stream_capturing` call this, also for those who imported it earlier by name."""
+    torch.cuda.graphs._cuda_isCurrentStreamCapturing = function  # type: ignore[attr-defined]  # imported there
+
+
+# The observer behind torch.profiler.ExecutionTraceObserver, which adds files and events of its own. One per process.
+_profiler = _private(torch._C, "_profiler")
+_add_trace = _private(_profiler, "_add_execution_trace_observer")
+_remove_trace = _private(_profiler, "_remove_execution_trace_observer")
+_enable_trace = _private(_profiler, "_enable_execution_trace_observer")
+_disable_trace = _private(_profiler, "_disable_execution_trace_observer")
+# With this in the environment the observer reads tensors, which waits for the device.
+_READS_TENSORS = "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE"
+
+
+@contextmanager
+def execution_trace(path: str) -> Iterator[bool]:
+    """Context in which the operations of all threads are written to a file as JSON. Yields whether they are.
+
+    They are not where another observer of this kind is at work, or where it would read tensors.
+    """
+    if os.environ.get(_READS_TENSORS, "0") != "0" or not _one_trace.acquire(blocking=False):
+        yield False
+        return
+    try:
+        with _less_logging():
+            _add_trace(path)
+        if not os.path.exists(path):  # whatever it returns: the file is there if the observer is this one
+            yield False
+            return
+        with _less_logging():
+            _enable_trace()
+        try:
+            yield True
+        finally:
+            with _less_logging():
+                _disable_trace()
+                _remove_trace()
+    finally:
+        _one_trace.release()
+
+
+_one_trace = threading.Lock()
+
+
+@contextmanager
+def _less_logging() -> Iterator[None]:
+    """Context in which torch's C++ logs no warnings: the observer logs one each time that it begins or ends."""
+    level = _log_level()
+    if level is None:
+        yield
+        return
+    before, level.value = level.value, 3  # c10/util/logging_is_not_google_glog.h: fatal
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+@functools.cache
+def _log_level() -> ctypes.c_int | None:
+    """Return the level that C++ logs from, None where it cannot be reached: there is no binding for it."""
+    library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"), None)
+    try:
+        return None if library is None else ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+
+
+# Marks what runs between the two calls in such a trace: enter(name) returns what exit takes.
+enter_mark: Callable[[str], Any] = _private(torch.autograd, "_record_function_with_args_enter")
+exit_mark: Callable[[Any], None] = _private(torch.autograd, "_record_function_with_args_exit")
+
+
+@contextmanager
+def unseen_function_mode(mode: object) -> Iterator[None]:
+    """Context in which `torch.overrides.has_torch_function` answers as without this mode, if it is the only one.
+
+    nn.MultiheadAttention and nn.TransformerEncoderLayer ask for it and take slower kernels then.
+    """
+    asked = _private(torch.overrides, "has_torch_function")
+
+    def has_torch_function(tensors: Any) -> Any:
+        if [*map(id, function_modes())] != [id(mode)]:
+            return asked(tensors)
+        with _private(torch.overrides, "_pop_mode_temporarily")():
+            return asked(tensors)
+
+    torch.overrides.has_torch_function = has_torch_function  # type: ignore[assignment]  # in its place
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function = asked
 
 
 def can_init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:

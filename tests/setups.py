@@ -285,7 +285,7 @@ def draw_script(pick: random.Random, layouts: int, accumulate: int, warmup: int,
         return letter + "!" * (overflows and pick.random() < 0.12)
 
     # Whatever came before, each place in the window comes often enough here to be warm and replayed.
-    steady = ["A" + "!" * (overflows and pick.random() < 0.12) for _ in range((warmup + 1) * accumulate)]
+    steady = ["A" + "!" * (overflows and pick.random() < 0.12) for _ in range((max(warmup, 2) + 2) * accumulate)]
     around = [call() for _ in range(max(6, pick.randint(14, 22) - len(steady)))]
     for event in (pick.choice(EVENTS) for _ in range(pick.choice((0, 0, 1, 2)))):
         around.insert(pick.randint(1, len(around)), event)

@@ -1302,7 +1302,7 @@ def test_g2_what_cuda_cannot_capture_is_eager(fault: str) -> None:
             out = super().forward(F.dropout(x, 0.5)) * factor
             if fault == "item":
                 out = out * float(out.detach().sum() > 0)  # HERE
-            if fault == "exception" and torch.cuda.is_current_stream_capturing():
+            if fault == "exception" and torch._C._cuda_isCurrentStreamCapturing():  # which tells everyone the truth
                 raise ValueError("a mistake of the user")  # HERE
             if fault == "generator":
                 out = out + torch.rand(6, device="cuda", generator=self.generator)  # HERE
@@ -1358,7 +1358,7 @@ def test_within_another_capture_it_is_eager() -> None:
             step(rows("cuda", i))
         if graph == "auto":
             assert step.replays == 3
-            assert part.forward.eager == {"in the capture of another graph": 1}
+            assert part.forward.eager == {"in the capture of another graph": 2}  # and in the rehearsal of it
         return dict(model.state_dict())
 
     assert_same(run("off"), run("auto"))

@@ -387,7 +387,7 @@ def test_eager_and_graph(engine):
     device, graph = engine
     model, optimizer = training(device)
     step, (x, y) = graphed(model, optimizer, graph), batch(device)
-    for _ in range(2):
+    for _ in range(3):
         step(x, y)
     replays = step.replays
 
@@ -424,19 +424,19 @@ def test_a_graph_captured_within(engine):
     model, optimizer = training(device)
     step, (x, y) = graphed(model, optimizer, graph), batch(device)
 
-    def three(step):
-        return [step(x, y).loss for _ in range(3)]
+    def four(step):
+        return [step(x, y).loss for _ in range(4)]
 
     with deterministic():
-        compared = compare(partial(three, step), partial(three, step), model=model, state=[optimizer])
+        compared = compare(partial(four, step), partial(four, step), model=model, state=[optimizer])
         assert step.captures >= 1
         assert compared.first is None
         torch.manual_seed(5)
-        after = three(step)
+        after = four(step)
         fresh = training(device)
         with graphed(*fresh, "off") as plain:
             torch.manual_seed(5)
-            expected = three(plain)
+            expected = four(plain)
     assert_same(expected, after)
     assert_same(fresh[0].state_dict(), model.state_dict())
     step.close()

@@ -1,0 +1,77 @@
+"""The last eager call before a capture: what the capture records must be what that call did."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ._call_record import Record, Recorder, first_difference
+from ._capturing import recording
+
+_MOST_MISSED = 8  # calls; then an observer of the user's own is there to stay
+
+
+class Rehearsal:
+    """Compares the capture of one layout with the eager call before it, once.
+
+    A graph repeats what the capture recorded. Where that is something else than the eager call did, the step depends on
+    something that is neither its input nor declared state: on a number that changes on the host, or on whether it is
+    being captured.
+
+    Args:
+        lenient: see `Recorder`.
+    """
+
+    def __init__(self, lenient: bool) -> None:
+        self._lenient = lenient
+        self._eager: Record | None = None
+        self._captured: Record | None = None
+        self._numbers = False
+        self._missed = 0
+
+    @property
+    def unseen(self) -> bool:
+        """Whether no call could be recorded, so that nothing can be compared."""
+        return self._missed >= _MOST_MISSED
+
+    @property
+    def done(self) -> bool:
+        """Whether a capture may follow."""
+        return self._eager is not None or self.unseen
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Context of an earlier eager call, which shows whether compiled code runs."""
+        recorder = Recorder(numbers=False)
+        with recorder:
+            yield
+        self._numbers = recorder.record is not None and not recorder.record.compiled
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Context of the eager call."""
+        recorder = Recorder(self._numbers, self._lenient)
+        with recording(), recorder:
+            yield
+        self._eager = recorder.record
+        self._missed += recorder.record is None
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Context of the capture, which may be entered again if that fails."""
+        self._captured = None
+        if self._eager is None:
+            with recording():
+                yield
+            return
+        recorder = Recorder(self._numbers, self._lenient)
+        with recording(), recorder:
+            yield
+        self._captured = recorder.record
+
+    def difference(self) -> str:
+        """Return in words where the two differ first, "" if nowhere; then forget them."""
+        eager, captured, self._eager, self._captured = self._eager, self._captured, None, None
+        if eager is None:
+            return ""
+        if captured is None:
+            return "torch's execution trace observer was taken while the capture ran, so nothing could be compared"
+        return first_difference(eager, captured)

@@ -79,7 +79,8 @@ def graphed_step(
         after_step: called with the model behind the optimizer, under `no_grad`, and captured: an EMA update
             (`averaged.update_parameters` of torch's `AveragedModel`), a constraint on weights.
         verify: compare the first so many replays with eager steps from the same state, bit by bit; on a difference name
-            the tensor and go on eagerly (or raise). Each takes two steps' time and a few copies of the state.
+            the tensor and go on eagerly (or raise). Each takes two steps' time and a few copies of the state, and up to
+            eleven steps' time where kernels are not deterministic: what replays differ by from each other is allowed.
         numerics: what `ampkit.debug.numerics(model)` returned: it measures in some of the steps, which get graphs of
             their own, warmed up in the same way, and changes no bit of any step.
         on_failure: "eager": if the step cannot be captured, warn once and go on eagerly. "raise": raise `CaptureError`.

@@ -1,5 +1,6 @@
 """Which lines of a step a CUDA graph cannot hold: all found in one eager step, which computes what it would anyway."""
 
+import functools
 import re
 import sys
 import threading
@@ -26,7 +27,9 @@ from ._problems import (
     is_late,
     problem_of,
     problems_of,
+    sets_generator,
 )
+from ._reseeding import GeneratorWatch, getters, setters
 
 _Key = tuple[str, str]  # of a finding: line and what
 
@@ -95,6 +98,8 @@ class Preflight(_torch.TorchDispatchMode):
         self._named: set[str] = set()  # places of which it is known why they wait
         self._waits: int | None = None  # of the operation that runs
         self._stepped_aside = False  # in this backward
+        self._sets = False  # a generator, at the moment
+        self._seeds_on = False  # and another one behind it, in the same call
         self._left = ExitStack()
 
     @property
@@ -106,10 +111,12 @@ class Preflight(_torch.TorchDispatchMode):
         self._thread = threading.get_ident()
         self._blame = Blame(sys._getframe(1), lenient=self._watched.device.type == "cpu")
         self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
+        self._set_generators = GeneratorWatch(*self._watched)
         with ExitStack() as entered:
             self._watch_warnings(entered)
             self._watch_backward(entered)
             self._watch_calls(entered)
+            self._watch_seeds(entered)
             self._left = entered.pop_all()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -165,6 +172,45 @@ class Preflight(_torch.TorchDispatchMode):
         if self._watched.device.type == "cuda":
             for name, owner, attribute in _torch.host_waits():
                 self._announce(entered, owner, attribute, host_wait(name))
+
+    def _watch_seeds(self, entered: ExitStack) -> None:
+        """Have the functions call here that read and set the state of generators."""
+        for owner, name in getters():
+            _replace(entered, owner, name, self._reading(getattr(owner, name)))
+        for name, owner, attribute in setters():
+            _replace(entered, owner, attribute, self._setting(getattr(owner, attribute), name))
+
+    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            state = original(*args, **kwargs)
+            self._set_generators.reads(state)
+            return state
+
+        return read
+
+    def _setting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        puts_back = "set_rng_state" in name
+
+        @functools.wraps(original)
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or self._sets:
+                return original(*args, **kwargs)
+            self._look_for_draws()
+            self._sets = True
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._sets = False
+            self._set_generators.was_set()  # known from here on
+            states = next(iter((*args, *kwargs.values())), None)
+            if not (puts_back and self._set_generators.may_be_put_back(states)):
+                self._report(sets_generator(name))
+            # `torch.manual_seed` by a name that was imported earlier: it goes on to the host's generator.
+            self._seeds_on = sys._getframe(1).f_code.co_filename == torch.random.__file__
+            return result
+
+        return announced
 
     def _announce(self, entered: ExitStack, owner: Any, name: str, problem: Problem) -> None:
         original = getattr(owner, name)
@@ -233,13 +279,16 @@ class Preflight(_torch.TorchDispatchMode):
             self._add(WAITS, place)
 
     def _look_for_draws(self) -> None:
-        """Report what drew random numbers on the host since the last look."""
+        """Report what drew random numbers on the host, or set a generator, since the last look."""
         for name, read in HOST_SOURCES.items():
             before, self._drawn[name] = self._drawn[name], read()
             if before is not None and before != self._drawn[name]:
                 where = "here or just before" + (" or in another thread" if threading.active_count() > 1 else "")
                 what = f"draws from {name}, {where}, which a graph would freeze"
                 self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._blame() or Place())
+        named, self._seeds_on = self._seeds_on, False
+        if self._set_generators.was_set() and not named:
+            self._add(sets_generator("something here or just before"), self._blame() or Place())
 
     def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         """Return autograd's engine with another first look at the graph."""

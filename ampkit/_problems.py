@@ -54,6 +54,13 @@ def host_wait(name: str) -> Problem:
     return Problem(f"{name} waits for the device", "Wait after the step.", streams)
 
 
+def sets_generator(how: str) -> Problem:
+    """Return the problem of a call that sets a generator of random numbers to a seed or state."""
+    what = f"{how} sets a generator of random numbers, which a replay would leave out"
+    advice = "Seed before the first step. For numbers that are the same each time, draw them once and pass them in."
+    return Problem(what, advice, graph_only=True)
+
+
 class Watched(NamedTuple):
     """Where a step computes, and the CUDA generators that a graph would know beside the default ones."""
 

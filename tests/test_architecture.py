@@ -28,6 +28,7 @@ LAYERS = {
     "_inputs.py": 1,
     "_blame.py": 1,
     "_problems.py": 1,
+    "_reseeding.py": 1,
     "_average.py": 1,
     "_observer.py": 1,
     "_timing.py": 1,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import (
     DEVICES,
+    ENGINES,
     VERSION,
     WAITS,
     assert_same,
@@ -511,6 +512,135 @@ def test_host_counts_of_torchs_optimizers_are_no_finding() -> None:
     assert [finding.line for finding in found(step)] == [marked("after_step")]
     model.weight.grad = torch.ones(3, 3)
     assert found(optimizer.step) == []
+
+
+def seeded(x: Tensor) -> None:
+    torch.manual_seed(5)  # HERE seeded
+
+
+def seeded_by_an_earlier_name(x: Tensor) -> None:
+    seed_by_an_earlier_name(5)  # HERE seeded_by_an_earlier_name
+
+
+def seeded_on_the_device(x: Tensor) -> None:
+    torch.cuda.manual_seed(5)  # HERE seeded_on_the_device
+
+
+def seeded_on_all_devices(x: Tensor) -> None:
+    torch.cuda.manual_seed_all(torch.initial_seed())  # HERE seeded_on_all_devices
+
+
+def seeded_anew(x: Tensor) -> None:
+    torch.seed()  # HERE seeded_anew
+
+
+def seeded_in_a_fork(x: Tensor) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed())  # HERE seeded_in_a_fork
+
+
+def set_to_a_state(x: Tensor) -> None:
+    torch.set_rng_state(BEFORE)  # HERE set_to_a_state
+
+
+def seeded_by_its_method(x: Tensor) -> None:
+    torch.default_generator.manual_seed(torch.initial_seed())
+    F.dropout(x)  # HERE seeded_by_its_method
+
+
+seed_by_an_earlier_name = torch.manual_seed
+BEFORE = torch.get_rng_state()
+SEEDING = (
+    seeded, seeded_by_an_earlier_name, seeded_on_the_device, seeded_on_all_devices, seeded_anew, seeded_in_a_fork,
+    set_to_a_state, seeded_by_its_method,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", SEEDING, ids=lambda kind: kind.__name__)
+def test_what_sets_a_generator_is_named(kind: Callable[[Tensor], None], device: str) -> None:
+    """G5: a seed that is set in the step is one finding, on its line: a capture would leave it out in silence."""
+    x = torch.rand(3, device=device)
+
+    def step() -> None:
+        F.dropout(x)
+        kind(x)
+        F.dropout(x)
+
+    step()
+    torch.rand(1)  # between two steps, as a loader draws
+    engine(preflight := Preflight(torch.device(device)), step)
+    (finding,) = preflight.findings
+    assert finding.line == marked_line(__file__, kind.__name__)
+    assert "sets a generator of random numbers, which a replay would leave out" in finding.what
+    assert "Seed before the first step" in finding.advice
+    assert finding.graph_only
+    assert torch.manual_seed is seed_by_an_earlier_name  # put back
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_of_the_step_may_be_put_back(device: str) -> None:
+    """A9: a fork of the generators and checkpointing read a state and put it back, which torch captures."""
+    x = torch.rand(3, device=device, requires_grad=True)
+
+    def step() -> None:
+        with torch.random.fork_rng([0] if device == "cuda" else []):
+            F.dropout(x)
+        state = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+        F.dropout(x)
+        torch.cuda.set_rng_state(state) if device == "cuda" else torch.set_rng_state(state)
+        for reentrant in (False, True):
+            checkpoint(lambda x: F.dropout(x.sin()), x, use_reentrant=reentrant).sum().backward()
+
+    engine(preflight := Preflight(torch.device(device)), step)
+    assert preflight.findings == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_seeds_stays_eager(engine: tuple[str, str]) -> None:
+    """G5: with a seed set in each step, dropout's mask is the same in each, as it is eagerly."""
+    device, graph = engine
+    model = nn.Linear(4, 4).to(device)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(7)
+        mask = F.dropout(torch.ones_like(x))
+        return (model(x) * mask).square().mean(), mask
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph)
+    x = torch.ones(32, 4, device=device)
+    masks = [step(x).aux for _ in range(3)]
+    with pytest.warns(ampkit.CaptureWarning, match=r"torch\.manual_seed\(\) sets a generator of random numbers"):
+        masks += [step(x).aux for _ in range(3)]
+    assert step.replays == 0
+    assert_same([masks[0]] * 6, masks)
+
+
+@pytest.mark.cuda
+def test_generators_of_the_device_that_are_set_back() -> None:
+    """G5: methods of a generator set its seed or state where no function of torch is called."""
+    known = torch.Generator("cuda")
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = default.get_state()
+    x = torch.rand(3, device="cuda")
+
+    def drawn() -> None:
+        torch.rand(3, device="cuda", generator=known)
+        F.dropout(x)
+
+    for change in (
+        lambda: known.manual_seed(known.initial_seed()),
+        lambda: default.manual_seed(default.initial_seed()),
+        lambda: default.set_state(before),
+        lambda: torch.cuda.set_rng_state(before),
+        lambda: known.seed(),
+    ):
+        drawn()
+        preflight = Preflight(torch.device("cuda"), [known])
+        engine(preflight, lambda change=change: (drawn(), change(), drawn()))
+        (finding,) = preflight.findings
+        assert "sets a generator of random numbers" in finding.what
 
 
 def test_callers_are_not_blamed() -> None:

@@ -32,7 +32,7 @@ def _private(owner: object, name: str) -> Any:
 
 # torch.utils._pytree: the tree that a batch or an output is. torch.compile and torch.export flatten with it too.
 TreeSpec = _pytree.TreeSpec
-tree_flatten: Callable[[Any], tuple[list[Any], TreeSpec]] = _private(_pytree, "tree_flatten")
+tree_flatten: Callable[..., tuple[list[Any], TreeSpec]] = _private(_pytree, "tree_flatten")
 tree_unflatten: Callable[[Sequence[Any], TreeSpec], Any] = _private(_pytree, "tree_unflatten")
 tree_flatten_with_path: Callable[[Any], tuple[list[tuple[Any, Any]], TreeSpec]] = _private(
     _pytree, "tree_flatten_with_path"

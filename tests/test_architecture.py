@@ -18,6 +18,7 @@ LAYERS = {
     "_torch.py": 0,
     "_progress.py": 0,
     "_text.py": 0,
+    "_holders.py": 0,
     "_op_rules.py": 1,
     "_module_rules.py": 1,
     "_policy.py": 2,

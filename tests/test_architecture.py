@@ -40,6 +40,7 @@ LAYERS = {
     "_segments.py": 1,
     "_graph.py": 2,
     "_preflight.py": 2,
+    "_operations.py": 2,
     "_explain.py": 3,
     "_prefetch.py": 2,
     "_job_end.py": 1,

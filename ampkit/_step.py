@@ -53,7 +53,10 @@ def graphed_step(
 
     A call zeroes gradients, runs `loss_fn` under the policy's autocast, scales the loss, runs backward, unscales,
     clips, steps the optimizer (or skips it on the device if a gradient is not finite), updates the loss scale and
-    steps the scheduler. N calls leave the same bits as N eager calls with the same kernels.
+    steps the scheduler. N calls leave the same bits as N calls with `graph="off"` and the same kernels. A loop written
+    with torch alone may differ in the last bits: here unscaling and clipping are one division in a fused optimizer's
+    kernel, and on CUDA the optimizer reads the learning rate from a float32 tensor, where torch passes a Python float
+    as float64.
 
     Args:
         loss_fn: `loss_fn(model, *batch, **batch)` returns the loss (a floating tensor of shape ()) or `(loss, aux)`,
@@ -72,7 +75,7 @@ def graphed_step(
         accumulate: calls (micro-batches) per optimizer step. Gradients are those of the mean of their losses: each loss
             is divided by `accumulate` before its backward. Clipping, skipping and the schedule see the whole window.
         scheduler: stepped once per optimizer step, skipped or not. It works on `group["lr"]`, which stays a float; the
-            step reads it through a device tensor.
+            step reads it through a device tensor, which is float32 on CUDA.
         buckets: sizes to pad batches to, see `Buckets`.
         warmup: eager calls per input layout before it is captured, at least 1. They are training steps like any other;
             the last of them is watched for what cannot be captured.
@@ -186,7 +189,8 @@ class GraphedStep:
         micro-batch may be in it.
 
         Sync: none. Aliasing: the batch is copied, and written back to only where `loss_fn` changes it in place; the
-        outputs belong to the caller.
+        outputs belong to the caller. What `loss_fn` returns is copied tensor by tensor, so a view of an input or of
+        another output is a tensor of its own behind the call, in eager calls too.
         """
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)

@@ -1,7 +1,7 @@
 """The training step that a user calls: its arguments, what they must be, and the window of micro-batches it is in."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ._optim import broken_kernel, why_not_called, why_not_capturable
 from ._policy import Policy
 from ._recipe import Phase, Recipe, StepOutput
 from ._scaler import GradScaler, check_positive
+from ._sparse import refuse_sparse, why_not_dense
 from ._state import TrainingState
 from ._torch import cudagraphs_of_its_own
 
@@ -111,16 +112,21 @@ def graphed_step(
     check_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise ValueError(f"graphed_step(buckets={buckets!r}): expected ampkit.Buckets(batch=(16, 32, 64)) or None.")
+    if not callable(loss_fn):
+        raise ValueError(f"graphed_step(loss_fn={loss_fn!r}): expected loss_fn(model, *batch) that returns the loss.")
+    if numerics is not None and not isinstance(numerics, Observer):
+        raise ValueError(
+            f"graphed_step(numerics={numerics!r}): expected what ampkit.debug.numerics(model, every=100) returned, or "
+            "None."
+        )
     policy = _policy(policy)
     device = _device(model, policy)
     _check_optimizer(optimizer, model)
+    _check_scheduler(scheduler, optimizer)
+    refuse_sparse(model, optimizer, max_norm)
     if graph != "off":
         _check_capturable(model, loss_fn)
-    if scheduler is not None and isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
-        )
-    blocker = why_not_capturable(optimizer)
+    blocker = why_not_dense([model]) or why_not_capturable(optimizer)
     ranks = Ranks(model, device)
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     recipe = Recipe(
@@ -263,6 +269,12 @@ class GraphedStep:
         skipped = self._recipe.scaler.skipped
         return 0 if skipped is None else int(skipped.item())  # sync
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a GraphedStep cannot be copied or pickled: its graphs belong to this process and to these tensors. Copy "
+            "or save model, optimizer and scaler (state_dict), and make a step of the copies with graphed_step."
+        )
+
     def close(self) -> None:
         """Release the graphs and their memory. A later call warms up and captures again. Waits for the device.
 
@@ -331,6 +343,27 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a `ValueError` unless the scheduler can be stepped without arguments and works on this optimizer."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
+        )
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        raise ValueError(
+            f"graphed_step(scheduler={scheduler!r}): expected an object with a method step(), as in "
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), or None."
+        )
+    other = getattr(scheduler, "optimizer", optimizer)
+    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
+        raise ValueError(
+            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
+            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
+        )
 
 
 def _scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.device) -> GradScaler:

@@ -38,6 +38,7 @@ LAYERS = {
     "_optim.py": 1,
     "_scaler.py": 2,
     "_segments.py": 1,
+    "_sparse.py": 1,
     "_graph.py": 2,
     "_preflight.py": 2,
     "_operations.py": 2,

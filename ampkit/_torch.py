@@ -150,6 +150,11 @@ def ops_with_kernel(dispatch_key: str) -> list[str]:
     return sorted(name for name in names if has_kernel(name, dispatch_key))
 
 
+def has_kernel(name: str, dispatch_key: str) -> bool:
+    """Return whether an operation of ATen, by name without `aten::`, has a kernel of its own for a dispatch key."""
+    return bool(_private(torch._C, "_dispatch_has_kernel_for_dispatch_key")(f"aten::{name}", dispatch_key))
+
+
 def op_overload(name: str) -> Any:
     """Return the callable of an operation's name as `ops_with_kernel` gives it."""
     namespace, _, rest = name.partition("::")

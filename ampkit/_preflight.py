@@ -23,8 +23,10 @@ from ._problems import (
     WAITS,
     Problem,
     Watched,
+    host_copy,
     host_wait,
     is_late,
+    list_read,
     problem_of,
     problems_of,
     sets_generator,
@@ -73,7 +75,8 @@ class Preflight(_torch.TorchDispatchMode):
 
     It sees what waits for the device, copies between host and device, and random numbers that a graph would freeze, in
     forward, backward and optimizer. On a CPU device, where the engine is emulated for tests, CPU tensors stand for the
-    device's; there is no copy to see then, and what happens in torch's own code alone does not count, for its CPU
+    device's. Of copies to the host it sees `tolist`, `numpy` and `torch.tensor` of a list of tensors there, for others
+    copy nothing; and what happens in torch's own code alone does not count, for its CPU
     optimizers keep step counts on the host.
 
     The step has the bits that it would have, but for `cross_entropy` with both class weights and label smoothing where
@@ -98,6 +101,7 @@ class Preflight(_torch.TorchDispatchMode):
         self._named: set[str] = set()  # places of which it is known why they wait
         self._waits: int | None = None  # of the operation that runs
         self._stepped_aside = False  # in this backward
+        self._announced = False  # a call that is a finding runs
         self._sets = False  # a generator, at the moment
         self._seeds_on = False  # and another one behind it, in the same call
         self._left = ExitStack()
@@ -172,6 +176,29 @@ class Preflight(_torch.TorchDispatchMode):
         if self._watched.device.type == "cuda":
             for name, owner, attribute in _torch.host_waits():
                 self._announce(entered, owner, attribute, host_wait(name))
+        else:  # of a tensor on CUDA these are operations, or copies that the sync debug mode sees
+            for owner, name in _torch.HOST_COPIES:
+                _replace(entered, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
+            for owner, name, place in _torch.LIST_READS:
+                lists = (list, tuple)
+                _replace(entered, owner, name, self._reading_from(lists, getattr(owner, name), list_read(name), place))
+
+    def _reading_from(
+        self, kind: Any, original: Callable[..., Any], problem: Problem, place: int
+    ) -> Callable[..., Any]:
+        """Return a function that reports a problem where an argument is of a kind and has watched tensors in it."""
+
+        @functools.wraps(original)
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            here = not torch.compiler.is_compiling() and threading.get_ident() == self._thread
+            if here and not self._announced:  # printing reads too
+                given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+                if isinstance(given, kind) and self._watched.has(given):
+                    self._report(problem)
+            return original(*args, **kwargs)
+
+        _torch.never_compile_by_itself(reported)  # compiled code calls it too
+        return reported
 
     def _watch_seeds(self, entered: ExitStack) -> None:
         """Have the functions call here that read and set the state of generators."""
@@ -187,6 +214,7 @@ class Preflight(_torch.TorchDispatchMode):
             self._set_generators.reads(state)
             return state
 
+        _torch.never_compile_by_itself(read)
         return read
 
     def _setting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -210,6 +238,7 @@ class Preflight(_torch.TorchDispatchMode):
             self._seeds_on = sys._getframe(1).f_code.co_filename == torch.random.__file__
             return result
 
+        _torch.never_compile_by_itself(announced)
         return announced
 
     def _announce(self, entered: ExitStack, owner: Any, name: str, problem: Problem) -> None:
@@ -219,9 +248,11 @@ class Preflight(_torch.TorchDispatchMode):
             if threading.get_ident() != self._thread or (problem is PRINT and not self._watched.has(args)):
                 return original(*args, **kwargs)
             key, start = self._report(problem), time.perf_counter()  # reported first: see `_on_wait`
+            outer, self._announced = self._announced, True
             try:
                 return original(*args, **kwargs)
             finally:
+                self._announced = outer
                 self._spent(key, time.perf_counter() - start)
 
         _replace(entered, owner, name, announced)
@@ -353,7 +384,10 @@ class Preflight(_torch.TorchDispatchMode):
 
 def _replace(entered: ExitStack, owner: Any, name: str, new: Any) -> None:
     """Replace an attribute until the contexts are left."""
-    entered.callback(setattr, owner, name, getattr(owner, name))
+    if name in vars(owner):
+        entered.callback(setattr, owner, name, vars(owner)[name])
+    else:  # a base class has it
+        entered.callback(delattr, owner, name)
     setattr(owner, name, new)
 
 

@@ -357,6 +357,19 @@ def host_waits() -> Iterator[tuple[str, Any, str]]:
     yield "stream.synchronize()", torch.cuda.Stream, "synchronize"
 
 
+# What copies a tensor's values to the host without an operation, where the tensor is on the CPU: the owner, the name.
+HOST_COPIES: tuple[tuple[Any, str], ...] = ((Tensor, "tolist"), (Tensor, "numpy"))
+# What reads tensors that stand in a list, hidden from dispatch modes: the owner, the name, the place of the list.
+LIST_READS: tuple[tuple[Any, str, int], ...] = (
+    (torch, "tensor", 0),
+    (torch, "as_tensor", 0),
+    (torch, "asarray", 0),
+    (Tensor, "new_tensor", 1),
+)
+for _owner, _name in (*HOST_COPIES, *(entry[:2] for entry in LIST_READS)):
+    _private(_owner, _name)
+
+
 def forward_stack(node: Any) -> list[str]:
     """Return where a node of the graph was made, as `traceback.format_stack` did there; empty without anomaly mode."""
     stack: list[str] = node.metadata.get("traceback_", [])

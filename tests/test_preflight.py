@@ -108,6 +108,37 @@ def printed(x: Tensor) -> Tensor:
     return x
 
 
+def listed(x: Tensor) -> Tensor:
+    return x * x.detach().sum(0).tolist()[0]  # HERE listed
+
+
+def as_numpy(x: Tensor) -> Tensor:
+    return x * float(x.detach().cpu().numpy()[0, 0])  # HERE as_numpy
+
+
+def as_array(x: Tensor) -> Tensor:
+    return x * float(np.asarray(x.detach().cpu()).sum())  # HERE as_array
+
+
+def tensor_of_tensors(x: Tensor) -> Tensor:
+    total = x.detach().sum()
+    return x * torch.tensor([total, total], device=x.device).sum()  # HERE tensor_of_tensors
+
+
+def new_tensor_of_tensors(x: Tensor) -> Tensor:
+    total = x.detach().sum()
+    return x * x.new_tensor((total, 1.0)).sum()  # HERE new_tensor_of_tensors
+
+
+ON_THE_HOST = {
+    listed: ".tolist() waits for the device to read a tensor",
+    as_numpy: ".numpy() waits for the device to read a tensor",
+    as_array: ".numpy() waits for the device to read a tensor",
+    tensor_of_tensors: "tensor() of a list of tensors waits for the device to read each of them",
+    new_tensor_of_tensors: "new_tensor() of a list of tensors waits for the device to read each of them",
+}
+
+
 def nonzero(x: Tensor) -> Tensor:
     x.nonzero()  # HERE nonzero
     return x
@@ -261,6 +292,40 @@ def test_x2_every_kind_is_named(kind: Callable[[Tensor], Tensor], device: str) -
     assert {finding.line for finding in findings} == {line_of(kind)}
     assert any(KINDS[kind] in finding.what for finding in findings)
     assert all(finding.advice.endswith(".") and finding.count >= 1 for finding in findings)
+
+
+@pytest.mark.parametrize("kind", ON_THE_HOST, ids=lambda kind: kind.__name__)
+def test_reads_without_an_operation(kind: Callable[[Tensor], Tensor]) -> None:
+    """X2: on a CPU device no operation tells of them, on CUDA the sync debug mode does: they are named by line."""
+    before = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "new_tensor")}
+    findings = found(lambda: run([kind], "cpu"))
+    assert [finding.line for finding in findings] == [line_of(kind)]
+    assert ON_THE_HOST[kind] in findings[0].what
+    assert not findings[0].graph_only
+    assert {name: getattr(torch.Tensor, name) for name in before} == before
+    assert "tolist" not in vars(torch.Tensor)
+
+
+def test_host_data_is_no_read() -> None:
+    """Lists of numbers, a tensor of a tensor, and what prints are not taken for reads of tensors in lists."""
+    x = torch.ones(2)
+
+    def step() -> None:
+        torch.tensor([1.0, 2.0])
+        torch.as_tensor(x)
+        torch.tensor(3)
+        torch.stack([x, x])
+
+    assert found(step) == []
+    assert [finding.what for finding in found(lambda: str(x))] == ["prints a tensor, which reads it"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ON_THE_HOST, ids=lambda kind: kind.__name__)
+def test_reads_on_a_device_keep_their_line(kind: Callable[[Tensor], Tensor]) -> None:
+    """X2: the same lines are named where the tensors are on CUDA, by what CUDA reports."""
+    engine(preflight := Preflight(torch.device("cuda")), lambda: run([kind], "cuda"))
+    assert line_of(kind) in {finding.line for finding in preflight.findings}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,7 +6,7 @@ import itertools
 import re
 import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -191,8 +191,8 @@ class Trial:
             self.kept.append((args, kwargs))
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, dict) and not self.subject.whole:
-            return (), batch
+        if isinstance(batch, (dict, UserDict)) and not self.subject.whole:
+            return (), dict(batch)
         several = isinstance(batch, (tuple, list)) and not self.subject.whole
         return tuple(batch) if several else (batch,), {}
 

@@ -222,7 +222,7 @@ def _holder(leaf: object, where: str) -> str:
     """Return why an object with tensors in it is no argument, and what is."""
     kind, by_name = f"{type(leaf).__module__}.{type(leaf).__qualname__}", ""
     if isinstance(leaf, (dict, UserDict)):
-        by_name = "step(**batch)"
+        by_name = "step(**batch) or pass dict(batch)"
     elif is_record(leaf) and hasattr(leaf, "__dict__"):
         by_name = "step(**vars(batch))"
     instead = f"Write {by_name}" if by_name and where == "batch[0]" else "Pass its tensors in a dict"

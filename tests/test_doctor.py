@@ -437,6 +437,12 @@ SOUND = {
             batches = [{"x": x, "y": y} for x, y in data()]
             return loss_fn, net(), lambda params: torch.optim.Adam(params, fused=True), batches
         """,
+    "a batch that is like a dict": """
+        from collections import UserDict
+        def training():
+            model = net()
+            return loss_fn, model, sgd(model), [UserDict(x=x, y=y) for x, y in data()]
+        """,
     "an optimizer without a fused form that a graph can hold": """
         def training():
             model = net()

@@ -231,11 +231,11 @@ class Preflight(_torch.TorchDispatchMode):
             finally:
                 self._sets = False
             self._set_generators.was_set()  # known from here on
-            states = next(iter((*args, *kwargs.values())), None)
+            states = args[0] if args else kwargs.get("new_state", kwargs.get("new_states"))
             if not (puts_back and self._set_generators.may_be_put_back(states)):
                 self._report(sets_generator(name))
             # `torch.manual_seed` by a name that was imported earlier: it goes on to the host's generator.
-            self._seeds_on = sys._getframe(1).f_code.co_filename == torch.random.__file__
+            self._seeds_on = not puts_back and sys._getframe(1).f_code.co_filename == torch.random.__file__
             return result
 
         _torch.never_compile_by_itself(announced)

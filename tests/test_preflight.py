@@ -608,6 +608,13 @@ def set_to_a_state(x: Tensor) -> None:
     torch.set_rng_state(BEFORE)  # HERE set_to_a_state
 
 
+def seeded_behind_a_fork(x: Tensor) -> None:
+    with torch.random.fork_rng(devices=[]):
+        F.dropout(x)
+    torch.default_generator.manual_seed(torch.initial_seed())
+    F.dropout(x)  # HERE seeded_behind_a_fork
+
+
 def seeded_by_its_method(x: Tensor) -> None:
     torch.default_generator.manual_seed(torch.initial_seed())
     F.dropout(x)  # HERE seeded_by_its_method
@@ -617,7 +624,7 @@ seed_by_an_earlier_name = torch.manual_seed
 BEFORE = torch.get_rng_state()
 SEEDING = (
     seeded, seeded_by_an_earlier_name, seeded_on_the_device, seeded_on_all_devices, seeded_anew, seeded_in_a_fork,
-    set_to_a_state, seeded_by_its_method,
+    set_to_a_state, seeded_behind_a_fork, seeded_by_its_method,
 )  # fmt: skip
 
 

@@ -142,6 +142,8 @@ def _examined(diagnosis: Diagnosis, trial: Trial, progress: Bar) -> Diagnosis:
         progress.show(title)
         with _unchecked_if_it_fails(diagnosis, title):
             diagnosis.findings += check(trial)
+    if not trial.is_compared:
+        diagnosis.unchecked.append("host state: no two steps with inputs of one layout could be compared")
     diagnosis.findings.sort(key=lambda found: found.rank)
     progress.show("gain of a capture")
     if trial.device.type == "cuda":

@@ -3,7 +3,7 @@
 import copy
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,6 +42,9 @@ def fake_device(device_type: str) -> Iterator[None]:
             if device_type == "cuda" and not torch.cuda.is_available():
                 stack.enter_context(_torch.autocast_without_cuda())
                 stack.enter_context(_torch.kernels(_WITHOUT_DEVICE, ("AutogradCUDA", "CUDA")))
+            if device_type == "cuda":
+                missing = {name: fn for name, fn in _WITHOUT_META.items() if not _torch.has_kernel(name, "Meta")}
+                stack.enter_context(_torch.kernels(missing, ("Meta",)))
             # In inference mode, dispatch modes see whole compositions (linear, to) instead of what they come down to.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad and can_save_for_backward(device_type)))
@@ -137,6 +140,50 @@ def _float_mask(mask: Tensor, query: Tensor) -> Tensor:
 # Operations of ATen that look at the device to pick a kernel.
 _WITHOUT_DEVICE = {"scaled_dot_product_attention": _attention}
 
+
+def _recurrent_backward(
+    input: Tensor,
+    weights: list[Tensor],
+    weight_stride: int,
+    weight_buf: Tensor,
+    hidden: Tensor,
+    cell: Tensor | None,
+    *more: Any,
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+    """Return gradients of input, states and weights, as _cudnn_rnn_backward does."""
+    of_cell = None if cell is None else torch.empty_like(cell)
+    of_weights = [torch.empty_like(weight) for weight in weights]
+    return torch.empty_like(input), torch.empty_like(hidden), of_cell, of_weights
+
+
+def _gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hidden: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the next state, and a workspace for backward, five times as large (ATen/native/cuda/RNN.cu)."""
+    return torch.empty_like(hidden), hidden.new_empty(hidden.size(0), 5 * hidden.size(1))
+
+
+def _gru_cell_backward(
+    grad: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return gradients of the two kinds of gates, of the state, and of the biases."""
+    gates = 3 * (workspace.size(1) // 5)
+    of_gates = [workspace.new_empty(workspace.size(0), gates) for _ in range(2)]
+    of_biases = [workspace.new_empty(gates) if has_bias else None for _ in range(2)]
+    return of_gates[0], of_gates[1], torch.empty_like(grad), of_biases[0], of_biases[1]
+
+
+# Operations of ATen for CUDA that torch has no meta kernel of (2.11), by which fake tensors know shapes.
+_WITHOUT_META: dict[str, Callable[..., Any]] = {
+    "_cudnn_rnn_backward": _recurrent_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}
+
 _LSTM = 2  # cudnnRNNMode_t
 _RECURRENT = {torch.rnn_relu: 0, torch.rnn_tanh: 1, torch.lstm: _LSTM, torch.gru: 3}
 
@@ -171,9 +218,11 @@ def _recurrent(
     if torch.is_autocast_enabled("cuda"):
         input, hidden, *weights = (tensor.to(torch.float16) for tensor in (input, hidden, *weights))
         cell = cell if cell is None else cell.to(torch.float16)
+    # In place of the buffer that the weights lie in, which a backward asks for: no memory but theirs.
+    buffer = torch.empty(0, dtype=torch.uint8, device=input.device)
     with torch.autocast("cuda", enabled=False):
         output, hidden, cell, _, _ = _torch.op_overload("aten::_cudnn_rnn")(
-            input, weights, stride, None, hidden, cell, mode, size, projected, num_layers, batch_first, dropout,
+            input, weights, stride, buffer, hidden, cell, mode, size, projected, num_layers, batch_first, dropout,
             train, bidirectional, [], None,
         )  # fmt: skip
     return (output, hidden, cell) if mode == _LSTM else (output, hidden)

@@ -6,7 +6,7 @@ import itertools
 import re
 import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import _torch
 from ._blame import Blame
 from ._inputs import Spec, path, read_batch
+from ._operations import Call, CallRecorder, differences
 from ._optim import is_one_pass, why_not_capturable
 from ._prefetch import prefetch
 from ._preflight import Preflight
@@ -158,7 +159,10 @@ class Trial:
     specs: list[Spec] = field(init=False, default_factory=list)
     lines: list[str] = field(init=False, default_factory=list)  # per spec, where its batch was made
     kept: list[tuple[Any, Any]] = field(init=False, default_factory=list)
-    _next: Iterator[tuple[Any, Any]] = field(init=False)
+    records: dict[Any, list[list[Call]]] = field(init=False, default_factory=dict)  # of calls with one input each
+    waits: set[str] = field(init=False, default_factory=set)  # lines that no graph can hold
+    _seen: set[Any] = field(init=False, default_factory=set)
+    _next: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.step = self._step(self.subject.options)
@@ -168,7 +172,7 @@ class Trial:
                 self._take(batch)
         if not self.kept:
             raise ValueError("there is no batch")
-        self._next = itertools.cycle(self.kept)
+        self._next = itertools.cycle(range(len(self.kept)))
 
     def _step(self, options: dict[str, Any]) -> GraphedStep:
         subject = self.subject
@@ -187,8 +191,8 @@ class Trial:
             self.kept.append((args, kwargs))
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, dict) and not self.subject.whole:
-            return (), batch
+        if isinstance(batch, (dict, UserDict)) and not self.subject.whole:
+            return (), dict(batch)
         several = isinstance(batch, (tuple, list)) and not self.subject.whole
         return tuple(batch) if several else (batch,), {}
 
@@ -198,11 +202,25 @@ class Trial:
         other.step = self._step({key: value for key, value in self.subject.options.items() if key != "scheduler"})
         return other
 
-    def run(self) -> None:
-        """Do one optimizer step."""
-        for _ in range(self.subject.options.get("accumulate", 1)):
-            args, kwargs = next(self._next)
-            self.step(*args, **kwargs)
+    def run(self, *, recorded: bool = False) -> None:
+        """Do one optimizer step, and note what the user's lines call, if asked to."""
+        for place in range(self.subject.options.get("accumulate", 1)):
+            i = next(self._next)
+            args, kwargs = self.kept[i]
+            key = self.specs[i], place
+            # What a first call makes and keeps (a mask, a table), later ones do not make.
+            if recorded and key in self._seen:
+                with CallRecorder() as recorder:
+                    self.step(*args, **kwargs)
+                self.records.setdefault(key, []).append(recorder.calls)
+            else:
+                self.step(*args, **kwargs)
+            self._seen.add(key)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether at least two calls with the same input were recorded."""
+        return any(len(records) > 1 for records in self.records.values())
 
 
 # ---------------------------------------------------------------------------------------------------- without a step
@@ -270,8 +288,9 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
     """Yield what a graph cannot hold: waits, copies, random numbers of the host."""
     generators = trial.subject.options.get("generators", ())
     with Preflight(trial.device, generators) as preflight:
-        trial.run()
+        trial.run(recorded="torch._dynamo" not in sys.modules)  # or compiled code would be compiled anew for the record
     for found in preflight.findings:
+        trial.waits.add(found.line)
         # An optimizer that reads its step count has a fault of its own, with the line to write instead.
         if found.line or "torch/optim/" not in found.what:
             ms = found.ms if trial.device.type == "cuda" and not found.graph_only else None
@@ -292,8 +311,9 @@ def schedule_faults(trial: Trial) -> Iterator[Fault]:
     groups = trial.subject.optimizer.param_groups
     scheduler = trial.subject.options.get("scheduler")
     before = [_frozen(group) for group in groups]
-    for _ in range(2):
-        trial.run()
+    with _torch.without_compiled_code():
+        for _ in range(2):
+            trial.run(recorded=True)
     changed = {key: None for old, group in zip(before, groups, strict=True) for key in old if old[key] != group[key]}
     name = type(scheduler).__name__
     line = trial.subject.origins.of(scheduler) or trial.subject.line
@@ -315,7 +335,7 @@ def kernel_faults(trial: Trial) -> Iterator[Fault]:
     """Yield what runs in too low a precision or cannot be repeated bit by bit."""
     recorder, autocast = Recorder(trial.subject.model), _Autocast(trial.device)
     with recorder, autocast, _KernelWatch(recorder, autocast) as watch:
-        trial.run()
+        trial.run(recorded=True)
     params = [param.dtype for param in trial.subject.model.parameters() if param.is_floating_point()]
     cast = "Keep the model in float32 and let a policy cast: policy='float16'." if set(params) & set(LOW) else ""
     for (line, what), modules in watch.imprecise.items():
@@ -326,6 +346,27 @@ def kernel_faults(trial: Trial) -> Iterator[Fault]:
         advice = "Use an operation that torch.use_deterministic_algorithms lists, or give up comparing bit by bit."
         what = f"{op} has no deterministic kernel: two equal steps differ in their last bits"
         yield Fault("low", "nondeterministic", line or trial.subject.line, what, advice, count)
+
+
+def host_faults(trial: Trial) -> Iterator[Fault]:
+    """Yield what differs between the steps so far, by operation or by number, where their inputs have one layout.
+
+    Not on lines that wait: a number that was read from the device varies with it.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    lines: dict[str, str] = {}
+    for records in trial.records.values():
+        for other in records[1:]:
+            for line, what in differences(records[0], other):
+                found[line, lines.setdefault(line, what)] += 1
+    for (line, what), count in found.items():
+        if line not in trial.waits:
+            what = f"{what}, with inputs of one layout: a graph would repeat one of them"
+            advice = (
+                "Pass what varies in as a tensor of the batch, or keep it in a buffer that is changed in place. Draw "
+                "random numbers on the device."
+            )
+            yield Fault("high", "host state", line, what, advice, count)
 
 
 def _within(modules: Counter[str]) -> str:
@@ -430,4 +471,5 @@ CHECKS: dict[str, Callable[[Trial], Iterator[Fault]]] = {
     "blocking lines": blocking_faults,
     "schedule": schedule_faults,
     "kernels": kernel_faults,
+    "host state": host_faults,  # compares what the steps before it have recorded
 }

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from ._distributed import Ranks, why_not_sharded
 from ._engine import Engine, Options, Report
 from ._optim import CapturableGroups, broken_kernel, why_not_capturable
 from ._scaler import GradScaler
+from ._sparse import why_not_dense
 from ._state import TrainingState
 from ._torch import cudagraphs_of_its_own, tree_flatten, tree_unflatten
 
@@ -99,6 +100,8 @@ class GraphedFunction:
             if options.graph != "off" and (problem := why_not_sharded(module)):
                 raise NotImplementedError(f"{name}, modules[{i}]: {problem}")
         blockers = [blocker for optimizer in optimizers if (blocker := why_not_capturable(optimizer))]
+        if optimizers and (sparse := why_not_dense(modules)):
+            blockers.insert(0, sparse)
         self._groups = [CapturableGroups(optimizer, device) for optimizer in optimizers]
         self._engine = Engine(
             _Body(fn, modules, [] if blockers else self._groups, name),
@@ -158,6 +161,12 @@ class GraphedFunction:
     def replays(self) -> int:
         """How many calls were a graph launch."""
         return self._engine.replays
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a GraphedFunction cannot be copied or pickled: its graphs belong to this process and to these tensors. "
+            "Copy or save modules, optimizers and scaler (state_dict), and decorate the function anew with graphed."
+        )
 
     def close(self) -> None:
         """Release the graphs and their memory. A later call warms up and captures again. Waits for the device."""

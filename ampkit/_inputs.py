@@ -1,6 +1,7 @@
 """What counts as the same input, and the static buffers that a captured step reads its input from."""
 
 import operator
+from collections import UserDict
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._errors import InputMismatch
+from ._holders import holds_tensors, is_record
 from ._text import dtype_name
 from ._torch import (
     TreeSpec,
@@ -63,7 +65,7 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
 
     Raises:
         InputMismatch: a tensor leaf is not strided, of a class of its own, on another device than `device`, or requires
-            grad; another leaf is not hashable. The message has the leaf's path.
+            grad; another leaf holds tensors, or is not hashable. The message has the leaf's path.
 
     Sync: none. Aliasing: the leaves are the caller's objects.
     """
@@ -204,6 +206,8 @@ def _empty_like(tensor: Tensor) -> Tensor:
 
 
 def _constant(leaf: object, tree: TreeSpec, i: int) -> Constant:
+    if holds_tensors(leaf) and not isinstance(leaf, nn.Module):  # whose parameters are no input
+        raise InputMismatch(_holder(leaf, path(tree, i)))
     try:
         hash(leaf)
     except TypeError:
@@ -212,6 +216,20 @@ def _constant(leaf: object, tree: TreeSpec, i: int) -> Constant:
             "tell whether it changed. Pass a tensor (torch.as_tensor) or a number, string or None."
         ) from None
     return Constant(type(leaf), leaf)
+
+
+def _holder(leaf: object, where: str) -> str:
+    """Return why an object with tensors in it is no argument, and what is."""
+    kind, by_name = f"{type(leaf).__module__}.{type(leaf).__qualname__}", ""
+    if isinstance(leaf, (dict, UserDict)):
+        by_name = "step(**batch) or pass dict(batch)"
+    elif is_record(leaf) and hasattr(leaf, "__dict__"):
+        by_name = "step(**vars(batch))"
+    instead = f"Write {by_name}" if by_name and where == "batch[0]" else "Pass its tensors in a dict"
+    return (
+        f"{where} is a {kind}, in which a step does not see the tensors. {instead}, or pass the tensors themselves, "
+        "alone or in tuples, lists and dicts."
+    )
 
 
 def _not_plain(leaf: Tensor, where: str) -> str:

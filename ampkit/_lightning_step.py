@@ -217,7 +217,7 @@ class TrainerStep:
             try:
                 return self._engine((batch,), {}, place)  # type: ignore[no-any-return]  # what the recipe returns
             except InputMismatch as error:
-                self._stay_eager(str(error))
+                self._stay_eager(_not_comparable(batch) or str(error))
         if self._captures:
             self._ranks.decide(wants=False, can=True, settled=True)  # others may vote in this call
         return self._engine.run("cannot be captured", lambda: self._run(place, batch))  # type: ignore[no-any-return]

@@ -1,12 +1,13 @@
 """What a training step tells somebody who watches its numbers, and when."""
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Somebody who measures in some of the steps. It must change no gradient and draw no random number.
 

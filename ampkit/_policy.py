@@ -1,5 +1,6 @@
 """Which dtype parameters, operations, modules and outputs have: one frozen value, and how it is written as text."""
 
+import difflib
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
@@ -14,6 +15,12 @@ from ._op_rules import PROMOTE, OpRule, OpRules, define, op_name, op_rules_conte
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# What other libraries call these dtypes. Capital letters and "torch." count for nothing.
+_ALIASES = {
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    "bf16": "bfloat16",
+}
 
 # Whole policies by one name: (params, compute, output). The second row of names is Lightning's
 # `Trainer(precision=...)`.
@@ -99,9 +106,11 @@ class Policy:
 
                 - a dtype for a float32 model under autocast: `float16`, `bfloat16`, `float32`;
                 - Lightning's name: `16-mixed`, `bf16-mixed`, `32-true`, `bf16-true`, `16-true`;
+                - another common name of a dtype: `fp16`, `half`, `bf16`, `fp32`, `torch.float16`;
                 - fields: `params=float32,compute=float16,output=float32`, where what is left out is float32.
 
-                Rules follow in braces, behind a name as behind fields. They read as in Python:
+                Names of dtypes, policies and fields may have capital letters. Rules follow in braces, behind a name as
+                behind fields. They read as in Python:
                 `bfloat16,ops={softmax:float32,add:promote},modules={torch.nn.LayerNorm:float32,"head":float32}`.
                 A class of modules stands there with its full name, which is imported. A path or a regular expression
                 stands in double quotes; a backslash means itself there, and `""` is one double quote.
@@ -110,13 +119,15 @@ class Policy:
             ValueError: `text` is none of these. The message lists what is legal.
         """
         if not isinstance(text, str):
-            raise ValueError(f"Policy.parse({text!r}): expected a string, got {type(text).__name__}.")
+            meant = f" Did you mean {_NAMES[text]!r}?" if isinstance(text, torch.dtype) and text in _NAMES else ""
+            raise ValueError(f"Policy.parse({text!r}): expected a string, got {type(text).__name__}.{meant}")
         values: dict[str, Any] = {}
         parts = _split(text, text)
-        if parts[0] in _WHOLE:
-            values.update(zip(("params", "compute", "output"), _WHOLE[parts.pop(0)], strict=True))
+        if _plain(parts[0]) in _WHOLE:
+            values.update(zip(("params", "compute", "output"), _WHOLE[_plain(parts.pop(0))], strict=True))
         for part in parts:
             key, equals, value = (piece.strip() for piece in part.partition("="))
+            key = key.lower()
             if not equals or key not in _KEYS or key in values:
                 raise ValueError(f"Policy.parse({text!r}): {_problem(part, key, equals, values)} {_LEGAL}")
             values[key] = _rules(text, key, value) if key in _RULED else _dtype(key, value)
@@ -212,16 +223,29 @@ _LEGAL = (
 
 def _problem(part: str, key: str, equals: str, seen: dict[str, Any]) -> str:
     if not equals:
-        return f"{part!r} is not a policy."
+        return f"{part!r} is not a policy.{_meant(part, (*_WHOLE, 'half'))}"
     if key in seen:
         return f"{key!r} is given twice."
-    return f"{key!r} is not a field of Policy."
+    return f"{key!r} is not a field of Policy.{_meant(key, _KEYS)}"
+
+
+def _plain(name: str) -> str:
+    """Return a name of a dtype, or of a whole policy, as it is listed."""
+    name = name.strip().lower().removeprefix("torch.")
+    return _ALIASES.get(name, name)
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Return a question that has the known name that looks most like this one, "" if none does."""
+    close = difflib.get_close_matches(_plain(name), list(known), n=1)
+    return f" Did you mean {_ALIASES.get(close[0], close[0])!r}?" if close else ""
 
 
 def _dtype(field: str, value: object) -> torch.dtype:
-    dtype = _DTYPES.get(value) if isinstance(value, str) else value
+    dtype = _DTYPES.get(_plain(value)) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in _NAMES:
-        raise ValueError(f"Policy({field}={value!r}): expected one of {', '.join(_DTYPES)}. {_LEGAL}")
+        meant = _meant(value, (*_DTYPES, "half")) if isinstance(value, str) else ""
+        raise ValueError(f"Policy({field}={value!r}): expected one of {', '.join(_DTYPES)}.{meant} {_LEGAL}")
     return dtype
 
 
@@ -239,7 +263,8 @@ def _op_rules(pairs: list[tuple[Any, Any]]) -> OpRules:
             name = op_name(key)
         except ValueError as error:
             raise ValueError(f"Policy(ops={{{key!r}: ...}}): {error}") from None
-        if value != PROMOTE and (not isinstance(value, (str, torch.dtype)) or value not in {*_DTYPES, *_NAMES}):
+        known = _DTYPES.get(_plain(value)) if isinstance(value, str) else value
+        if value != PROMOTE and not (isinstance(known, torch.dtype) and known in _NAMES):
             legal = ", ".join((*_DTYPES, PROMOTE))
             raise ValueError(f"Policy(ops={{{key!r}: {value!r}}}): expected one of {legal}.")
         rule = value if value == PROMOTE else _dtype("ops", value)

@@ -2,14 +2,16 @@
 
 import functools
 import warnings
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ._errors import AmpkitError, AmpkitWarning
+from ._holders import holds_tensors, is_record, tensors_held, with_values
 from ._torch import tree_flatten, tree_unflatten
 
 Batch = TypeVar("Batch")
@@ -39,8 +41,10 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         for images, labels in ampkit.prefetch(loader, "cuda", transform=decode): ...
 
     Args:
-        loader: any iterable of batches (trees of tensors and other objects; the others pass through). Each `iter()` of
-            the prefetcher starts a new `iter(loader)`, so one prefetcher serves all epochs. `len()` is the loader's. A
+        loader: any iterable of batches: trees of tensors, dict-like objects (`UserDict`, as the `BatchEncoding` of
+            transformers is one), dataclasses and attrs classes, whose copies keep their class; objects with a method
+            `to(device)`, which is called; and what holds no tensor, which passes through. Each `iter()` of the
+            prefetcher starts a new `iter(loader)`, so one prefetcher serves all epochs. `len()` is the loader's. A
             loader must not write to a pinned batch that it has handed out: the copy may still be due.
         device: where the batches go: "cuda", "cuda:1", "cpu" or a `torch.device`.
         depth: how many steps the host may run ahead of the device. It bounds the memory of waiting batches.
@@ -53,10 +57,11 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
     Raises:
         ValueError: `depth` is not a positive int, `device` names CUDA where there is none, or `transform` is not
             callable.
-        AmpkitError: while iterating, `transform` raised (its exception is the cause), or returned None.
+        AmpkitError: while iterating, a batch holds tensors in an object of another kind; or `transform` raised (its
+            exception is the cause), or returned None.
 
-    Sync: waits only where the host is `depth` steps ahead. Aliasing: a batch that is on the
-    device already is handed out as it is, any other has tensors of its own.
+    Sync: waits only where the host is `depth` steps ahead, and where an object's own `to(device)` waits. Aliasing: a
+    batch that is on the device already is handed out as it is, any other has tensors of its own.
     """
 
     @overload
@@ -94,7 +99,7 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
 
     def _moved(self) -> Iterator[Batch]:
         for i, batch in enumerate(self.loader):
-            yield self._transformed(_map_tensors(lambda tensor: tensor.to(self.device), batch), i)
+            yield self._transformed(_Transfer(self.device, i, lambda tensor: tensor.to(self.device))(batch), i)
 
     def _copied(self) -> Iterator[Batch]:
         side, consumer = _side_stream(self.device), torch.cuda.current_stream(self.device)
@@ -106,12 +111,14 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
             try:
                 with torch.cuda.stream(side):
                     copy = functools.partial(self._copy, consumer=consumer, side=side)
-                    on_device = self._transformed(_map_tensors(copy, batch), i)
+                    on_device = self._transformed(_Transfer(self.device, i, copy)(batch), i)
             finally:  # also after an error: the memory of what `transform` reads may be given away then
                 consumer.wait_stream(side)
             # The allocator must not give the memory to the side stream's next copy while the consumer still reads it.
             # What `transform` read and did not return was used on the side stream alone, in whose order it is reused.
-            _map_tensors(lambda tensor, stream=consumer: self._record(tensor, stream), on_device)
+            for tensor in _tensors_of(on_device):
+                if tensor.device == self.device:
+                    tensor.record_stream(consumer)
             yield on_device
             del on_device
             steps.append(consumer.record_event())
@@ -140,21 +147,83 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
             raise AmpkitError(f"prefetch(transform): batch {i}: it returned None, not a batch. Does it lack a return?")
         return made
 
-    def _record(self, tensor: Tensor, consumer: torch.cuda.Stream) -> Tensor:
-        if tensor.device == self.device:
-            tensor.record_stream(consumer)
-        return tensor
+
+class _Transfer:
+    """Moves every tensor of one batch, in trees and in objects that hold some, and leaves the batch as it is.
+
+    Args:
+        device: where to.
+        i: the number of the batch, for messages.
+        move: moves a tensor.
+    """
+
+    def __init__(self, device: torch.device, i: int, move: Callable[[Tensor], Tensor]) -> None:
+        self._device = device
+        self._i = i
+        self._move = move
+        self._made: dict[int, Tensor] = {}  # one per tensor, as in the batch
+        self._within: list[Any] = []  # the objects whose parts are being moved
+
+    def __call__(self, thing: Any) -> Any:
+        """Return the batch, or a part of it, on the device."""
+        if isinstance(thing, Tensor):
+            if id(thing) not in self._made:
+                self._made[id(thing)] = self._move(thing)
+            return self._made[id(thing)]
+        if not holds_tensors(thing):
+            return thing
+        if any(thing is outer for outer in self._within):
+            raise AmpkitError(
+                f"prefetch: batch {self._i}: a {_kind(thing)} holds itself, so no copy of it can be made."
+            )
+        self._within.append(thing)
+        leaves, spec = tree_flatten(thing, is_leaf=_is_packed)
+        is_tree = len(leaves) != 1 or leaves[0] is not thing
+        moved = tree_unflatten([self(leaf) for leaf in leaves], spec) if is_tree else self._object(thing)
+        self._within.pop()
+        return moved
+
+    def _object(self, thing: Any) -> Any:
+        """Return an object that is no tree with its tensors moved, or raise."""
+        moves_itself = callable(getattr(type(thing), "to", None)) and not isinstance(thing, (dict, UserDict))
+        if is_record(thing) and not moves_itself:
+            return with_values(thing, self)
+        tensors = list(tensors_held(thing))
+        for tensor in tensors:
+            if tensor.device == self._device:
+                self(tensor)  # stays where it is
+        if all(tensor.device == self._device for tensor in tensors):
+            return thing
+        if not moves_itself:
+            raise AmpkitError(
+                f"prefetch: batch {self._i} holds a {_kind(thing)}, whose tensors cannot be moved: it has no method "
+                "to(device), and it is no dataclass. Give it one, or have the loader yield its tensors in a tuple or "
+                "dict."
+            )
+        made = thing.to(self._device)
+        if made is None:
+            raise AmpkitError(f"prefetch: batch {self._i}: {_kind(thing)}.to(device) returned None, not an object.")
+        return made
+
+
+def _is_packed(thing: object) -> bool:
+    """Return whether this is a named tuple of which some parts have to stay on the host: it moves itself."""
+    return isinstance(thing, PackedSequence)
+
+
+def _kind(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _tensors_of(batch: Any) -> Iterator[Tensor]:
+    for leaf in tree_flatten(batch)[0]:
+        yield from tensors_held(leaf)
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for copies to a device: one for all prefetchers, for each stream keeps freed memory apart."""
     return torch.cuda.Stream(device)
-
-
-def _map_tensors(fn: Any, tree: Any) -> Any:
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten([fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def _indexed(device: torch.device) -> torch.device:

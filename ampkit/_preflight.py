@@ -1,5 +1,6 @@
 """Which lines of a step a CUDA graph cannot hold: all found in one eager step, which computes what it would anyway."""
 
+import functools
 import re
 import sys
 import threading
@@ -22,11 +23,15 @@ from ._problems import (
     WAITS,
     Problem,
     Watched,
+    host_copy,
     host_wait,
     is_late,
+    list_read,
     problem_of,
     problems_of,
+    sets_generator,
 )
+from ._reseeding import GeneratorWatch, getters, setters
 
 _Key = tuple[str, str]  # of a finding: line and what
 
@@ -70,7 +75,8 @@ class Preflight(_torch.TorchDispatchMode):
 
     It sees what waits for the device, copies between host and device, and random numbers that a graph would freeze, in
     forward, backward and optimizer. On a CPU device, where the engine is emulated for tests, CPU tensors stand for the
-    device's; there is no copy to see then, and what happens in torch's own code alone does not count, for its CPU
+    device's. Of copies to the host it sees `tolist`, `numpy` and `torch.tensor` of a list of tensors there, for others
+    copy nothing; and what happens in torch's own code alone does not count, for its CPU
     optimizers keep step counts on the host.
 
     The step has the bits that it would have, but for `cross_entropy` with both class weights and label smoothing where
@@ -95,6 +101,9 @@ class Preflight(_torch.TorchDispatchMode):
         self._named: set[str] = set()  # places of which it is known why they wait
         self._waits: int | None = None  # of the operation that runs
         self._stepped_aside = False  # in this backward
+        self._announced = False  # a call that is a finding runs
+        self._sets = False  # a generator, at the moment
+        self._seeds_on = False  # and another one behind it, in the same call
         self._left = ExitStack()
 
     @property
@@ -106,10 +115,12 @@ class Preflight(_torch.TorchDispatchMode):
         self._thread = threading.get_ident()
         self._blame = Blame(sys._getframe(1), lenient=self._watched.device.type == "cpu")
         self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
+        self._set_generators = GeneratorWatch(*self._watched)
         with ExitStack() as entered:
             self._watch_warnings(entered)
             self._watch_backward(entered)
             self._watch_calls(entered)
+            self._watch_seeds(entered)
             self._left = entered.pop_all()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -165,6 +176,70 @@ class Preflight(_torch.TorchDispatchMode):
         if self._watched.device.type == "cuda":
             for name, owner, attribute in _torch.host_waits():
                 self._announce(entered, owner, attribute, host_wait(name))
+        else:  # of a tensor on CUDA these are operations, or copies that the sync debug mode sees
+            for owner, name in _torch.HOST_COPIES:
+                _replace(entered, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
+            for owner, name, place in _torch.LIST_READS:
+                lists = (list, tuple)
+                _replace(entered, owner, name, self._reading_from(lists, getattr(owner, name), list_read(name), place))
+
+    def _reading_from(
+        self, kind: Any, original: Callable[..., Any], problem: Problem, place: int
+    ) -> Callable[..., Any]:
+        """Return a function that reports a problem where an argument is of a kind and has watched tensors in it."""
+
+        @functools.wraps(original)
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            here = not torch.compiler.is_compiling() and threading.get_ident() == self._thread
+            if here and not self._announced:  # printing reads too
+                given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+                if isinstance(given, kind) and self._watched.has(given):
+                    self._report(problem)
+            return original(*args, **kwargs)
+
+        _torch.never_compile_by_itself(reported)  # compiled code calls it too
+        return reported
+
+    def _watch_seeds(self, entered: ExitStack) -> None:
+        """Have the functions call here that read and set the state of generators."""
+        for owner, name in getters():
+            _replace(entered, owner, name, self._reading(getattr(owner, name)))
+        for name, owner, attribute in setters():
+            _replace(entered, owner, attribute, self._setting(getattr(owner, attribute), name))
+
+    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            state = original(*args, **kwargs)
+            self._set_generators.reads(state)
+            return state
+
+        _torch.never_compile_by_itself(read)
+        return read
+
+    def _setting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        puts_back = "set_rng_state" in name
+
+        @functools.wraps(original)
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or self._sets:
+                return original(*args, **kwargs)
+            self._look_for_draws()
+            self._sets = True
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._sets = False
+            self._set_generators.was_set()  # known from here on
+            states = args[0] if args else kwargs.get("new_state", kwargs.get("new_states"))
+            if not (puts_back and self._set_generators.may_be_put_back(states)):
+                self._report(sets_generator(name))
+            # `torch.manual_seed` by a name that was imported earlier: it goes on to the host's generator.
+            self._seeds_on = not puts_back and sys._getframe(1).f_code.co_filename == torch.random.__file__
+            return result
+
+        _torch.never_compile_by_itself(announced)
+        return announced
 
     def _announce(self, entered: ExitStack, owner: Any, name: str, problem: Problem) -> None:
         original = getattr(owner, name)
@@ -173,9 +248,11 @@ class Preflight(_torch.TorchDispatchMode):
             if threading.get_ident() != self._thread or (problem is PRINT and not self._watched.has(args)):
                 return original(*args, **kwargs)
             key, start = self._report(problem), time.perf_counter()  # reported first: see `_on_wait`
+            outer, self._announced = self._announced, True
             try:
                 return original(*args, **kwargs)
             finally:
+                self._announced = outer
                 self._spent(key, time.perf_counter() - start)
 
         _replace(entered, owner, name, announced)
@@ -233,13 +310,16 @@ class Preflight(_torch.TorchDispatchMode):
             self._add(WAITS, place)
 
     def _look_for_draws(self) -> None:
-        """Report what drew random numbers on the host since the last look."""
+        """Report what drew random numbers on the host, or set a generator, since the last look."""
         for name, read in HOST_SOURCES.items():
             before, self._drawn[name] = self._drawn[name], read()
             if before is not None and before != self._drawn[name]:
                 where = "here or just before" + (" or in another thread" if threading.active_count() > 1 else "")
                 what = f"draws from {name}, {where}, which a graph would freeze"
                 self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._blame() or Place())
+        named, self._seeds_on = self._seeds_on, False
+        if self._set_generators.was_set() and not named:
+            self._add(sets_generator("something here or just before"), self._blame() or Place())
 
     def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         """Return autograd's engine with another first look at the graph."""
@@ -304,7 +384,10 @@ class Preflight(_torch.TorchDispatchMode):
 
 def _replace(entered: ExitStack, owner: Any, name: str, new: Any) -> None:
     """Replace an attribute until the contexts are left."""
-    entered.callback(setattr, owner, name, getattr(owner, name))
+    if name in vars(owner):
+        entered.callback(setattr, owner, name, vars(owner)[name])
+    else:  # a base class has it
+        entered.callback(delattr, owner, name)
     setattr(owner, name, new)
 
 

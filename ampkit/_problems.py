@@ -48,10 +48,30 @@ PRINT = Problem(
 )
 
 
+def host_copy(name: str) -> Problem:
+    """Return the problem of a method that copies a tensor's values to the host."""
+    advice = "Keep the values on the device, or return the tensor in aux and read it after the step."
+    elsewhere = "Keep the values on the device, or read them once in many steps."
+    return Problem(f".{name}() waits for the device to read a tensor", advice, elsewhere)
+
+
+def list_read(name: str) -> Problem:
+    """Return the problem of a function that makes a tensor of a list with tensors in it."""
+    what = f"{name}() of a list of tensors waits for the device to read each of them"
+    return Problem(what, "Use torch.stack, or torch.cat, which stays on the device.")
+
+
 def host_wait(name: str) -> Problem:
     """Return the problem of a function that does nothing but wait."""
     streams = "Leave it out, or have a stream wait (stream.wait_stream, event.wait), which does not hold up the host."
     return Problem(f"{name} waits for the device", "Wait after the step.", streams)
+
+
+def sets_generator(how: str) -> Problem:
+    """Return the problem of a call that sets a generator of random numbers to a seed or state."""
+    what = f"{how} sets a generator of random numbers, which a replay would leave out"
+    advice = "Seed before the first step. For numbers that are the same each time, draw them once and pass them in."
+    return Problem(what, advice, graph_only=True)
 
 
 class Watched(NamedTuple):

@@ -1,7 +1,7 @@
 """The training step that a user calls: its arguments, what they must be, and the window of micro-batches it is in."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ._optim import broken_kernel, why_not_called, why_not_capturable
 from ._policy import Policy
 from ._recipe import Phase, Recipe, StepOutput
 from ._scaler import GradScaler, check_positive
+from ._sparse import refuse_sparse, why_not_dense
 from ._state import TrainingState
 from ._torch import cudagraphs_of_its_own
 
@@ -53,7 +54,10 @@ def graphed_step(
 
     A call zeroes gradients, runs `loss_fn` under the policy's autocast, scales the loss, runs backward, unscales,
     clips, steps the optimizer (or skips it on the device if a gradient is not finite), updates the loss scale and
-    steps the scheduler. N calls leave the same bits as N eager calls with the same kernels.
+    steps the scheduler. N calls leave the same bits as N calls with `graph="off"` and the same kernels. A loop written
+    with torch alone may differ in the last bits: here unscaling and clipping are one division in a fused optimizer's
+    kernel, and on CUDA the optimizer reads the learning rate from a float32 tensor, where torch passes a Python float
+    as float64.
 
     Args:
         loss_fn: `loss_fn(model, *batch, **batch)` returns the loss (a floating tensor of shape ()) or `(loss, aux)`,
@@ -72,14 +76,15 @@ def graphed_step(
         accumulate: calls (micro-batches) per optimizer step. Gradients are those of the mean of their losses: each loss
             is divided by `accumulate` before its backward. Clipping, skipping and the schedule see the whole window.
         scheduler: stepped once per optimizer step, skipped or not. It works on `group["lr"]`, which stays a float; the
-            step reads it through a device tensor.
+            step reads it through a device tensor, which is float32 on CUDA.
         buckets: sizes to pad batches to, see `Buckets`.
         warmup: eager calls per input layout before it is captured, at least 1. They are training steps like any other;
             the last of them is watched for what cannot be captured.
         after_step: called with the model behind the optimizer, under `no_grad`, and captured: an EMA update
             (`averaged.update_parameters` of torch's `AveragedModel`), a constraint on weights.
         verify: compare the first so many replays with eager steps from the same state, bit by bit; on a difference name
-            the tensor and go on eagerly (or raise). Each takes two steps' time and a few copies of the state.
+            the tensor and go on eagerly (or raise). Each takes two steps' time and a few copies of the state, and up to
+            eleven steps' time where kernels are not deterministic: what replays differ by from each other is allowed.
         numerics: what `ampkit.debug.numerics(model)` returned: it measures in some of the steps, which get graphs of
             their own, warmed up in the same way, and changes no bit of any step.
         on_failure: "eager": if the step cannot be captured, warn once and go on eagerly. "raise": raise `CaptureError`.
@@ -107,16 +112,21 @@ def graphed_step(
     check_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise ValueError(f"graphed_step(buckets={buckets!r}): expected ampkit.Buckets(batch=(16, 32, 64)) or None.")
+    if not callable(loss_fn):
+        raise ValueError(f"graphed_step(loss_fn={loss_fn!r}): expected loss_fn(model, *batch) that returns the loss.")
+    if numerics is not None and not isinstance(numerics, Observer):
+        raise ValueError(
+            f"graphed_step(numerics={numerics!r}): expected what ampkit.debug.numerics(model, every=100) returned, or "
+            "None."
+        )
     policy = _policy(policy)
     device = _device(model, policy)
     _check_optimizer(optimizer, model)
+    _check_scheduler(scheduler, optimizer)
+    refuse_sparse(model, optimizer, max_norm)
     if graph != "off":
         _check_capturable(model, loss_fn)
-    if scheduler is not None and isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
-        )
-    blocker = why_not_capturable(optimizer)
+    blocker = why_not_dense([model]) or why_not_capturable(optimizer)
     ranks = Ranks(model, device)
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     recipe = Recipe(
@@ -185,7 +195,8 @@ class GraphedStep:
         micro-batch may be in it.
 
         Sync: none. Aliasing: the batch is copied, and written back to only where `loss_fn` changes it in place; the
-        outputs belong to the caller.
+        outputs belong to the caller. What `loss_fn` returns is copied tensor by tensor, so a view of an input or of
+        another output is a tensor of its own behind the call, in eager calls too.
         """
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
@@ -258,6 +269,12 @@ class GraphedStep:
         skipped = self._recipe.scaler.skipped
         return 0 if skipped is None else int(skipped.item())  # sync
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a GraphedStep cannot be copied or pickled: its graphs belong to this process and to these tensors. Copy "
+            "or save model, optimizer and scaler (state_dict), and make a step of the copies with graphed_step."
+        )
+
     def close(self) -> None:
         """Release the graphs and their memory. A later call warms up and captures again. Waits for the device.
 
@@ -326,6 +343,27 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a `ValueError` unless the scheduler can be stepped without arguments and works on this optimizer."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
+        )
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        raise ValueError(
+            f"graphed_step(scheduler={scheduler!r}): expected an object with a method step(), as in "
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), or None."
+        )
+    other = getattr(scheduler, "optimizer", optimizer)
+    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
+        raise ValueError(
+            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
+            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
+        )
 
 
 def _scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.device) -> GradScaler:

@@ -36,7 +36,7 @@ def _private(owner: object, name: str) -> Any:
 
 # torch.utils._pytree: the tree that a batch or an output is. torch.compile and torch.export flatten with it too.
 TreeSpec = _pytree.TreeSpec
-tree_flatten: Callable[[Any], tuple[list[Any], TreeSpec]] = _private(_pytree, "tree_flatten")
+tree_flatten: Callable[..., tuple[list[Any], TreeSpec]] = _private(_pytree, "tree_flatten")
 tree_unflatten: Callable[[Sequence[Any], TreeSpec], Any] = _private(_pytree, "tree_unflatten")
 tree_flatten_with_path: Callable[[Any], tuple[list[tuple[Any, Any]], TreeSpec]] = _private(
     _pytree, "tree_flatten_with_path"
@@ -152,6 +152,11 @@ def ops_with_kernel(dispatch_key: str) -> list[str]:
     has_kernel = _private(torch._C, "_dispatch_has_kernel_for_dispatch_key")
     names = _private(torch._C, "_dispatch_get_all_op_names")()
     return sorted(name for name in names if has_kernel(name, dispatch_key))
+
+
+def has_kernel(name: str, dispatch_key: str) -> bool:
+    """Return whether an operation of ATen, by name without `aten::`, has a kernel of its own for a dispatch key."""
+    return bool(_private(torch._C, "_dispatch_has_kernel_for_dispatch_key")(f"aten::{name}", dispatch_key))
 
 
 def op_overload(name: str) -> Any:
@@ -455,6 +460,19 @@ def host_waits() -> Iterator[tuple[str, Any, str]]:
     yield "torch.accelerator.synchronize()", torch._C, "_accelerator_synchronizeDevice"
     yield "event.synchronize()", torch.cuda.Event, "synchronize"
     yield "stream.synchronize()", torch.cuda.Stream, "synchronize"
+
+
+# What copies a tensor's values to the host without an operation, where the tensor is on the CPU: the owner, the name.
+HOST_COPIES: tuple[tuple[Any, str], ...] = ((Tensor, "tolist"), (Tensor, "numpy"))
+# What reads tensors that stand in a list, hidden from dispatch modes: the owner, the name, the place of the list.
+LIST_READS: tuple[tuple[Any, str, int], ...] = (
+    (torch, "tensor", 0),
+    (torch, "as_tensor", 0),
+    (torch, "asarray", 0),
+    (Tensor, "new_tensor", 1),
+)
+for _owner, _name in (*HOST_COPIES, *(entry[:2] for entry in LIST_READS)):
+    _private(_owner, _name)
 
 
 def forward_stack(node: Any) -> list[str]:

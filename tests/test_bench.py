@@ -995,13 +995,13 @@ def test_a_plot_needs_matplotlib_and_something_to_draw(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "argv", [["--policy", "fp16"], ["-b", "0"], ["--seconds", "0"], ["--variants", "jit"], ["-b", "8", "--sweep"]]
+    "argv", [["--policy", "fp8"], ["-b", "0"], ["--seconds", "0"], ["--variants", "jit"], ["-b", "8", "--sweep"]]
 )
 def test_wrong_arguments_are_explained(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """What is legal reaches the user through argparse."""
     with pytest.raises(SystemExit):
         bench(*argv)
-    said = {"fp16": "Legal: float32, float16", "0": "is not", "jit": "choose from", "8": "not allowed"}[argv[1]]
+    said = {"fp8": "Legal: float32, float16", "0": "is not", "jit": "choose from", "8": "not allowed"}[argv[1]]
     assert said in capsys.readouterr().err
 
 

@@ -137,6 +137,64 @@ FAULTS = {
             model = net()
             return loss, model, sgd(model), data()
         """,
+    "a counter that scales the loss": """
+        class Counted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.calls = net(), 0
+            def forward(self, x):
+                self.calls += 1
+                return self.net(x) / self.calls  # fault: host state
+        def training():
+            model = Counted()
+            return loss_fn, model, sgd(model), data()
+        """,
+    "random numbers of generators that nothing watches": """
+        import random, secrets, time
+        import numpy as np
+        rng, other = np.random.default_rng(0), random.Random(0)
+        def loss(model, x, y):
+            x = x + torch.from_numpy(rng.normal(size=(8, 8))).float()  # fault: host state
+            x = x * torch.as_tensor(rng.normal(size=8)).float()  # fault: host state
+            x = x * other.random()  # fault: host state
+            x = F.dropout(x, p=0.1 + 0.1 * rng.random())  # fault: host state
+            x = torch.roll(x, secrets.randbelow(2**30) * 2, 0)  # fault: host state
+            return loss_fn(model, x, y) * torch.tensor(time.perf_counter())  # fault: host state
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """,
+    "another operation in every other step": """
+        import itertools
+        turns = itertools.cycle([True, False])
+        def loss(model, x, y):
+            x = x.sin() if next(turns) else x.cos()  # fault: host state
+            return loss_fn(model, x, y)
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """,
+    "a slice that moves, per micro-batch": """
+        import itertools
+        places = itertools.count()
+        def loss(model, x, y):
+            k = next(places)
+            x[k % 8, :k % 5] = 0  # fault: host state
+            return loss_fn(model, x, y)
+        def training():
+            model = net()
+            return loss, model, sgd(model), data(8, 8, 8), {"accumulate": 2}
+        """,
+    "a counter in a hook of the backward and in what follows the step": """
+        import itertools
+        counter = itertools.count(1)
+        def training():
+            model = net()
+            model[0].weight.register_hook(lambda grad: grad * next(counter))  # fault: host state
+            def decay(model):
+                model[0].bias.mul_(1 - 1e-3 * next(counter))  # fault: host state
+            return loss_fn, model, sgd(model), data(), {"after_step": decay}
+        """,
     "a batch of another dtype in a list": """
         def training():
             model = net()
@@ -261,6 +319,64 @@ def test_modules_of_one_line(script):
     assert "Keep the model in float32" in norms[0].advice
 
 
+def test_what_varies_is_told_with_both_values(script):
+    """The first argument that differs is named with its two values, and how to pass it in."""
+    _, found = script(
+        """
+        import itertools
+        counter = itertools.count()
+        def loss(model, x, y):
+            return loss_fn(model, x, y) * torch.full((), next(counter) / 2.0)
+        def training():
+            model = net()
+            return loss, model, sgd(model), data(8)
+        """
+    )
+    (fault,) = found.findings
+    values = r"(0\.5 in one step and 1\.0|1\.0 in one step and 1\.5)"  # a step less where dynamo was imported before
+    assert re.match(f"full takes {values} in another, with inputs of one layout: a graph would repeat", fault.what)
+    assert "Pass what varies in as a tensor of the batch" in fault.advice
+    assert fault.severity == "high"
+    assert fault.count in (2, 3)  # each step behind the first is compared with the first of these
+
+
+def test_layouts_that_come_once_are_not_compared(script):
+    """What a layout's first call makes may be missing in its second: too few calls are said to be too few."""
+    _, found = script(
+        """
+        def training():
+            model = net()
+            return loss_fn, model, sgd(model), data(8, 7, 6, 5)
+        """
+    )
+    assert [fault.kind for fault in found.findings] == ["changing shapes"]
+    assert "host state: no two steps with inputs of one layout could be compared" in found.unchecked
+
+
+def test_compiled_code_is_compared_as_it_was_written(script, fresh_dynamo):
+    """A counter in compiled code is found, and the code is compiled no more often for that."""
+    path, found = script(
+        """
+        compiled = []
+        def backend(graph, inputs):
+            compiled.append(graph)
+            return graph
+        class Counted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.calls = net(), 1.0
+            def forward(self, x):
+                self.calls = self.calls + 0.5
+                return self.net(x) / self.calls  # fault: host state
+        def training():
+            model = Counted()
+            return loss_fn, torch.compile(model, backend=backend), sgd(model), data()
+        """
+    )
+    assert planted(path)[0] in named(found)
+    assert len(sys.modules[path.stem].compiled) == 2  # with the first number and with any, as without the records
+
+
 SOUND = {
     "a learning rate under a schedule": """
         def training():
@@ -278,6 +394,36 @@ SOUND = {
             model = net()
             return loss_fn, model, sgd(model), data(), {"policy": "float16", "max_norm": 1.0}
         """,
+    "an optimizer of the user's with a step count": """
+        class Mine(torch.optim.Optimizer):
+            def __init__(self, params):
+                super().__init__(params, {"lr": 0.1, "capturable": True})
+                self.steps = 0
+            @torch.no_grad()
+            def step(self, closure=None):
+                self.steps += 1
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.sub_(p.grad * (group["lr"] / self.steps))
+        def training():
+            model = net()
+            return loss_fn, model, Mine(model.parameters()), data()
+        """,
+    "a mask that is made once, random numbers of the device, a counter on the device": """
+        class Masked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.mask = net(), None
+                self.register_buffer("calls", torch.zeros(()))
+            def forward(self, x):
+                if self.mask is None:
+                    self.mask = torch.ones(8).cumsum(0) / 8
+                self.calls += 1
+                return self.net(F.dropout(x * self.mask + torch.rand_like(x), 0.3)) / self.calls
+        def training():
+            model = Masked()
+            return loss_fn, model, sgd(model), data()
+        """,
     "shapes that buckets make equal": """
         from ampkit import Buckets
         def training():
@@ -290,6 +436,12 @@ SOUND = {
         def training():
             batches = [{"x": x, "y": y} for x, y in data()]
             return loss_fn, net(), lambda params: torch.optim.Adam(params, fused=True), batches
+        """,
+    "a batch that is like a dict": """
+        from collections import UserDict
+        def training():
+            model = net()
+            return loss_fn, model, sgd(model), [UserDict(x=x, y=y) for x, y in data()]
         """,
     "an optimizer without a fused form that a graph can hold": """
         def training():
@@ -446,7 +598,7 @@ def test_a_check_that_fails(script):
         """
     )
     assert named(found) == planted(path)
-    assert failed(found.unchecked) == ["schedule", "kernels"]
+    assert failed(found.unchecked) == ["schedule", "kernels", "host state"]
     assert any("Tried to step 4 times" in text for text in found.unchecked)
 
 

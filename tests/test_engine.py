@@ -1,10 +1,15 @@
 """The engine around a step: a graph per layout and which one goes, guards, inputs, verification, teardown."""
 
 import gc
+import itertools
+import random
+import re
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import (
@@ -425,26 +430,27 @@ class Counting(nn.Module):
 )
 def test_verify_finds_what_a_replay_misses(engine: Engine, kind: str, says: str) -> None:
     """A Python counter, a tensor rebound out of sight, a tensor outside of the modules: named, then eager or raised."""
-    if engine[1] == "emulate" and kind != "undeclared":
-        pytest.skip("an emulated graph runs the Python code again, so it is not repeatable where eager is not")
     x = torch.ones(2, 4, device=engine[0])
-    for on_failure in ("eager", "raise"):
-        torch.manual_seed(0)
-        model = Counting(kind, engine[0]).to(engine[0])
-        step, _, _ = make(
-            engine, model=model, loss_fn=lambda m, x: m(x).square().mean(), verify=1, on_failure=on_failure
-        )
-        for _ in range(3):
-            step(x)
-        if on_failure == "raise":
-            with pytest.raises(ampkit.CaptureError, match=says):
+    # An emulated graph runs the Python code again. Deterministic algorithms tell it from a kernel that makes noise.
+    emulated = deterministic() if engine[1] == "emulate" else nullcontext()
+    with emulated:
+        for on_failure in ("eager", "raise"):
+            torch.manual_seed(0)
+            model = Counting(kind, engine[0]).to(engine[0])
+            step, _, _ = make(
+                engine, model=model, loss_fn=lambda m, x: m(x).square().mean(), verify=1, on_failure=on_failure
+            )
+            for _ in range(3):
                 step(x)
-        else:
-            with pytest.warns(ampkit.CaptureWarning, match=says):
+            if on_failure == "raise":
+                with pytest.raises(ampkit.CaptureError, match=says):
+                    step(x)
+            else:
+                with pytest.warns(ampkit.CaptureWarning, match=says):
+                    step(x)
                 step(x)
-            step(x)
-            assert (step.replays, step.report().graphs) == (1, 0)
-            assert any(reason.startswith("verify: ") for reason in step.report().eager)
+                assert (step.replays, step.report().graphs) == (1, 0)
+                assert any(reason.startswith("verify: ") for reason in step.report().eager)
     if kind == "undeclared":
         torch.testing.assert_close(model.holder[0].cpu(), torch.tensor(1.875))  # four steps, not five
 
@@ -516,23 +522,125 @@ def test_compiled_code_runs_on_behind_verify(fresh_dynamo: None) -> None:
     assert step.replays == 5
 
 
+class Noisy:
+    """A step on one buffer, in whose last bits there is noise, beside what the host multiplies it by."""
+
+    def __init__(self, noise: float, host: Callable[[], float]) -> None:
+        self.module = nn.Module()
+        self.module.register_buffer("total", torch.zeros(4))
+        self.state = TrainingState({"model": self.module}, [])
+        self.rng = random.Random(0)
+        self.noise, self.host, self.replays = noise, host, 0
+
+    def replay(self) -> Tensor:
+        self.replays += 1
+        return self.add(1.0)  # what the host said at the capture
+
+    def eager(self) -> Tensor:
+        return self.add(self.host())
+
+    def add(self, value: float) -> Tensor:
+        total = self.module.get_buffer("total")
+        return total.add_(torch.full((4,), value) * (1 + self.noise * self.rng.uniform(-1, 1))).clone()
+
+
+COUNTER, CLOCK, NUMPY = itertools.count(2), itertools.count(), np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("host", "noise", "right"),
+    [
+        (lambda: 1.0, 1e-6, True),
+        (lambda: 1.0, 1e-1, True),
+        (lambda: float(next(COUNTER)), 1e-6, False),
+        (lambda: 1.0 + NUMPY.random(), 1e-6, False),
+        (lambda: 1.0 + 1e-3 * next(CLOCK), 1e-6, False),  # the first eager step agrees with the capture
+        (lambda: float(next(COUNTER)), 0.0, False),
+    ],
+    ids=["noise", "much noise", "counter", "random numbers of numpy", "clock", "counter without noise"],
+)
+def test_verify_tells_noise_of_kernels_from_state_of_the_host(
+    host: Callable[[], float], noise: float, right: bool
+) -> None:
+    """What replays differ by is allowed. What eager steps differ by beyond that comes from the host."""
+    step = Noisy(noise, host)
+    verdict = verified(step.replay, step.eager, step.state, ())
+    assert bool(verdict.problem) == (not right), verdict
+    assert bool(verdict.noise) == bool(noise)
+    if not right:
+        assert re.match(r"output is not what eager computes: .*and 1 more tensors do\..* on the host", verdict.problem)
+    assert step.replays <= (3 if right else 9)
+
+
+def test_verify_looks_for_the_host_tensor_by_tensor() -> None:
+    """Noise in one tensor excuses no difference in another, in which replays agree."""
+    module, rng, counter = nn.Module(), random.Random(0), itertools.count(2)
+    module.register_buffer("noisy", torch.zeros(4))
+    module.register_buffer("counted", torch.zeros(4))
+
+    def step(value: float) -> None:
+        module.get_buffer("noisy").fill_(rng.random())
+        module.get_buffer("counted").fill_(value)
+
+    verdict = verified(
+        lambda: step(1.0), lambda: step(1.0 + 1e-6 * next(counter)), TrainingState({"model": module}, []), ()
+    )
+    assert verdict.problem.startswith("model.counted is not what eager computes")
+    assert verdict.noise.startswith("replays differ from each other by up to")
+    assert "(model.noisy)" in verdict.noise
+
+
+def test_verify_allows_no_difference_under_deterministic_algorithms() -> None:
+    """Where torch refuses kernels that make noise, no difference is excused; where it only warns of them, it is."""
+    step = Noisy(1e-6, lambda: 1.0)
+    with deterministic():
+        verdict = verified(step.replay, step.eager, step.state, ())
+        assert "is not what eager computes" in verdict.problem
+        assert (verdict.noise, step.replays) == ("", 1)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        verdict = verified(step.replay, step.eager, step.state, ())
+        assert (verdict.problem, bool(verdict.noise)) == ("", True)
+
+
+def sum_by_atomics(model: nn.Module, x: Tensor, index: Tensor) -> Tensor:
+    """A loss whose last bits depend on the order in which threads of the device come."""
+    return torch.zeros(4, 4, device="cuda").index_add_(0, index, model(x)).square().mean()
+
+
 @pytest.mark.cuda
-def test_verify_allows_the_noise_of_eager() -> None:
+def test_verify_allows_the_noise_of_replays() -> None:
     """Kernels that add in any order differ from themselves: the comparison says so and allows for it."""
     torch.manual_seed(0)
     x, index = torch.randn(1 << 16, 4, device="cuda"), torch.randint(4, (1 << 16,), device="cuda")
-
-    def loss_fn(model: nn.Module, x: Tensor, index: Tensor) -> Tensor:
-        sums = torch.zeros(4, 4, device="cuda").index_add_(0, index, model(x))  # atomics
-        return sums.square().mean()
-
-    step, _, _ = make(("cuda", "auto"), model=nn.Linear(4, 4).cuda(), loss_fn=loss_fn, verify=2)
+    step, _, _ = make(("cuda", "auto"), model=nn.Linear(4, 4).cuda(), loss_fn=sum_by_atomics, verify=2)
     for _ in range(3):
         step(x, index)
-    with pytest.warns(ampkit.CaptureWarning, match="verify: eager differs from eager by up to .* not deterministic"):
+    with pytest.warns(ampkit.CaptureWarning, match="verify: replays differ from each other by up to .* deterministic"):
         step(x, index)
     step(x, index)
     assert step.report().graphs == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["counter", "random numbers of numpy"])
+def test_verify_finds_state_of_the_host_behind_noise(kind: str) -> None:
+    """Kernels that add in any order do not excuse a Python counter, nor a host's generator that nothing watches."""
+    torch.manual_seed(0)
+    counter, rng = itertools.count(1), np.random.default_rng(0)
+    x, index = torch.randn(1 << 16, 4, device="cuda"), torch.randint(4, (1 << 16,), device="cuda")
+
+    def loss_fn(model: nn.Module, x: Tensor, index: Tensor) -> Tensor:
+        return sum_by_atomics(model, x, index) * (next(counter) if kind == "counter" else 1.0 + rng.random())
+
+    step, _, _ = make(("cuda", "auto"), model=nn.Linear(4, 4).cuda(), loss_fn=loss_fn, verify=1, on_failure="eager")
+    for _ in range(3):
+        step(x, index)
+    with pytest.warns(ampkit.CaptureWarning) as told:
+        step(x, index)
+    said = [str(one.message) for one in told]
+    # Whichever looks first: the comparison of the capture with a warm-up call, or `verify`.
+    assert any("is not what eager computes" in text for text in said) or not step.report().captures, said
+    assert step.report().graphs == 0
 
 
 # -------------------------------------------------------------------------------------------------------- after_step

@@ -381,7 +381,7 @@ def test_lazy_model():
         ampkit.explain(nn.LazyLinear(3), torch.randn(2, 4), policy="float16")
 
 
-@pytest.mark.parametrize("kwargs", [{"policy": "fp16"}, {"device_type": "gpu"}])
+@pytest.mark.parametrize("kwargs", [{"policy": "fp8"}, {"device_type": "gpu"}])
 def test_wrong_argument(kwargs):
     with pytest.raises(ValueError, match=r"Policy\.parse|explain\(device_type='gpu'\): expected 'cuda' or 'cpu'"):
         ampkit.explain(nn.Linear(4, 4), torch.randn(2, 4), **kwargs)
@@ -544,3 +544,11 @@ def test_torch_built_without_cuda(monkeypatch):
     stopped = ampkit.explain(Reads(), torch.randn(2, 4), policy="float16").stopped
     assert stopped is not None
     assert "built without CUDA" in stopped
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gru_cell_for_cuda(bias):
+    """torch has no fake kernel of the cell that runs on CUDA: without a GPU it is explained to its end all the same."""
+    told = ampkit.explain(nn.GRUCell(8, 16, bias=bias), torch.randn(2, 8), policy="float16", device_type="cuda")
+    assert [(row.op, row.output) for row in told.rows] == [("mm", F16), ("_thnn_fused_gru_cell", F16)]
+    assert "Stopped" not in str(told)

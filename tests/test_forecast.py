@@ -625,3 +625,63 @@ def test_against_this_gpu(name, batch, policy):
     measured = torch.cuda.max_memory_allocated() - before
     print(f"{name} b{batch} {policy}: forecast {forecast.peak / MIB:.1f} MiB, measured {measured / MIB:.1f}")
     assert forecast.peak == pytest.approx(measured, rel=0.05)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer or cell between two others, whatever it returns."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.first, self.layer = nn.Linear(4, 4), kind(4, 8, **options)
+
+    def forward(self, x):
+        out = self.layer(self.first(x))
+        return out[0] if isinstance(out, tuple) else out
+
+
+@cuda_build
+@pytest.mark.parametrize("policy", [None, "float16"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+        (nn.LSTM, {"proj_size": 3}),
+        (nn.GRU, {"bias": False}),
+        (nn.RNN, {}),
+        (nn.LSTMCell, {}),
+        (nn.GRUCell, {}),
+        (nn.GRUCell, {"bias": False}),
+        (nn.RNNCell, {}),
+    ],
+)
+def test_recurrent_layers(kind, options, policy):
+    """P2: forward and backward of layers that run on cuDNN, and of cells in one kernel, without a device."""
+    model = Recurrent(kind, **options)
+    x = torch.randn(16, 4) if kind.__name__.endswith("Cell") else torch.randn(5, 16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    profile = debug.forecast(mean_square, model, optimizer, x, policy=policy)
+    # The allocator's blocks are multiples of 512 bytes.
+    blocks = sum(-(-param.numel() * 4 // 512) * 512 for param in model.parameters())
+    assert max(profile.series["parameter"]) == blocks
+    assert max(profile.series["gradient"]) == blocks
+    assert max(profile.series["activation"]) > 0
+
+
+def test_a_dict_is_keyword_arguments():
+    """As a step takes it, `step(**batch)`; in a tuple it is one argument."""
+
+    def by_name(model, x, y):
+        return F.mse_loss(model(x), y)
+
+    def whole(model, batch):
+        return by_name(model, **batch)
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = {"x": torch.ones(3, 4), "y": torch.ones(3, 2)}
+    peaks = {
+        debug.forecast(by_name, model, optimizer, tuple(batch.values()), device="cpu").peak,
+        debug.forecast(by_name, model, optimizer, batch, device="cpu").peak,
+        debug.forecast(whole, model, optimizer, (batch,), device="cpu").peak,
+    }
+    assert len(peaks) == 1

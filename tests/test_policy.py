@@ -54,7 +54,7 @@ def test_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("fp16", "'fp16' is not a policy"),
+        ("fp8", "'fp8' is not a policy"),
         ("", "'' is not a policy"),
         ("params=float32,compute", "'compute' is not a policy"),
         ("compute=float16,dtype=float16", "'dtype' is not a field"),
@@ -207,3 +207,42 @@ def test_a_float16_rule_needs_scaling() -> None:
     assert Policy(compute="bfloat16", ops={"softmax": "float16"}).needs_scaling
     assert Policy(compute="bfloat16", modules={"head": "float16"}).needs_scaling
     assert not Policy(compute="bfloat16", ops={"add": "promote"}, modules={"head": "float32"}).needs_scaling
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("fp16", "float16"),
+        ("FP16", "float16"),
+        ("half", "float16"),
+        ("torch.float16", "float16"),
+        ("bf16", "bfloat16"),
+        ("BFloat16", "bfloat16"),
+        ("fp32", "float32"),
+        ("BF16-mixed", "bf16-mixed"),
+        ("Params=fp16,Compute=half,output=torch.float16", "16-true"),
+        ("bf16,ops={softmax:fp32}", "bfloat16,ops={softmax:float32}"),
+    ],
+)
+def test_other_names_of_dtypes(text, same):
+    """What other libraries call a dtype is understood, and written by torch's name."""
+    assert Policy.parse(text) == Policy.parse(same)
+    assert str(Policy.parse(text)) == str(Policy.parse(same))
+    assert Policy(compute="BF16") == Policy(compute="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("float61", "float16"),
+        ("bfloat", "bfloat16"),
+        ("16-mix", "16-mixed"),
+        ("param=float16", "params"),
+        ("compute=floot16", "float16"),
+        ("hlaf", "float16"),
+    ],
+)
+def test_what_was_meant(text, meant):
+    """A name that looks like a legal one gets a question behind the error."""
+    with pytest.raises(ValueError, match=rf"Did you mean {meant!r}\?"):
+        Policy.parse(text)

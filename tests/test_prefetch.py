@@ -1,14 +1,19 @@
 """prefetch: the same batches, on the device, decoded there, without waiting."""
 
+import dataclasses
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import attrs
+import numpy as np
 import pytest
 import torch
 from harness import DEVICES, deterministic, make_net, no_sync
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
 
 import ampkit
 from ampkit import _prefetch
@@ -92,6 +97,205 @@ def test_a_loop_that_ends_early_closes_the_loader(device: str) -> None:
     assert taken == [0, 1]
     del batch
     assert closed == [True]
+
+
+# ------------------------------------------------------------------------------------------------------- other objects
+
+
+class Encoding(UserDict[str, Any]):
+    """As the BatchEncoding of transformers: a dict-like class with more beside the items, and a `to` of its own."""
+
+    def __init__(self, data: dict[str, Any], n_sequences: int) -> None:
+        super().__init__(data)
+        self.n_sequences = n_sequences
+
+    def to(self, device: Any) -> "Encoding":
+        raise AssertionError("it is moved item by item")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    image: Tensor
+    more: dict[str, list[Tensor]]
+    name: str
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: Tensor
+    of: object = None
+
+
+@attrs.define
+class Attrs:
+    x: Tensor
+    tags: tuple[str, ...]
+
+
+@attrs.frozen(slots=False)
+class FrozenAttrs:
+    x: Tensor
+
+
+class Movable:
+    """An object of a library's own that has its tensors anywhere and knows how to move them."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._store = {"x": x}
+
+    @property
+    def x(self) -> Tensor:
+        return self._store["x"]
+
+    def to(self, device: torch.device) -> "Movable":
+        return Movable(self.x.to(device))
+
+
+class Listed(list[Tensor]):
+    label = 3
+
+
+class Attributed(OrderedDict[str, Any]):
+    """As the ModelOutput of transformers: items that are attributes too."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+class Fixed(tuple[Tensor, ...]):
+    """A tuple with a class of its own that is no named tuple."""
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.parts = [{"x": x}]
+
+
+def attributed(x: Tensor) -> Attributed:
+    made = Attributed()
+    made["x"] = x
+    return made
+
+
+HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "UserDict": (lambda x: Encoding({"x": x, "ids": [1, 2]}, 2), lambda made: made["x"]),
+    "dataclass": (lambda x: Sample(x, {"x": [x]}, "a"), lambda made: made.more["x"][0]),
+    "dataclass with slots": (lambda x: Slotted(1, Slotted(x)), lambda made: made.of.x),  # type: ignore[arg-type]
+    "attrs": (lambda x: Attrs(x, ("a",)), lambda made: made.x),
+    "frozen attrs": (FrozenAttrs, lambda made: made.x),
+    "object with to": (Movable, lambda made: made.x),
+    "subclass of list": (lambda x: Listed([x]), lambda made: made[0]),
+    "subclass of dict": (attributed, lambda made: made.x),
+    "subclass of tuple": (lambda x: Fixed((x,)), lambda made: made[0]),
+    "set": (lambda x: {x}, lambda made: next(iter(made))),
+    "packed sequence": (lambda x: pack_sequence([x]), lambda made: made.data),
+}
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_objects_that_hold_tensors_are_moved(kind: str, nested: bool, device: str) -> None:
+    """Each keeps its class and all else that is in it, and the loader's own object stays on the host."""
+    make, tensor_of = HOLDERS[kind]
+    x = torch.arange(6.0).view(3, 2)
+    source = make(x)
+    with pytest.warns(ampkit.AmpkitWarning, match="without overlap") if device == "meta" else nullcontext():
+        batches = ampkit.prefetch([{"batch": [source]} if nested else source], device)
+    (moved,) = batches
+    moved = moved["batch"][0] if nested else moved
+    assert type(moved) is type(source)
+    assert tensor_of(moved).device.type == device
+    assert tensor_of(source).device.type == "cpu"
+    if device == "cuda":
+        assert torch.equal(tensor_of(moved).cpu(), x)
+    for name in ("n_sequences", "name", "tags", "label"):
+        assert getattr(moved, name, None) == getattr(source, name, None)
+    if kind == "dataclass":
+        assert moved.image is moved.more["x"][0]  # one tensor, as in the loader's batch
+    if kind == "subclass of dict":
+        assert moved.x is moved["x"]
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_objects_on_the_device_are_handed_out_as_they_are(kind: str) -> None:
+    """On the CPU nothing is copied, whatever holds the tensors."""
+    source = HOLDERS[kind][0](torch.ones(3, 2))
+    made = next(iter(ampkit.prefetch([source], "cpu")))
+    assert HOLDERS[kind][1](made) is HOLDERS[kind][1](source)
+
+
+@pytest.mark.parametrize("batch", [Opaque(torch.ones(2)), {"a": (1, Opaque(torch.ones(2)))}])
+@pytest.mark.filterwarnings("ignore:prefetch. batches are copied to meta")
+def test_an_object_whose_tensors_cannot_be_moved_is_refused(batch: Any) -> None:
+    """No tensor stays on the host in silence: the class is named."""
+    with pytest.raises(ampkit.AmpkitError, match=r"batch 1 holds a test_prefetch\.Opaque.*no method to\(device\)"):
+        list(ampkit.prefetch([torch.ones(1), batch], "meta"))
+
+
+@pytest.mark.filterwarnings("ignore:prefetch. batches are copied to meta")
+def test_objects_without_tensors_pass_through() -> None:
+    """A `to` that means something else is not called. An object that holds itself is an error, no endless loop."""
+
+    class Date:
+        def to(self, zone: str) -> None:
+            raise AssertionError("not asked")
+
+    plain = [Date(), Slotted(1), np.ones(2), "text", {"a": {1, 2}}]  # type: ignore[arg-type]
+    assert all(a is b for a, b in zip(ampkit.prefetch(plain, "meta"), plain, strict=True) if type(a) is not dict)
+    chained = Slotted(torch.ones(1))
+    chained.of = chained
+    with pytest.raises(ampkit.AmpkitError, match=r"Slotted holds itself"):
+        list(ampkit.prefetch([chained], "meta"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (Encoding({"x": torch.ones(2)}, 1), r"batch\[0\] is a test_prefetch\.Encoding.*Write step\(\*\*batch\)"),
+        (Sample(torch.ones(2), {}, ""), r"Sample, in which a step does not see.*Write step\(\*\*vars\(batch\)\)"),
+        (FrozenAttrs(torch.ones(2)), r"Write step\(\*\*vars\(batch\)\)"),
+        (
+            Opaque(torch.ones(2)),
+            r"test_prefetch\.Opaque, in which a step does not see the tensors. Pass its tensors in",
+        ),
+        ([Opaque(torch.ones(2))], r"batch\[0\]\[0\] is a test_prefetch\.Opaque.*Pass its tensors in a dict"),
+    ],
+)
+def test_a_step_says_how_to_pass_what_holds_tensors(batch: Any, says: str) -> None:
+    """R9: by its identity each object would be another batch, so an error says what to pass."""
+    model = torch.nn.Linear(2, 2)
+    step = ampkit.graphed_step(
+        lambda m, batch: m(torch.ones(2)).sum(), model, torch.optim.SGD(model.parameters(), fused=True), graph="emulate"
+    )
+    with pytest.raises(ampkit.InputMismatch, match=says):
+        step(batch)
+
+
+def test_a_module_may_be_an_argument() -> None:
+    """Its parameters are not the input, and it is the same object in each call."""
+    model, teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    step = ampkit.graphed_step(
+        lambda m, other, x: (m(x) - other(x)).square().mean(),
+        model,
+        torch.optim.SGD(model.parameters(), fused=True),
+        graph="emulate",
+    )
+    for _ in range(5):
+        step(teacher, torch.ones(2))
+    assert step.replays == 2
+
+
+@pytest.mark.cuda
+def test_memory_of_objects_is_not_given_away() -> None:
+    """What an object holds is recorded on the stream of the loop, as tensors of a tree are."""
+    batches = [Movable(torch.full((1 << 20,), float(i)).pin_memory()) for i in range(8)]
+    sums = []
+    for batch in ampkit.prefetch(batches, "cuda"):
+        torch.cuda._sleep(10_000_000)
+        sums.append(batch.x.sum())
+    assert [float(total) / (1 << 20) for total in sums] == [float(i) for i in range(8)]
 
 
 # ---------------------------------------------------------------------------------------------------------- transform

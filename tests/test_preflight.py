@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import (
     DEVICES,
+    ENGINES,
     VERSION,
     WAITS,
     assert_same,
@@ -105,6 +106,37 @@ def formatted(x: Tensor) -> Tensor:
 def printed(x: Tensor) -> Tensor:
     str(x)  # HERE printed
     return x
+
+
+def listed(x: Tensor) -> Tensor:
+    return x * x.detach().sum(0).tolist()[0]  # HERE listed
+
+
+def as_numpy(x: Tensor) -> Tensor:
+    return x * float(x.detach().cpu().numpy()[0, 0])  # HERE as_numpy
+
+
+def as_array(x: Tensor) -> Tensor:
+    return x * float(np.asarray(x.detach().cpu()).sum())  # HERE as_array
+
+
+def tensor_of_tensors(x: Tensor) -> Tensor:
+    total = x.detach().sum()
+    return x * torch.tensor([total, total], device=x.device).sum()  # HERE tensor_of_tensors
+
+
+def new_tensor_of_tensors(x: Tensor) -> Tensor:
+    total = x.detach().sum()
+    return x * x.new_tensor((total, 1.0)).sum()  # HERE new_tensor_of_tensors
+
+
+ON_THE_HOST = {
+    listed: ".tolist() waits for the device to read a tensor",
+    as_numpy: ".numpy() waits for the device to read a tensor",
+    as_array: ".numpy() waits for the device to read a tensor",
+    tensor_of_tensors: "tensor() of a list of tensors waits for the device to read each of them",
+    new_tensor_of_tensors: "new_tensor() of a list of tensors waits for the device to read each of them",
+}
 
 
 def nonzero(x: Tensor) -> Tensor:
@@ -260,6 +292,40 @@ def test_x2_every_kind_is_named(kind: Callable[[Tensor], Tensor], device: str) -
     assert {finding.line for finding in findings} == {line_of(kind)}
     assert any(KINDS[kind] in finding.what for finding in findings)
     assert all(finding.advice.endswith(".") and finding.count >= 1 for finding in findings)
+
+
+@pytest.mark.parametrize("kind", ON_THE_HOST, ids=lambda kind: kind.__name__)
+def test_reads_without_an_operation(kind: Callable[[Tensor], Tensor]) -> None:
+    """X2: on a CPU device no operation tells of them, on CUDA the sync debug mode does: they are named by line."""
+    before = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "new_tensor")}
+    findings = found(lambda: run([kind], "cpu"))
+    assert [finding.line for finding in findings] == [line_of(kind)]
+    assert ON_THE_HOST[kind] in findings[0].what
+    assert not findings[0].graph_only
+    assert {name: getattr(torch.Tensor, name) for name in before} == before
+    assert "tolist" not in vars(torch.Tensor)
+
+
+def test_host_data_is_no_read() -> None:
+    """Lists of numbers, a tensor of a tensor, and what prints are not taken for reads of tensors in lists."""
+    x = torch.ones(2)
+
+    def step() -> None:
+        torch.tensor([1.0, 2.0])
+        torch.as_tensor(x)
+        torch.tensor(3)
+        torch.stack([x, x])
+
+    assert found(step) == []
+    assert [finding.what for finding in found(lambda: str(x))] == ["prints a tensor, which reads it"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ON_THE_HOST, ids=lambda kind: kind.__name__)
+def test_reads_on_a_device_keep_their_line(kind: Callable[[Tensor], Tensor]) -> None:
+    """X2: the same lines are named where the tensors are on CUDA, by what CUDA reports."""
+    engine(preflight := Preflight(torch.device("cuda")), lambda: run([kind], "cuda"))
+    assert line_of(kind) in {finding.line for finding in preflight.findings}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -511,6 +577,142 @@ def test_host_counts_of_torchs_optimizers_are_no_finding() -> None:
     assert [finding.line for finding in found(step)] == [marked("after_step")]
     model.weight.grad = torch.ones(3, 3)
     assert found(optimizer.step) == []
+
+
+def seeded(x: Tensor) -> None:
+    torch.manual_seed(5)  # HERE seeded
+
+
+def seeded_by_an_earlier_name(x: Tensor) -> None:
+    seed_by_an_earlier_name(5)  # HERE seeded_by_an_earlier_name
+
+
+def seeded_on_the_device(x: Tensor) -> None:
+    torch.cuda.manual_seed(5)  # HERE seeded_on_the_device
+
+
+def seeded_on_all_devices(x: Tensor) -> None:
+    torch.cuda.manual_seed_all(torch.initial_seed())  # HERE seeded_on_all_devices
+
+
+def seeded_anew(x: Tensor) -> None:
+    torch.seed()  # HERE seeded_anew
+
+
+def seeded_in_a_fork(x: Tensor) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed())  # HERE seeded_in_a_fork
+
+
+def set_to_a_state(x: Tensor) -> None:
+    torch.set_rng_state(BEFORE)  # HERE set_to_a_state
+
+
+def seeded_behind_a_fork(x: Tensor) -> None:
+    with torch.random.fork_rng(devices=[]):
+        F.dropout(x)
+    torch.default_generator.manual_seed(torch.initial_seed())
+    F.dropout(x)  # HERE seeded_behind_a_fork
+
+
+def seeded_by_its_method(x: Tensor) -> None:
+    torch.default_generator.manual_seed(torch.initial_seed())
+    F.dropout(x)  # HERE seeded_by_its_method
+
+
+seed_by_an_earlier_name = torch.manual_seed
+BEFORE = torch.get_rng_state()
+SEEDING = (
+    seeded, seeded_by_an_earlier_name, seeded_on_the_device, seeded_on_all_devices, seeded_anew, seeded_in_a_fork,
+    set_to_a_state, seeded_behind_a_fork, seeded_by_its_method,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", SEEDING, ids=lambda kind: kind.__name__)
+def test_what_sets_a_generator_is_named(kind: Callable[[Tensor], None], device: str) -> None:
+    """G5: a seed that is set in the step is one finding, on its line: a capture would leave it out in silence."""
+    x = torch.rand(3, device=device)
+
+    def step() -> None:
+        F.dropout(x)
+        kind(x)
+        F.dropout(x)
+
+    step()
+    torch.rand(1)  # between two steps, as a loader draws
+    engine(preflight := Preflight(torch.device(device)), step)
+    (finding,) = preflight.findings
+    assert finding.line == marked_line(__file__, kind.__name__)
+    assert "sets a generator of random numbers, which a replay would leave out" in finding.what
+    assert "Seed before the first step" in finding.advice
+    assert finding.graph_only
+    assert torch.manual_seed is seed_by_an_earlier_name  # put back
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_of_the_step_may_be_put_back(device: str) -> None:
+    """A9: a fork of the generators and checkpointing read a state and put it back, which torch captures."""
+    x = torch.rand(3, device=device, requires_grad=True)
+
+    def step() -> None:
+        with torch.random.fork_rng([0] if device == "cuda" else []):
+            F.dropout(x)
+        state = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+        F.dropout(x)
+        torch.cuda.set_rng_state(state) if device == "cuda" else torch.set_rng_state(state)
+        for reentrant in (False, True):
+            checkpoint(lambda x: F.dropout(x.sin()), x, use_reentrant=reentrant).sum().backward()
+
+    engine(preflight := Preflight(torch.device(device)), step)
+    assert preflight.findings == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_seeds_stays_eager(engine: tuple[str, str]) -> None:
+    """G5: with a seed set in each step, dropout's mask is the same in each, as it is eagerly."""
+    device, graph = engine
+    model = nn.Linear(4, 4).to(device)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(7)
+        mask = F.dropout(torch.ones_like(x))
+        return (model(x) * mask).square().mean(), mask
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph)
+    x = torch.ones(32, 4, device=device)
+    masks = [step(x).aux for _ in range(3)]
+    with pytest.warns(ampkit.CaptureWarning, match=r"torch\.manual_seed\(\) sets a generator of random numbers"):
+        masks += [step(x).aux for _ in range(3)]
+    assert step.replays == 0
+    assert_same([masks[0]] * 6, masks)
+
+
+@pytest.mark.cuda
+def test_generators_of_the_device_that_are_set_back() -> None:
+    """G5: methods of a generator set its seed or state where no function of torch is called."""
+    known = torch.Generator("cuda")
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = default.get_state()
+    x = torch.rand(3, device="cuda")
+
+    def drawn() -> None:
+        torch.rand(3, device="cuda", generator=known)
+        F.dropout(x)
+
+    for change in (
+        lambda: known.manual_seed(known.initial_seed()),
+        lambda: default.manual_seed(default.initial_seed()),
+        lambda: default.set_state(before),
+        lambda: torch.cuda.set_rng_state(before),
+        lambda: known.seed(),
+    ):
+        drawn()
+        preflight = Preflight(torch.device("cuda"), [known])
+        engine(preflight, lambda change=change: (drawn(), change(), drawn()))
+        (finding,) = preflight.findings
+        assert "sets a generator of random numbers" in finding.what
 
 
 def test_callers_are_not_blamed() -> None:

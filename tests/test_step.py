@@ -31,7 +31,7 @@ Engine = tuple[str, str]
 
 def make(engine: Engine, optimizer: str = "adamw", **options: Any) -> tuple[ampkit.GraphedStep, nn.Module, Any]:
     device, graph = engine
-    model = make_net(device)
+    model = options.pop("model", None) or make_net(device)
     opt = OPTIMIZERS[optimizer](model.parameters())
     options = {"policy": "float32", "graph": graph, "on_failure": "raise", **options}
     return ampkit.graphed_step(options.pop("loss_fn", boosted_loss), model, opt, **options), model, opt
@@ -123,6 +123,51 @@ def test_equals_a_loop_written_with_torch(engine: Engine) -> None:
             scaler.step(optimizer)
             scaler.update()
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("rate", [0.1 / 3, 2.0**-6])
+def test_the_bits_of_a_loop_written_with_torch(engine: Engine, optimizer: str, rate: float) -> None:
+    """Without clipping, and with the rate that the documentation names, the step has the bits of torch's own loop."""
+    device, graph = engine
+    batches = make_batches(device, [16] * 8)
+    kind = getattr(torch.optim, optimizer)
+    given = torch.tensor(rate, device=device) if device == "cuda" and rate != 2.0**-6 else rate
+    ours, theirs = make_net(device), make_net(device)
+    step = ampkit.graphed_step(
+        boosted_loss, ours, kind(ours.parameters(), lr=rate, fused=True), policy="bfloat16", graph=graph
+    )
+    reference = kind(theirs.parameters(), lr=given, fused=True)
+    with deterministic():
+        torch.manual_seed(5)
+        for batch in batches:
+            step(*batch)
+        torch.manual_seed(5)
+        for batch in batches:
+            reference.zero_grad()
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss, _ = boosted_loss(theirs, *batch)
+            loss.backward()
+            reference.step()
+    assert step.replays == 5
+    assert_same(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_outputs_are_no_views_of_inputs_or_of_each_other(engine: Engine) -> None:
+    """Each output is a copy of its own in every call, warm-up and replay alike, as the documentation says."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return model(x).square().mean(), (x, x[:1])
+
+    step, _, _ = make(engine, "sgd", model=nn.Linear(3, 3).to(engine[0]), loss_fn=loss_fn)
+    x = torch.ones(2, 3, device=engine[0])
+    for _ in range(6):
+        whole, first = step(x).aux
+        first.zero_()
+        assert (int(whole.sum()), int(x.sum())) == (6, 6)
+    assert step.replays == 3
 
 
 @pytest.mark.parametrize("engine", ENGINES)

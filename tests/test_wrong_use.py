@@ -1,6 +1,7 @@
 """Wrong use of graphed_step: each mistake is named with its argument, its value and the remedy."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -44,6 +45,11 @@ BATCH = (torch.ones(3, 4), torch.ones(3, 2))
             {"scaler": torch.amp.GradScaler("cpu")},
             r"torch.amp.grad_scaler.GradScaler\): it waits for the device. Pass an",
         ),
+        ({"scheduler": "cosine"}, r"graphed_step\(scheduler='cosine'\): expected an object with a method step\(\)"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR}, r"graphed_step\(scheduler=<class .*expected an object with a"),
+        ({"numerics": 100}, r"graphed_step\(numerics=100\): expected what ampkit.debug.numerics\(model, every=100\)"),
+        ({"loss_fn": "mse"}, r"graphed_step\(loss_fn='mse'\): expected loss_fn\(model, \*batch\)"),
+        ({"policy": torch.float16}, r"Policy.parse\(torch.float16\): .*Did you mean 'float16'\?"),
         ({"model": nn.ReLU(), "optimizer": torch.optim.SGD([torch.ones(1)])}, "found no parameters"),
     ],
 )
@@ -85,6 +91,92 @@ def test_scheduler_that_needs_a_metric() -> None:
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ValueError, match=r"ReduceLROnPlateau\): it needs a metric; call its step\(metric\) yourself"):
         make(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def test_no_loss_function() -> None:
+    """None is refused at once, not in the first call."""
+    model = nn.Linear(4, 2)
+    with pytest.raises(
+        ValueError, match=r"graphed_step\(loss_fn=None\): expected loss_fn\(model, \*batch\) that returns"
+    ):
+        ampkit.graphed_step(None, model, torch.optim.SGD(model.parameters(), fused=True))  # type: ignore[arg-type]
+
+
+def test_scheduler_of_another_optimizer() -> None:
+    """Its rates would never reach the optimizer that is stepped."""
+    model = nn.Linear(4, 2)
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1, fused=True) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    with pytest.raises(
+        ValueError, match=r"scheduler=StepLR\): it was made for another SGD.*Make it from the optimizer"
+    ):
+        make(model=model, optimizer=optimizer, scheduler=scheduler)
+    chained = torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 1)])
+    make(model=model, optimizer=optimizer, scheduler=chained)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_a_step_cannot_be_copied(copied: Any) -> None:
+    """Its graphs are of this process and these tensors: an error says what to copy instead."""
+    model = nn.Linear(4, 2)
+    function = ampkit.graphed(modules=(model,), graph="emulate")(model.forward)
+    step = make()
+    step(*BATCH)
+    with pytest.raises(
+        TypeError, match=r"GraphedStep cannot be copied or pickled.*make a step of the copies with graphed"
+    ):
+        copied({"step": step} if copied is not copy.copy else step)
+    with pytest.raises(TypeError, match=r"GraphedFunction cannot be copied or pickled.*decorate the function anew"):
+        copied(function)
+
+
+def sparse_model(**options: Any) -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 4, **options), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "says"),
+    [
+        (
+            torch.optim.SGD,
+            {"fused": True},
+            r"optimizer=SGD\): 0 is Embedding\(sparse=True\).*SGD with fused=True takes",
+        ),
+        (
+            torch.optim.AdamW,
+            {"fused": True},
+            r"AdamW with fused=True takes none. Write Embedding\(\.\.\., sparse=False\)",
+        ),
+        (torch.optim.SGD, {}, r"max_norm=1.0\): 0 is Embedding\(sparse=True\).*no norm of these. Write Embedding"),
+    ],
+)
+def test_sparse_gradients_that_nothing_takes(optimizer: Any, options: dict[str, Any], says: str) -> None:
+    """S5: where torch raises in the step, in words of its own, the argument is named at once."""
+    model = sparse_model(sparse=True)
+    with pytest.raises(ValueError, match=says):
+        make(model=model, optimizer=optimizer(model.parameters(), **options), max_norm=None if options else 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_advice_for_sparse_gradients_works(optimizer: Any) -> None:
+    """S5: an optimizer that takes sparse gradients trains eagerly; who follows the advice is captured."""
+    x = torch.tensor([1, 2, 3])
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> ampkit.GraphedStep:
+        step = make(model=model, optimizer=optimizer, loss_fn=lambda m, x: m(x).square().mean())
+        for _ in range(5):
+            step(x)
+        return step
+
+    model = sparse_model(sparse=True)
+    with pytest.warns(
+        ampkit.CaptureWarning, match=r"Write Embedding\(\.\.\., sparse=False\) and an optimizer for dense"
+    ):
+        step = trained(model, optimizer(model.parameters(), lr=0.1))
+    assert (step.replays, next(iter(step.report().eager.values()))) == (0, 5)
+    model = sparse_model(sparse=False)
+    assert trained(model, torch.optim.AdamW(model.parameters(), fused=True)).replays == 2
 
 
 def test_batch_on_the_wrong_device() -> None:

@@ -50,12 +50,13 @@ def forecast(
     as the eager code that it was made of.
 
     Args:
-        loss_fn: `loss_fn(model, *batch)` returns the loss, or `(loss, aux)`, as for `graphed_step`. It cannot read the
-            value of a tensor.
+        loss_fn: `loss_fn(model, *batch)`, or `loss_fn(model, **batch)` where the batch is a dict, returns the loss, or
+            `(loss, aux)`, as for `graphed_step`. It cannot read the value of a tensor.
         model: on any device, also on meta. It is not touched.
         optimizer: over its parameters. Its state is thought to be empty before the first step. Not touched; its step
             may need no closure.
-        batch: what the loss is called with behind the model: a tuple, or a single tensor. On any device.
+        batch: what the loss is called with behind the model: a tuple or list of arguments, a dict of keyword arguments,
+            or a single tensor. `(batch,)` is one argument, whatever it is. On any device.
         policy: `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it.
         device: "cuda" (no GPU needed, but a torch that was built with CUDA) or "cpu".
         steps: how many; the first makes the optimizer's state, so the second is like those that follow.
@@ -77,11 +78,12 @@ def forecast(
         raise ValueError(f"debug.forecast(steps={steps!r}): expected how many steps, 1 or more.")
     _check_closure(optimizer)
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
-    batch = batch if isinstance(batch, (tuple, list)) else (batch,)
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    args = args if isinstance(args, (tuple, list)) else (args,)
     label = label or ("autocast as it was" if policy is None else str(policy))
     with fake_device(device), torch.set_grad_enabled(True):
         try:
-            step = _Step(loss_fn, model, optimizer, batch, policy, device)
+            step = _Step(loss_fn, model, optimizer, (tuple(args), kwargs), policy, device)
             return step.profile(steps, label, sys._getframe(1))
         except Exception as error:
             where = f" At {line}" if (line := user_line(error)) else ""
@@ -135,7 +137,8 @@ class _Step:
     def _run(self, ledger: Ledger) -> None:
         self._optimizer.zero_grad()
         with self._autocast():
-            loss = self._loss_fn(self._model, *self._batch)
+            args, kwargs = self._batch
+            loss = self._loss_fn(self._model, *args, **kwargs)
         loss = loss[0] if isinstance(loss, tuple) else loss
         if self._policy is not None and self._policy.needs_scaling:
             loss = loss * torch.ones((), device=loss.device)

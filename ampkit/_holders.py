@@ -1,0 +1,95 @@
+"""Which tensors an object holds, and how a copy of it holds others: in containers, and in attributes."""
+
+import copy
+import types
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, str, bytes)
+_ITEMS = (list, tuple, set, frozenset, deque)
+
+
+def tensors_held(thing: object) -> Iterator[Tensor]:
+    """Yield every tensor that is reached from an object by items and attributes, each once."""
+    left, seen = [thing], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, Tensor):
+            yield found
+        elif not isinstance(found, _OPAQUE):
+            left += [value for _, value in _attributes(found)]
+            if isinstance(found, dict):
+                left += found.values()
+            elif isinstance(found, _ITEMS):
+                left += found
+
+
+def holds_tensors(thing: object) -> bool:
+    """Return whether a tensor is reached from an object by items and attributes."""
+    return type(thing) not in _PLAIN and next(tensors_held(thing), None) is not None
+
+
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+
+
+def is_record(thing: object) -> bool:
+    """Return whether an object is its items and attributes and no more: it is rebuilt from others by `with_values`."""
+    fields = ("__dataclass_fields__", "__attrs_attrs__")
+    return isinstance(thing, (dict, UserDict, *_ITEMS)) or any(hasattr(type(thing), name) for name in fields)
+
+
+def with_values(thing: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a record of the same class with changed items and attributes; the record itself if none has changed.
+
+    Neither `__init__` nor `__post_init__` is called.
+    """
+    attributes = {name: (value, change(value)) for name, value in _attributes(thing)}
+    changed = {name: new for name, (old, new) in attributes.items() if new is not old}
+    items, new_items = _items(thing), [change(item) for item in _items(thing)]
+    if not changed and all(new is old for old, new in zip(items, new_items, strict=True)):
+        return thing
+    other = _with_items(thing, new_items) if items else copy.copy(thing)
+    for name, value in changed.items():
+        object.__setattr__(other, name, value)  # also where it is frozen
+    return other
+
+
+def _items(thing: Any) -> list[Any]:
+    if isinstance(thing, dict):
+        return list(thing.values())
+    return list(thing) if isinstance(thing, _ITEMS) else []
+
+
+def _with_items(thing: Any, items: list[Any]) -> Any:
+    if isinstance(thing, (tuple, frozenset)):
+        base: Any = tuple if isinstance(thing, tuple) else frozenset
+        other = base.__new__(type(thing), items)
+        for name, value in _attributes(thing):
+            object.__setattr__(other, name, value)
+        return other
+    other = copy.copy(thing)
+    if isinstance(thing, dict):
+        for key, item in zip(thing, items, strict=True):
+            other[key] = item
+    else:
+        other.clear()
+        other.update(items) if isinstance(thing, set) else other.extend(items)
+    return other
+
+
+def _attributes(thing: object) -> list[tuple[str, Any]]:
+    """Return what an object has in its `__dict__` and its slots."""
+    found = list(getattr(thing, "__dict__", {}).items())
+    for kind in type(thing).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            name = f"_{kind.__name__.lstrip('_')}{slot}" if slot.startswith("__") and slot[-2:] != "__" else slot
+            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
+                found.append((name, getattr(thing, name)))
+    return found

@@ -1,0 +1,45 @@
+"""Which modules make sparse gradients: their size depends on data, so that no graph can hold them."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+
+def why_not_dense(modules: Iterable[nn.Module]) -> str:
+    """Return which module makes sparse gradients and what to write instead, "" if none does."""
+    found = [layer for module in modules for layer in _sparse_layers(module)]
+    if not found:
+        return ""
+    name, kind = found[0]
+    more = f", and {len(found) - 1} more modules do" if len(found) > 1 else ""
+    return (
+        f"{name or 'the model'} is {kind}(sparse=True), whose gradients are sparse{more}: their size depends on data, "
+        f"which no graph can hold. Write {kind}(..., sparse=False) and an optimizer for dense gradients: AdamW, Adam "
+        "or SGD with fused=True."
+    )
+
+
+def refuse_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
+    """Raise a `ValueError` that names the argument of `graphed_step` that torch does not take with sparse gradients."""
+    layer = next(_sparse_layers(model), None)
+    if layer is None:
+        return
+    what = f"{layer[0] or 'the model'} is {layer[1]}(sparse=True), whose gradients are sparse"
+    if any(group.get("fused") for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"graphed_step(optimizer={name}): {what}, and {name} with fused=True takes none. "
+            f"Write {layer[1]}(..., sparse=False)."
+        )
+    if max_norm is not None:
+        raise ValueError(
+            f"graphed_step(max_norm={max_norm!r}): {what}, and torch has no norm of these. "
+            f"Write {layer[1]}(..., sparse=False), or max_norm=None."
+        )
+
+
+def _sparse_layers(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
+            yield name, type(layer).__name__

@@ -11,10 +11,13 @@ from torch import Tensor
 
 import ampkit
 
-GRAPHS = {"cpu": "emulate", "cuda": "auto"}
+GRAPHS = {"cpu": "tape", "cuda": "auto"}
 SEEDS = {"cpu": range(64), "cuda": range(200)}
 # What ampkit does not handle yet, per device: hazards, and settings. Empty it, and all set-ups are run.
-PENDING: dict[str, tuple[str, ...]] = {"cpu": ("optimizer", "default dtype"), "cuda": HAZARDS}
+PENDING: dict[str, tuple[str, ...]] = {
+    "cpu": ("modes", "host", "undeclared", "optimizer", "default dtype", "flash attention"),
+    "cuda": HAZARDS,
+}
 
 
 def cases() -> list[Any]:
@@ -47,7 +50,8 @@ def test_every_hazard_is_drawn(device: str) -> None:
     hosts = set(hostile.HOSTS) - (set() if device == "cuda" else set(hostile.UNREPEATABLE))
     assert {setup.host for setup in setups} == {"", *hosts}
     assert {setup.use for setup in setups} == {"", *hostile.USES}
-    assert {setup.optimizer for setup in setups} == set(hostile.OPTIMIZERS)
+    only_on_cuda = set(hostile.ON_CUDA) if device == "cpu" else set()
+    assert {setup.optimizer for setup in setups} == set(hostile.OPTIMIZERS) - only_on_cuda
     assert {setup.undeclared for setup in setups} == {"", *hostile.UNDECLARED}
     assert {setup.api for setup in setups} == {"step", "train", "read"}
     assert sum(setup.overflows for setup in setups) > 10

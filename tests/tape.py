@@ -31,7 +31,7 @@ class TapedGraph:
         self._tape = _Tape()
         random_state = torch.get_rng_state()
         try:
-            with self._tape:
+            with _ordinary_tensors(), self._tape:
                 self._outputs = fn()
         finally:
             self._tape.undo()
@@ -46,6 +46,16 @@ class TapedGraph:
     def reset(self) -> None:
         """Forget everything."""
         self._tape = self._outputs = None
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Replace inference mode by no_grad: in it a dispatch mode sees linear and gru whole, behind autocast's casts."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class _Tape(TorchDispatchMode):

@@ -825,7 +825,7 @@ def main(argv: Sequence[str]) -> int:
     if device == "cpu" and args.graph == "auto":
         parser.error("torch finds no CUDA device here. Pass --graph tape.")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first use of cuBLAS
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    warnings.filterwarnings("ignore", category=UserWarning)  # torch warns of its own settings; `compare` hears ampkit
     for seed in range(args.seed, args.seed + args.count):
         setup = draw(seed, device, args.only)
         verdicts[setup] = judge(setup, args.graph)

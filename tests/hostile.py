@@ -300,7 +300,7 @@ OPTIMIZERS = PLAIN | SUBCLASSES
 
 HAZARDS = ("settings", "modes", "streams", "host", "undeclared", "optimizer")
 MODES = ("grad", "no_grad", "inference")
-UNDECLARED = ("module", "optimizer", "closure")
+UNDECLARED = ("buffer", "rebound buffer", "optimizer", "closure")
 
 
 @dataclass(frozen=True)
@@ -440,15 +440,20 @@ class Probe(nn.Module):
 
 
 class Stranger(nn.Module):
-    """A module that nobody declares: it makes its buffer anew in every call."""
+    """A module that nobody declares: it changes its buffer in every call, or makes it anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, rebinds: bool) -> None:
         super().__init__()
+        self.rebinds = rebinds
         self.register_buffer("factor", torch.ones(()))
 
-    def forward(self, logits: Tensor) -> Tensor:
-        self.factor = self.factor * 1.0625
-        return logits * self.factor
+    def forward(self, loss: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.rebinds:
+                self.factor = self.factor * 1.0625
+            else:
+                self.factor.mul_(1.0625)
+        return loss * self.factor.clone()
 
 
 class Batch(NamedTuple):
@@ -469,7 +474,7 @@ class Run:
         self.setup = setup
         torch.manual_seed(setup.seed)
         self.model = Probe().to(setup.device)
-        self.stranger = Stranger().to(setup.device)
+        self.stranger = Stranger(rebinds=setup.undeclared == "rebound buffer").to(setup.device)
         if setup.api == "read":
             self.model.dropout.p = 0.0 if setup.hazard == "streams" else 0.2
         params = [param for param in self.model.parameters() if param.requires_grad]
@@ -527,7 +532,7 @@ class Run:
         self.optimizer.zero_grad()
         with self.autocast():
             loss, logits = self.loss(self.model, x, y, boost)
-            if self.setup.undeclared == "module":
+            if "buffer" in self.setup.undeclared:
                 loss = self.stranger(loss)
             elif self.setup.undeclared == "closure":
                 self.closure = self.closure * 1.0625

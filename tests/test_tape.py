@@ -1,0 +1,54 @@
+"""The tape stands for a CUDA graph on the CPU: it freezes the host, and nothing else."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import assert_same, make_batches, make_net, training_state
+from tape import taped
+from torch import Tensor
+from torch.nn import functional as F
+
+import ampkit
+
+
+def train(graph: str, factor: Callable[[], float]) -> tuple[list[Tensor], dict[str, object], int]:
+    """Train a model with all kinds of state for eight steps of float16, two of which overflow."""
+    model = make_net("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = ampkit.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+
+    def loss(net: torch.nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Tensor:
+        return F.cross_entropy(net(images), labels) * boost * factor()
+
+    torch.manual_seed(1)
+    with ampkit.graphed_step(loss, model, optimizer, policy="float16", scaler=scaler, graph=graph) as step:
+        losses = [step(*batch).loss for batch in make_batches("cpu", [4] * 8, overflow_at=(1, 5))]
+        return losses, training_state(model, optimizer, scaler), step.replays
+
+
+def test_replays_have_the_bits_of_eager_steps() -> None:
+    """Buffers, moments, scale and random state included; the capture itself changes nothing."""
+    *eager, _ = train("off", lambda: 1.0)
+    with taped():
+        *replayed, replays = train("emulate", lambda: 1.0)
+    assert replays == 5
+    assert_same(eager, replayed)
+
+
+@pytest.mark.parametrize("graph", ["emulate", "tape"])
+def test_a_number_of_the_host_is_frozen(graph: str) -> None:
+    """An emulated graph asks the host in each replay. A tape, as a CUDA graph, has what it was told in the capture."""
+    asked = []
+
+    def factor() -> float:
+        asked.append(len(asked))
+        return 1.0
+
+    if graph == "emulate":
+        train(graph, factor)
+        assert len(asked) == 8
+        return
+    with taped():
+        train("emulate", factor)
+    assert len(asked) < 8  # in warm-up calls and the capture alone

@@ -1,0 +1,54 @@
+"""The runner of PyTorch's own tests, on a file of three tests."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import upstream
+
+TESTS = """
+import os
+import unittest
+
+import torch
+from torch.testing._internal.common_utils import no_such_decorator
+
+
+class TestNames(unittest.TestCase):
+    def test_same(self):
+        self.assertIsInstance(torch.amp.GradScaler("cpu"), torch.GradScaler)
+
+    def test_other(self):
+        self.assertNotIn("ampkit", torch.amp.custom_fwd.__module__)
+
+    def test_ends_the_process(self):
+        if "ampkit" in torch.amp.GradScaler.__module__:
+            os._exit(3)
+
+    @no_such_decorator
+    def test_lacks_a_name(self):
+        torch.amp.GradScaler()
+
+    def test_of_something_else(self):
+        torch.ones(1)
+"""
+
+
+def test_differences_are_told(tmp_path: Path) -> None:
+    """Each test runs with and without the swap; what differs is named, a process that ends included."""
+    (tmp_path / "test_names.py").write_text(TESTS)
+    library = tmp_path / "site" / "expecttest.py"
+    library.parent.mkdir()
+    library.write_text("import unittest\n\n\nclass TestCase(unittest.TestCase):\n    pass\n")
+    ended = subprocess.run(
+        [sys.executable, upstream.__file__, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    lines = ended.stdout.splitlines()
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "torch:  3 passed, 0 failed, 1 skipped, 0 crashed" in lines
+    assert "ampkit: 1 passed, 1 failed, 1 skipped, 1 crashed" in lines
+    assert sorted(line.split(": ")[0] for line in lines if line.startswith("DIFFERS")) == [
+        "DIFFERS   test_names.TestNames.test_ends_the_process",
+        "DIFFERS   test_names.TestNames.test_other",
+    ]
+    assert lines[-1] == "2 differences that are not explained"

@@ -18,6 +18,7 @@ from ._torch import (
     foreach_norm,
     foreach_sub_,
     init_optimizer_state,
+    step_hooks,
 )
 
 # Their fused kernels divide by `optimizer.grad_scale`, return if `optimizer.found_inf` is 1, and take a tensor learning
@@ -33,7 +34,12 @@ def is_one_pass(optimizer: Optimizer) -> bool:
 
 
 def is_revocable(optimizer: Optimizer) -> bool:
-    """Return whether a step can be undone on the device: nothing that it changes is on the host."""
+    """Return whether a step can be undone on the device: nothing that it changes is on the host.
+
+    Step hooks could change anything, and torch's scaler calls none of them in a step that it skips.
+    """
+    if step_hooks(optimizer):
+        return False
     if isinstance(optimizer, SGD):
         return True  # momentum is all it has
     on_device = all(group.get("capturable") for group in optimizer.param_groups)
@@ -85,13 +91,14 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def total_norm(grads: Sequence[Tensor], device: torch.device, norm_type: float = 2.0) -> Tensor:
-    """Return the norm over all gradients as a float32 tensor of shape () on `device`.
+    """Return the norm over all gradients as a tensor of shape () on `device`: float32, or float64 if a gradient is.
 
     It is inf or nan exactly if some element is, save that powers that overflow float32 do so too: for the 2-norm
     those of magnitudes above 1.8e19.
 
     Args:
-        grads: dense tensors of any shape and device, floating or complex. float16 is summed in float32.
+        grads: dense tensors of any shape and device, floating or complex. float16 is summed in float32, float64 and
+            complex128 in float64.
         device: where the result goes.
         norm_type: order of the norm, above 0; inf is the largest magnitude.
 
@@ -99,9 +106,10 @@ def total_norm(grads: Sequence[Tensor], device: torch.device, norm_type: float =
     """
     filled = (grad for grad in grads if grad.numel())
     groups = _grouped(torch.view_as_real(grad) if grad.is_complex() else grad for grad in filled)
-    norms = [torch.zeros((), device=device)] if not groups else []
-    for group in groups.values():
-        norms += (norm.to(device, non_blocking=True) for norm in foreach_norm(group, norm_type, dtype=torch.float32))
+    norms = [torch.zeros((), dtype=torch.float32, device=device)] if not groups else []
+    for (_, dtype), group in groups.items():
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        norms += (norm.to(device, non_blocking=True) for norm in foreach_norm(group, norm_type, dtype=wide))
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm
 
@@ -127,7 +135,7 @@ def step_clipped(
         seed_momentum(optimizer)
     if max_norm is None or not grads:
         return optimizer.step(*args, **kwargs), None
-    if not is_one_pass(optimizer):
+    if not is_one_pass(optimizer) or _has_double(grads):  # a kernel takes a float32 divisor
         params = (param for group in optimizer.param_groups for param in group["params"])
         norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         return optimizer.step(*args, **kwargs), norm
@@ -137,12 +145,23 @@ def step_clipped(
 
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients by a float32 tensor of shape (), in place. One kernel per device and dtype; no sync."""
-    for (device, _), group in _grouped(grads).items():
-        foreach_mul_(group, factor.to(device, non_blocking=True))
+    """Multiply gradients by a float32 or float64 tensor of shape (), in place. One kernel per device and dtype; no
+    sync.
+    """
+    for (device, dtype), group in _grouped(grads).items():
+        # A factor of another dtype would be a kernel per tensor; but float32 for float16, which 1 / 65536 underflows.
+        wide = torch.float64 if dtype in _DOUBLES else torch.float32
+        foreach_mul_(group, factor.to(device, wide, non_blocking=True))
 
 
-def revocable_step(optimizer: Optimizer, found_inf: Tensor, **kwargs: Any) -> float | None:
+_DOUBLES = (torch.float64, torch.complex128)
+
+
+def _has_double(grads: Sequence[Tensor]) -> bool:
+    return any(grad.dtype in _DOUBLES for grad in grads)
+
+
+def revocable_step(optimizer: Optimizer, found_inf: Tensor, *args: Any, **kwargs: Any) -> float | None:
     """Step, and undo the step bit by bit on the device where `found_inf` is 1.
 
     For optimizers without a kernel that skips. Zero gradients would not do: moments decay and weights shrink on them.
@@ -152,6 +171,7 @@ def revocable_step(optimizer: Optimizer, found_inf: Tensor, **kwargs: Any) -> fl
     Args:
         optimizer: one for which `is_revocable` holds, with gradients that are unscaled already.
         found_inf: 0.0 or 1.0, float32, shape ().
+        *args: passed on to `optimizer.step`.
         **kwargs: passed on to `optimizer.step`.
 
     Returns:
@@ -165,7 +185,7 @@ def revocable_step(optimizer: Optimizer, found_inf: Tensor, **kwargs: Any) -> fl
         backups = {key: [torch.empty_like(tensor) for tensor in group] for key, group in groups.items()}
         for key, group in groups.items():
             foreach_copy_(backups[key], group)
-        result: float | None = optimizer.step(**kwargs)
+        result: float | None = optimizer.step(*args, **kwargs)
         for (device, dtype), group in groups.items():
             difference = backups[device, dtype]
             foreach_sub_(difference, group)

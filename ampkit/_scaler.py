@@ -1,5 +1,6 @@
 """The loss scale, kept on the device: scale, unscale, clip, skip, update. Never reads a tensor from the host."""
 
+import inspect
 import math
 import sys
 import warnings
@@ -23,7 +24,7 @@ from ._optim import (
     step_clipped,
     total_norm,
 )
-from ._torch import foreach_add_, supports_amp_scaling
+from ._torch import foreach_add_, step_hooks, supports_amp_scaling
 
 
 class ScalerStats(NamedTuple):
@@ -69,8 +70,8 @@ class GradScaler(upstream.GradScaler):
         ValueError: a rule that contradicts itself; the message names the argument.
 
     Attributes:
-        grad_norm: the norm of the unscaled gradients of the last `step`, before clipping: float32, shape (), on the
-            device. None before the first step, and where no norm was computed.
+        grad_norm: the norm of the unscaled gradients of the last `step`, before clipping: float32 (float64 if a
+            gradient is), shape (), on the device. None before the first step, and where no norm was computed.
         found_inf: 1.0 if the last `step` was skipped, else 0.0: float32, shape (), on the device. None if disabled.
         steps: how many optimizer steps were asked for, float64, shape (), on the device. None before the first `scale`.
         skipped: how many of them were skipped; likewise.
@@ -167,7 +168,7 @@ class GradScaler(upstream.GradScaler):
         Args:
             optimizer: its gradients are scaled, or unscaled by `unscale_(optimizer)` before. A tensor that the user put
                 in `optimizer.grad_scale` divides the gradients of a fused optimizer too, as in torch.
-            *args: passed on to `optimizer.step`.
+            *args: passed on to `optimizer.step`, as in torch.
             max_norm: clip the norm of all unscaled gradients to this; None does not clip. Where it is folded into a
                 fused kernel, `param.grad` keeps its norm.
             norm_type: order of the norm, above 0; inf is the largest magnitude.
@@ -177,7 +178,8 @@ class GradScaler(upstream.GradScaler):
             What `optimizer.step` returned.
 
         Raises:
-            ValueError: `max_norm` or `norm_type` is not above 0, or no parameter has a gradient.
+            ValueError: `max_norm` or `norm_type` is not above 0, or no parameter has a gradient. A fused optimizer may
+                step without, as in torch; then `update` raises if no other optimizer had a gradient.
             RuntimeError: a second `step` without `update` in between, or a closure.
 
         Sync: none but for the third kind of optimizers above. A skipped step leaves parameters, moments and step counts
@@ -188,18 +190,18 @@ class GradScaler(upstream.GradScaler):
         if not self._enabled:
             result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, *args, **kwargs)
             return result  # type: ignore[no-any-return]  # the optimizer's own type
-        if args or "closure" in kwargs:
-            raise RuntimeError(
-                "GradScaler.step: a closure cannot be used with an enabled scaler. Call backward() first."
-            )
+        _refuse_closure(optimizer, args, kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("GradScaler.step: step() has already been called since the last update().")
-        grads = _require_gradients(optimizer)
+        grads = gradients(optimizer)
+        if not grads and not is_one_pass(optimizer) and not supports_amp_scaling(optimizer):
+            raise ValueError(f"GradScaler.step({type(optimizer).__name__}): {_NO_GRADIENT}")
+        state[_WITHOUT_GRADIENT] = not grads
         if any(grad.is_sparse for grad in grads) or (supports_amp_scaling(optimizer) and not is_one_pass(optimizer)):
-            return self._step_as_torch(optimizer, max_norm, norm_type, **kwargs)
+            return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
         divisor = self._check(optimizer, grads, state, norm_type)
-        stepped = self._step_on_device(optimizer, grads, divisor, max_norm, **kwargs)
+        stepped = self._step_on_device(optimizer, grads, divisor, max_norm, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         self._count()
         return stepped
@@ -218,8 +220,9 @@ class GradScaler(upstream.GradScaler):
         if unscaled:
             self.found_inf = _any_device(state["found_inf_per_device"], scale.device)
         else:
-            self.found_inf = torch.where(norm < torch.inf, 0.0, 1.0)  # also 1 for nan; two kernels, isfinite takes four
-            state["found_inf_per_device"] = {scale.device: self.found_inf}
+            found = torch.where(norm < torch.inf, 0.0, 1.0)  # also 1 for nan; two kernels, isfinite takes four
+            self.found_inf = found.float()  # made in the default dtype, which may be float64
+            state["found_inf_per_device"] = {scale.device: self.found_inf} if grads else {}
         return divisor
 
     def _step_on_device(
@@ -228,6 +231,7 @@ class GradScaler(upstream.GradScaler):
         grads: list[Tensor],
         divisor: Tensor | None,
         max_norm: float | None,
+        *args: Any,
         **kwargs: Any,
     ) -> float | None:
         assert self.found_inf is not None  # set by _check
@@ -239,19 +243,21 @@ class GradScaler(upstream.GradScaler):
             divisor = coefficient.reciprocal() if divisor is None else divisor / coefficient
         stepped: float | None = None
         exact = seed_momentum(optimizer)
-        if is_one_pass(optimizer):
+        one_pass = is_one_pass(optimizer)
+        if divisor is not None and (not one_pass or divisor.dtype is not torch.float32):  # which is what kernels take
+            multiply_(grads, divisor.reciprocal())
+            divisor = None
+        if one_pass:
             with kernel_scaling(optimizer, divisor, self.found_inf):
                 if exact or not self.found_inf.item():  # sync: only for a first step of SGD with dampening
-                    stepped = optimizer.step(**kwargs)
+                    stepped = optimizer.step(*args, **kwargs)
             return stepped
-        if divisor is not None:
-            multiply_(grads, divisor.reciprocal())
         if is_revocable(optimizer) and exact:
-            return revocable_step(optimizer, self.found_inf, **kwargs)
-        if exact:  # else it is a first step of SGD with dampening: the second will not be read
+            return revocable_step(optimizer, self.found_inf, *args, **kwargs)
+        if exact:  # In its first step SGD ignores dampening, and only from the second step on can it be undone.
             self._warn_of_read(optimizer, grads)
         if not self.found_inf.item():  # sync
-            stepped = optimizer.step(**kwargs)
+            stepped = optimizer.step(*args, **kwargs)
         return stepped
 
     def _warn_of_read(self, optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> None:
@@ -261,11 +267,14 @@ class GradScaler(upstream.GradScaler):
         can = [word for word in ("fused", "capturable") if all(word in group for group in optimizer.param_groups)]
         name = type(optimizer).__name__
         remedy = f"Write {name}(..., {can[0]}=True)" if can else "AdamW(..., fused=True) can be"
+        if step_hooks(optimizer):
+            remedy = "It has step hooks, which must not run in a skipped step: remove them, or pass fused=True, with "
+            remedy += "which they run in every step, as in torch"
         message = f"GradScaler.step({name}): it cannot be skipped on the device, so every step waits for it. {remedy}."
         warnings.warn(message, AmpkitWarning, stacklevel=5)
 
     def _step_as_torch(
-        self, optimizer: torch.optim.Optimizer, max_norm: float | None, norm_type: float, **kwargs: Any
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, norm_type: float, *args: Any, **kwargs: Any
     ) -> float | None:
         """Unscale in memory, read `found_inf` on the host: for sparse gradients and for amp support of other makers."""
         scale, _ = self._check_scale_growth_tracker("step")
@@ -276,7 +285,7 @@ class GradScaler(upstream.GradScaler):
         if max_norm is not None:
             params = (p for group in optimizer.param_groups for p in group["params"])
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        result = super().step(optimizer, **kwargs)
+        result = super().step(optimizer, *args, **kwargs)
         self.found_inf = _any_device(state["found_inf_per_device"], scale.device)
         self._count()
         return result
@@ -292,9 +301,16 @@ class GradScaler(upstream.GradScaler):
 
         Back off if a step of this iteration was skipped and `hysteresis` is used up; grow after `growth_interval`
         iterations without an overflow; stay within `min_scale` and `max_scale`. Sync: none.
+
+        Raises:
+            ValueError: optimizers stepped, and none of them had a gradient.
         """
         if not self._enabled:
             return
+        states = self._per_optimizer_states.values()
+        if new_scale is None and states and all(state.get(_WITHOUT_GRADIENT) for state in states):
+            self._per_optimizer_states.clear()
+            raise ValueError(f"GradScaler.update: {_NO_GRADIENT}")
         if new_scale is not None or self._plain():
             super().update(new_scale)
             return
@@ -369,17 +385,21 @@ def check_positive(where: str, name: str, value: float | None, otherwise: str) -
         raise ValueError(f"{where}({name}={value!r}): must be a number > 0, or {otherwise}.")
 
 
-def _require_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    grads = gradients(optimizer)
-    if not grads:
-        raise ValueError(
-            f"GradScaler.step({type(optimizer).__name__}): no parameter of the optimizer has a gradient. "
-            "Call scaler.scale(loss).backward() before step()."
-        )
-    return grads
+_WITHOUT_GRADIENT = "without gradient"  # in what is kept per optimizer until `update`
+_NO_GRADIENT = "no parameter of the optimizer has a gradient. Call scaler.scale(loss).backward() before step()."
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = "closure" in kwargs
+    if args and callable(args[0]):
+        given = given or next(iter(inspect.signature(optimizer.step).parameters), "") == "closure"
+    if given:
+        raise RuntimeError("GradScaler.step: a closure cannot be used with an enabled scaler. Call backward() first.")
 
 
 def _any_device(found_inf: dict[Any, Tensor], device: torch.device) -> Tensor:
     """Return 1.0 if any is above 0, else 0.0. torch sums them, and its kernels test for 1: two devices would pass."""
     found = [tensor.to(device, non_blocking=True) for tensor in found_inf.values()]
+    if not found:  # an optimizer that looks at its gradients itself, or has none
+        return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(found).amax().clamp(max=1.0)

@@ -409,7 +409,7 @@ class Engine:
         preflight = Preflight(self._device, self._options.generators)
         with self._watching():
             outputs = self.run(layout.reason, fn, preflight)
-        if preflight.findings and self._state.tensors().keys() != before:
+        if preflight.findings and (self._state.is_undecided() or self._state.tensors().keys() != before):
             return outputs  # what makes optimizer state for the first time may wait: look again in the next call
         layout.warm += 1
         layout.problem = describe(preflight.findings)

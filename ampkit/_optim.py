@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from ._errors import CaptureError
 from ._torch import (
     can_init_optimizer_state,
+    class_step,
     foreach_add_,
     foreach_copy_,
     foreach_mul_,
     foreach_norm,
     foreach_sub_,
     init_optimizer_state,
+    is_capturing,
+    is_step_of_class,
     step_hooks,
+    supports_amp_scaling,
 )
 
 # Their fused kernels divide by `optimizer.grad_scale`, return if `optimizer.found_inf` is 1, and take a tensor learning
@@ -27,29 +32,66 @@ _FUSED = (Adam, AdamW, SGD, Adagrad)
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 
 
+def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Return the class of torch.optim whose step is this optimizer's, None if it has one of its own.
+
+    By the code that would run, not by inheritance: a subclass may do anything in its step.
+    """
+    kind = type(optimizer)
+    base = next((base for base in kind.__mro__ if base.__module__.startswith("torch.optim.")), Optimizer)
+    if base is Optimizer or not is_step_of_class(optimizer) or class_step(kind) is not class_step(base):
+        return None
+    replaced = any(
+        name in vars(optimizer) or getattr(kind, name, None) is not getattr(base, name, None) for name in _CALLED
+    )
+    return None if replaced else base
+
+
+_HOOKS = "which a replay would not call. Call after the step what they do."
+# What steps of torch.optim call on their optimizer, and the wrapper that calls hooks.
+_CALLED = ("_init_group", "_accelerator_graph_capture_health_check", "_optimizer_step_code")
+
+
 def is_one_pass(optimizer: Optimizer) -> bool:
     """Return whether unscaling, clipping and skipping can happen inside the optimizer's own kernel."""
     # Not `_step_supports_amp_scaling`: torch forgets to set it for Adagrad, whose kernel takes both all the same.
+    return torch_class(optimizer) in _FUSED and _is_fused(optimizer)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _FUSED) and all(group["fused"] for group in optimizer.param_groups)
 
 
-def is_revocable(optimizer: Optimizer) -> bool:
-    """Return whether a step can be undone on the device: nothing that it changes is on the host.
+def takes_scale(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer.step` is given `grad_scale` and `found_inf`, as torch's scaler does it too."""
+    return is_one_pass(optimizer) or supports_amp_scaling(optimizer)
 
-    Step hooks could change anything, and torch's scaler calls none of them in a step that it skips.
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Return whether unscaling and skipping are left to a step of another maker, as torch's scaler leaves them.
+
+    A subclass of a fused optimizer says so too, but by what its base has set: its own part may know nothing of it.
     """
-    if step_hooks(optimizer):
+    if not supports_amp_scaling(optimizer) or torch_class(optimizer) is not None:
         return False
-    if isinstance(optimizer, SGD):
+    return not isinstance(optimizer, _FUSED) or "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def is_revocable(optimizer: Optimizer) -> bool:
+    """Return whether a step of torch.optim can be undone on the device: nothing that it changes is on the host."""
+    kind = torch_class(optimizer)
+    if kind is SGD:
         return True  # momentum is all it has
     on_device = all(group.get("capturable") for group in optimizer.param_groups)
-    return on_device and can_init_optimizer_state(optimizer)
+    return kind is not None and on_device and can_init_optimizer_state(optimizer)
 
 
 def why_not_capturable(optimizer: Optimizer) -> str:
     """Return why a graph cannot hold `optimizer.step()` and what to write instead, or "" if it can."""
     name = type(optimizer).__name__
-    if is_one_pass(optimizer) or all("capturable" in group for group in optimizer.param_groups):
+    if step_hooks(optimizer):
+        return f"{name} has step hooks, {_HOOKS}"
+    if _is_fused(optimizer) or all("capturable" in group for group in optimizer.param_groups):
         return ""
     on_cuda = any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
     refused = isinstance(optimizer, Adagrad) and on_cuda  # by torch 2.11, which has the kernel
@@ -73,7 +115,7 @@ def broken_kernel(optimizer: Optimizer) -> str:
     torch 2.11's fused SGD on the CPU leaves float16 and bfloat16 parameters as they are, but for the last few elements
     (pytorch#191763, fixed by #192545). Tried out rather than guessed from the version.
     """
-    if not (isinstance(optimizer, SGD) and is_one_pass(optimizer)):
+    if not (isinstance(optimizer, SGD) and _is_fused(optimizer)):
         return ""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for dtype in {param.dtype for param in params if param.device.type == "cpu"} & {torch.float16, torch.bfloat16}:
@@ -162,11 +204,7 @@ def _has_double(grads: Sequence[Tensor]) -> bool:
 
 
 def revocable_step(optimizer: Optimizer, found_inf: Tensor, *args: Any, **kwargs: Any) -> float | None:
-    """Step, and undo the step bit by bit on the device where `found_inf` is 1.
-
-    For optimizers without a kernel that skips. Zero gradients would not do: moments decay and weights shrink on them.
-    The tensors are backed up, stepped, and put back by integer arithmetic on their bits, which nan cannot pass
-    through: `new + (old - new) * found_inf`. Three passes over parameters and state beside the optimizer's own.
+    """Step, and undo the step bit by bit on the device where `found_inf` is 1. See `undoable_step`.
 
     Args:
         optimizer: one for which `is_revocable` holds, with gradients that are unscaled already.
@@ -181,11 +219,37 @@ def revocable_step(optimizer: Optimizer, found_inf: Tensor, *args: Any, **kwargs
     """
     with torch.no_grad():
         init_optimizer_state(optimizer)  # what the first step would make could not be undone
-        groups = _grouped(map(_as_integers, _changed_by_step(optimizer)))
+    return undoable_step(optimizer, found_inf, list(_changed_by_step(optimizer)), *args, **kwargs)
+
+
+def undoable_step(
+    optimizer: Optimizer, found_inf: Tensor, changed: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> float | None:
+    """Step, and give tensors the bits that they had before, on the device, where `found_inf` is 1.
+
+    For optimizers without a kernel that skips. Zero gradients would not do: moments decay and weights shrink on them.
+    The tensors are backed up, stepped, and put back by integer arithmetic on their bits, which nan cannot pass
+    through: `new + (old - new) * found_inf`. Three passes over parameters and state beside the optimizer's own.
+
+    Args:
+        optimizer: its gradients are unscaled already.
+        found_inf: 0.0 or 1.0, float32, shape ().
+        changed: every tensor that the step may change; no two of them share memory.
+        *args: passed on to `optimizer.step`.
+        **kwargs: passed on to `optimizer.step`.
+
+    Returns:
+        What `optimizer.step` returned.
+
+    Sync: none.
+    """
+    with torch.no_grad():
+        groups = _grouped(map(_as_integers, changed))
         backups = {key: [torch.empty_like(tensor) for tensor in group] for key, group in groups.items()}
         for key, group in groups.items():
             foreach_copy_(backups[key], group)
-        result: float | None = optimizer.step(*args, **kwargs)
+    result: float | None = optimizer.step(*args, **kwargs)
+    with torch.no_grad():
         for (device, dtype), group in groups.items():
             difference = backups[device, dtype]
             foreach_sub_(difference, group)
@@ -240,7 +304,7 @@ def seed_momentum(optimizer: Optimizer) -> bool:
     computes `momentum * 0 + gradient`. With dampening the first step is another formula, and the caller must not skip
     it in the kernel.
     """
-    if not isinstance(optimizer, SGD):
+    if torch_class(optimizer) is not SGD:
         return True
     exact = True
     for group in optimizer.param_groups:
@@ -295,6 +359,8 @@ class CapturableGroups:
         """Let the groups have a tensor learning rate inside, and the flag without which Adam refuses to be captured."""
         groups = self._optimizer.param_groups
         on_cuda = self._device.type == "cuda"
+        if is_capturing() and step_hooks(self._optimizer):  # registered since `why_not_capturable` was asked
+            raise CaptureError(f"{type(self._optimizer).__name__} has step hooks, {_HOOKS}")
         if on_cuda:
             self._move_step_counts()
         given: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]

@@ -4,6 +4,7 @@ import inspect
 import math
 import sys
 import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.amp import grad_scaler as upstream
 from torch.amp.grad_scaler import OptState
 
-from ._errors import AmpkitWarning
+from ._errors import AmpkitWarning, CaptureError
 from ._optim import (
     clip_coefficient,
     gradients,
@@ -21,10 +22,15 @@ from ._optim import (
     multiply_,
     revocable_step,
     seed_momentum,
+    skips_by_itself,
     step_clipped,
+    takes_scale,
+    torch_class,
     total_norm,
+    undoable_step,
 )
-from ._torch import foreach_add_, step_hooks, supports_amp_scaling
+from ._torch import foreach_add_, is_capturing, step_hooks, supports_amp_scaling
+from ._written import Writes
 
 
 class ScalerStats(NamedTuple):
@@ -52,8 +58,10 @@ class GradScaler(upstream.GradScaler):
       otherwise divides by `scale / clip_coefficient` as it reads the gradients.
     - Any optimizer with `capturable=True`, and `SGD`: the gradients are unscaled and clipped in one pass, and the step
       is undone bit by bit (`_optim.revocable_step`).
-    - Others (their step count or rule lives on the host): `found_inf` is read on the host, as torch does, with one
-      warning on CUDA.
+    - An optimizer whose `step` is not torch.optim's, a subclass included: its first steps are watched, and wait for the
+      device. If they change tensors alone, in place, then a step is undone like those above.
+    - Others (they change something on the host, or have step hooks): `found_inf` is read on the host, as torch does,
+      with one warning on CUDA.
 
     Takes the arguments of `torch.amp.GradScaler`, and exchanges `state_dict` with it in both directions.
 
@@ -96,6 +104,8 @@ class GradScaler(upstream.GradScaler):
         self._init_counts = (0.0, 0.0)
         self._init_patience = hysteresis
         self._warned = False
+        self._undecided = False  # whether the last step was watched, or was to be
+        self._writes: weakref.WeakKeyDictionary[torch.optim.Optimizer, Writes] | None = None  # of steps not torch's
         if self._enabled:
             self._check_rule()
 
@@ -147,6 +157,10 @@ class GradScaler(upstream.GradScaler):
         self.steps, self.skipped = (torch.full((), n, dtype=torch.float64, device=dev) for n in self._init_counts)
         self._patience = torch.full((), self._init_patience, dtype=torch.int32, device=dev)
 
+    def is_undecided(self) -> bool:
+        """Return whether the last `step` waited for the device only to learn what the optimizer changes."""
+        return self._undecided
+
     def materialize(self, device: torch.device) -> None:
         """Create scale and counters on `device` now rather than in the first `scale`.
 
@@ -182,8 +196,8 @@ class GradScaler(upstream.GradScaler):
                 step without, as in torch; then `update` raises if no other optimizer had a gradient.
             RuntimeError: a second `step` without `update` in between, or a closure.
 
-        Sync: none but for the third kind of optimizers above. A skipped step leaves parameters, moments and step counts
-        as they were.
+        Sync: none but for the last two kinds of optimizers above. A skipped step leaves parameters, moments and step
+        counts as they were.
         """
         check_positive("GradScaler.step", "max_norm", max_norm, "None to disable clipping")
         check_positive("GradScaler.step", "norm_type", norm_type, "inf for the largest magnitude")
@@ -191,6 +205,7 @@ class GradScaler(upstream.GradScaler):
             result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, *args, **kwargs)
             return result  # type: ignore[no-any-return]  # the optimizer's own type
         _refuse_closure(optimizer, args, kwargs)
+        self._undecided = False
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("GradScaler.step: step() has already been called since the last update().")
@@ -198,7 +213,7 @@ class GradScaler(upstream.GradScaler):
         if not grads and not is_one_pass(optimizer) and not supports_amp_scaling(optimizer):
             raise ValueError(f"GradScaler.step({type(optimizer).__name__}): {_NO_GRADIENT}")
         state[_WITHOUT_GRADIENT] = not grads
-        if any(grad.is_sparse for grad in grads) or (supports_amp_scaling(optimizer) and not is_one_pass(optimizer)):
+        if any(grad.is_sparse for grad in grads) or skips_by_itself(optimizer):
             return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
         divisor = self._check(optimizer, grads, state, norm_type)
         stepped = self._step_on_device(optimizer, grads, divisor, max_norm, *args, **kwargs)
@@ -211,7 +226,7 @@ class GradScaler(upstream.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         unscaled = state["stage"] is OptState.UNSCALED
         divisor = None if unscaled else scale
-        preset = getattr(optimizer, "grad_scale", None) if is_one_pass(optimizer) else None
+        preset = getattr(optimizer, "grad_scale", None) if takes_scale(optimizer) else None
         if preset is not None:
             preset = preset.reshape(()).to(scale.device, non_blocking=True)
             divisor = preset if divisor is None else divisor * preset
@@ -241,26 +256,56 @@ class GradScaler(upstream.GradScaler):
             # nan or 0 comes from a norm that is not finite: the step is skipped, but the divisor must stay a number.
             coefficient = torch.where(coefficient > 0, coefficient, 1.0)
             divisor = coefficient.reciprocal() if divisor is None else divisor / coefficient
-        stepped: float | None = None
-        exact = seed_momentum(optimizer)
-        one_pass = is_one_pass(optimizer)
-        if divisor is not None and (not one_pass or divisor.dtype is not torch.float32):  # which is what kernels take
+        scalable = takes_scale(optimizer) and (is_one_pass(optimizer) or max_norm is None)
+        if divisor is not None and (not scalable or divisor.dtype is not torch.float32):  # which is what kernels take
             multiply_(grads, divisor.reciprocal())
             divisor = None
-        if one_pass:
-            with kernel_scaling(optimizer, divisor, self.found_inf):
-                if exact or not self.found_inf.item():  # sync: only for a first step of SGD with dampening
-                    stepped = optimizer.step(*args, **kwargs)
-            return stepped
-        if is_revocable(optimizer) and exact:
-            return revocable_step(optimizer, self.found_inf, *args, **kwargs)
-        if exact:  # In its first step SGD ignores dampening, and only from the second step on can it be undone.
-            self._warn_of_read(optimizer, grads)
-        if not self.found_inf.item():  # sync
-            stepped = optimizer.step(*args, **kwargs)
+        if not takes_scale(optimizer):
+            return self._skip_or_step(optimizer, grads, *args, **kwargs)
+        stepped: float | None = None
+        with kernel_scaling(optimizer, divisor, self.found_inf):
+            if not is_one_pass(optimizer):
+                stepped = self._skip_or_step(optimizer, grads, *args, **kwargs)
+            elif seed_momentum(optimizer) or not self.found_inf.item():  # sync: only for a first step with dampening
+                stepped = optimizer.step(*args, **kwargs)
         return stepped
 
-    def _warn_of_read(self, optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> None:
+    def _skip_or_step(
+        self, optimizer: torch.optim.Optimizer, grads: list[Tensor], *args: Any, **kwargs: Any
+    ) -> float | None:
+        """Step, and undo it on the device if a gradient is not finite; where that cannot be, ask the host first."""
+        assert self.found_inf is not None  # set by _check
+        writes: Writes | None = None
+        stepped: float | None = None
+        if step_hooks(optimizer):
+            reason = "has step hooks, which must not run in a skipped step"
+        elif torch_class(optimizer) is None:
+            writes = self._writes_of(optimizer)
+            changed, reason = writes.known(optimizer), writes.incomplete
+            self._undecided = changed is None and not reason
+            if changed is not None:
+                return undoable_step(optimizer, self.found_inf, changed, *args, **kwargs)
+        elif not seed_momentum(optimizer):
+            reason = ""  # In its first step SGD ignores dampening, and only from the second step on can it be undone.
+        elif is_revocable(optimizer):
+            return revocable_step(optimizer, self.found_inf, *args, **kwargs)
+        else:
+            reason = "keeps its step count on the host"
+        if is_capturing():
+            reason = reason or "has not been watched enough to know what it changes"
+            raise CaptureError(f"GradScaler.step: {type(optimizer).__name__} {reason}. {_IN_PLACE}")
+        if reason:
+            self._warn_of_read(optimizer, grads, reason)
+        if not self.found_inf.item():  # sync
+            stepped = optimizer.step(*args, **kwargs) if writes is None else writes.watch(optimizer, args, kwargs)
+        return stepped
+
+    def _writes_of(self, optimizer: torch.optim.Optimizer) -> Writes:
+        if self._writes is None:
+            self._writes = weakref.WeakKeyDictionary()  # made late: a scaler is copied and pickled without
+        return self._writes.setdefault(optimizer, Writes())
+
+    def _warn_of_read(self, optimizer: torch.optim.Optimizer, grads: list[Tensor], reason: str) -> None:
         if self._warned or not any(grad.is_cuda for grad in grads):
             return
         self._warned = True
@@ -268,10 +313,14 @@ class GradScaler(upstream.GradScaler):
         name = type(optimizer).__name__
         remedy = f"Write {name}(..., {can[0]}=True)" if can else "AdamW(..., fused=True) can be"
         if step_hooks(optimizer):
-            remedy = "It has step hooks, which must not run in a skipped step: remove them, or pass fused=True, with "
-            remedy += "which they run in every step, as in torch"
-        message = f"GradScaler.step({name}): it cannot be skipped on the device, so every step waits for it. {remedy}."
-        warnings.warn(message, AmpkitWarning, stacklevel=5)
+            remedy = "Call after the step what they do"
+        elif torch_class(optimizer) is None:
+            remedy = _IN_PLACE.removesuffix(".")
+        message = (
+            f"GradScaler.step({name}): {name} {reason}; it cannot be skipped on the device, so every step waits for it. "
+            f"{remedy}."
+        )
+        warnings.warn(message, AmpkitWarning, stacklevel=6)
 
     def _step_as_torch(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, norm_type: float, *args: Any, **kwargs: Any
@@ -376,7 +425,7 @@ class GradScaler(upstream.GradScaler):
             own = self.state_dict()
             state["_init_counts"] = (float(own["steps"]), float(own["skipped"]))
             state["_init_patience"] = own["_patience"]
-        return {**state, **dict.fromkeys(("grad_norm", "found_inf", "steps", "skipped", "_patience"))}
+        return {**state, **dict.fromkeys(("grad_norm", "found_inf", "steps", "skipped", "_patience", "_writes"))}
 
 
 def check_positive(where: str, name: str, value: float | None, otherwise: str) -> None:
@@ -385,6 +434,7 @@ def check_positive(where: str, name: str, value: float | None, otherwise: str) -
         raise ValueError(f"{where}({name}={value!r}): must be a number > 0, or {otherwise}.")
 
 
+_IN_PLACE = "Keep its state in tensors on the device, and change them in place (copy_, add_)."
 _WITHOUT_GRADIENT = "without gradient"  # in what is kept per optimizer until `update`
 _NO_GRADIENT = "no parameter of the optimizer has a gradient. Call scaler.scale(loss).backward() before step()."
 

@@ -221,6 +221,14 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         init_group(group, *([] for _ in range(lists)))
 
 
+_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # not without CUDA
+
+
+def is_capturing() -> bool:
+    """Return whether what is launched now becomes part of a CUDA graph. Whatever user code is told, it is the truth."""
+    return _capturing is not None and torch.cuda.is_initialized() and _capturing()
+
+
 _step_wrapper = _private(torch.optim.Optimizer, "profile_hook_step")(lambda self: None).__code__
 
 

@@ -34,6 +34,7 @@ LAYERS = {
     "_buckets.py": 2,
     "_state.py": 1,
     "_optim.py": 1,
+    "_written.py": 1,
     "_scaler.py": 2,
     "_segments.py": 1,
     "_graph.py": 2,

@@ -1,6 +1,7 @@
 """What capture asks of an optimizer: gradient norm, clipping, skipping and learning rate, all on the device."""
 
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from ._errors import CaptureError
+from ._errors import AmpkitWarning, CaptureError
 from ._torch import (
     can_init_optimizer_state,
     class_step,
@@ -319,6 +320,9 @@ def seed_momentum(optimizer: Optimizer) -> bool:
     return exact
 
 
+_REPLACED = ("lr", "capturable", "foreach")  # in the groups, for the step alone
+
+
 class CapturableGroups:
     """What a captured step must find in `optimizer.param_groups`, put there for the step alone.
 
@@ -326,6 +330,9 @@ class CapturableGroups:
     Within a step it is a tensor of shape () on the device, into which a changed float is filled before. A group whose
     rate is None, or that has none, keeps that: such an optimizer computes its rate itself.
     (A float goes into a CUDA graph as a constant: set to 0 later, a replay still moved the parameter by 1.0.)
+
+    On CUDA the loops of RMSprop and Adadelta (`foreach=False`) would read that tensor on the host in each step, so their
+    foreach kernels run, which take it. That is said once.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -333,6 +340,18 @@ class CapturableGroups:
         self._device = device
         self._rates: list[Tensor] = []
         self._filled: list[float | None] = []
+        if device.type == "cuda" and any(map(self._reads_rate, optimizer.param_groups)):
+            name = type(optimizer).__name__
+            warnings.warn(
+                f"{name}(foreach=False) reads its learning rate on the host, which a graph cannot hold: the step runs "
+                f"its foreach kernels, which may differ in the last bit. Write {name}(..., foreach=True).",
+                AmpkitWarning,
+                stacklevel=4,
+            )
+
+    def _reads_rate(self, group: dict[str, Any]) -> bool:
+        """Return whether the step turns a tensor rate into a float: `param.add_(..., alpha=-lr)` in torch 2.11."""
+        return isinstance(self._optimizer, (RMSprop, Adadelta)) and group.get("foreach") is False
 
     def refresh(self) -> None:
         """Bring the tensors up to date with `group["lr"]`. One kernel per group whose rate changed; no sync."""
@@ -363,11 +382,13 @@ class CapturableGroups:
             raise CaptureError(f"{type(self._optimizer).__name__} has step hooks, {_HOOKS}")
         if on_cuda:
             self._move_step_counts()
-        given: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
+        given: list[dict[str, Any]] = [{k: group[k] for k in _REPLACED if k in group} for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
             # On the CPU, torch takes a tensor in a loop or in a fused kernel.
             if group.get("lr") is not None and (on_cuda or not group.get("foreach")):
                 group["lr"] = rate
+            if on_cuda and self._reads_rate(group):
+                group["foreach"] = True
             if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
                 group["capturable"] = True
         try:

@@ -317,8 +317,8 @@ class GradScaler(upstream.GradScaler):
         elif torch_class(optimizer) is None:
             remedy = _IN_PLACE.removesuffix(".")
         message = (
-            f"GradScaler.step({name}): {name} {reason}; it cannot be skipped on the device, so every step waits for it. "
-            f"{remedy}."
+            f"GradScaler.step({name}): {name} {reason}; it cannot be skipped on the device, so every step waits for it."
+            f" {remedy}."
         )
         warnings.warn(message, AmpkitWarning, stacklevel=6)
 

@@ -331,8 +331,8 @@ class CapturableGroups:
     rate is None, or that has none, keeps that: such an optimizer computes its rate itself.
     (A float goes into a CUDA graph as a constant: set to 0 later, a replay still moved the parameter by 1.0.)
 
-    On CUDA the loops of RMSprop and Adadelta (`foreach=False`) would read that tensor on the host in each step, so their
-    foreach kernels run, which take it. That is said once.
+    On CUDA the loops of RMSprop and Adadelta (`foreach=False`) would read that tensor on the host in every step, so
+    their foreach kernels run, which take it. That is said once.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:

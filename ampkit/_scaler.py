@@ -2,9 +2,10 @@
 
 import inspect
 import math
-import sys
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.amp import grad_scaler as upstream
 from torch.amp.grad_scaler import OptState
 
+from ._blame import users_level
 from ._errors import AmpkitWarning, CaptureError
 from ._optim import (
     clip_coefficient,
@@ -29,6 +31,8 @@ from ._optim import (
     total_norm,
     undoable_step,
 )
+from ._scale_rule import SMALLEST, check_limits, read_arguments, read_number, read_state
+from ._skip_watch import SkipWatch
 from ._torch import foreach_add_, is_capturing, step_hooks, supports_amp_scaling
 from ._written import Writes
 
@@ -69,13 +73,16 @@ class GradScaler(upstream.GradScaler):
         *args: as in torch: device, init_scale, growth_factor, backoff_factor, growth_interval, enabled.
         hysteresis: how many overflows since the scale last grew it takes to back off; from then on each one does.
             They are skipped all the same. 1 is torch's rule; Megatron-LM uses 2.
-        min_scale: the scale does not fall below this.
+        min_scale: the scale does not fall below this. None is 2**-126, the smallest whose reciprocal float32 holds.
+            Torch's scaler has no floor: its scale falls to 0, at which nothing is skipped and weights become nan. Ours
+            costs a kernel on one number in each `update`, and changes no bit of a scale above it.
         max_scale: the scale does not grow above this.
         dynamic: False keeps the scale constant. Steps that overflow are still skipped.
         **kwargs: as `args`, by name.
 
     Raises:
-        ValueError: a rule that contradicts itself; the message names the argument.
+        ValueError: an argument that is no number that it could be, or a rule that contradicts itself; the message names
+            the argument.
 
     Attributes:
         grad_norm: the norm of the unscaled gradients of the last `step`, before clipping: float32 (float64 if a
@@ -94,7 +101,7 @@ class GradScaler(upstream.GradScaler):
         dynamic: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(**read_arguments(args, kwargs))
         self._hysteresis, self._min_scale, self._max_scale, self._dynamic = hysteresis, min_scale, max_scale, dynamic
         self.grad_norm: Tensor | None = None
         self.found_inf: Tensor | None = None
@@ -103,21 +110,19 @@ class GradScaler(upstream.GradScaler):
         self._patience: Tensor | None = None  # overflows left until the scale backs off
         self._init_counts = (0.0, 0.0)
         self._init_patience = hysteresis
+        self._skip_watch: SkipWatch | None = SkipWatch()
         self._warned = False
         self._undecided = False  # whether the last step was watched, or was to be
         self._writes: weakref.WeakKeyDictionary[torch.optim.Optimizer, Writes] | None = None  # of steps not torch's
         if self._enabled:
             self._check_rule()
+            self._init_patience = self._hysteresis
 
     def _check_rule(self) -> None:
+        check_limits("GradScaler", self._min_scale, self._max_scale)
+        for name in ("hysteresis", "min_scale", "max_scale", "dynamic"):
+            setattr(self, f"_{name}", read_number("GradScaler", name, self.rule()[name]))
         low, high = self._bounds()
-        if isinstance(self._hysteresis, bool) or not isinstance(self._hysteresis, int) or self._hysteresis < 1:
-            raise ValueError(f"GradScaler(hysteresis={self._hysteresis!r}): expected an int of at least 1.")
-        if not 0 < low <= high:
-            raise ValueError(
-                f"GradScaler(min_scale={self._min_scale!r}, max_scale={self._max_scale!r}): "
-                "expected 0 < min_scale <= max_scale."
-            )
         if not low <= self._init_scale <= high:
             raise ValueError(
                 f"GradScaler(init_scale={self._init_scale!r}): it lies outside min_scale={self._min_scale!r} and "
@@ -125,8 +130,20 @@ class GradScaler(upstream.GradScaler):
             )
 
     def _bounds(self) -> tuple[float, float]:
-        low = sys.float_info.min if self._min_scale is None else self._min_scale
+        low = SMALLEST if self._min_scale is None else max(self._min_scale, SMALLEST)
         return low, math.inf if self._max_scale is None else self._max_scale
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set by what `update` multiplies the scale; 1 keeps it from growing."""
+        self._growth_factor = read_number("GradScaler.set_growth_factor", "growth_factor", new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set by what `update` multiplies the scale after an overflow; 1 keeps it from falling."""
+        self._backoff_factor = read_number("GradScaler.set_backoff_factor", "backoff_factor", new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set how many iterations without an overflow it takes for the scale to grow."""
+        self._growth_interval = read_number("GradScaler.set_growth_interval", "growth_interval", new_interval)
 
     def rule(self) -> dict[str, Any]:
         """Return what decides how the scale moves, by name: host values, which a captured step has frozen."""
@@ -320,7 +337,7 @@ class GradScaler(upstream.GradScaler):
             f"GradScaler.step({name}): {name} {reason}; it cannot be skipped on the device, so every step waits for it."
             f" {remedy}."
         )
-        warnings.warn(message, AmpkitWarning, stacklevel=6)
+        warnings.warn(message, AmpkitWarning, stacklevel=users_level())
 
     def _step_as_torch(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, norm_type: float, *args: Any, **kwargs: Any
@@ -352,7 +369,7 @@ class GradScaler(upstream.GradScaler):
         iterations without an overflow; stay within `min_scale` and `max_scale`. Sync: none.
 
         Raises:
-            ValueError: optimizers stepped, and none of them had a gradient.
+            ValueError: optimizers stepped, and none of them had a gradient; or `new_scale` is no number above 0.
         """
         if not self._enabled:
             return
@@ -360,8 +377,15 @@ class GradScaler(upstream.GradScaler):
         if new_scale is None and states and all(state.get(_WITHOUT_GRADIENT) for state in states):
             self._per_optimizer_states.clear()
             raise ValueError(f"GradScaler.update: {_NO_GRADIENT}")
-        if new_scale is not None or self._plain():
+        self.watch_skips()
+        if isinstance(new_scale, float):
+            read_number("GradScaler.update", "scale", new_scale, argument="new_scale")
+        if new_scale is not None:
             super().update(new_scale)
+            return
+        if self._plain():
+            super().update()
+            self._check_scale_growth_tracker("update")[0].clamp_(min=SMALLEST)
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         assert self._patience is not None  # made with the scale
@@ -381,6 +405,30 @@ class GradScaler(upstream.GradScaler):
     def _found_in_all(self) -> dict[Any, Tensor]:
         states = self._per_optimizer_states.items()
         return {(key, dev): t for key, state in states for dev, t in state["found_inf_per_device"].items()}
+
+    def watch_skips(self) -> None:
+        """Warn, once, if the last 50 steps were all skipped. `update` does it, and a graphed step after a replay.
+
+        Sync: none. The counters are copied to the host every 25 calls, and looked at in a later call.
+        """
+        if self._skip_watch is None or self.steps is None or self.skipped is None or is_capturing():
+            return
+        if count := self._skip_watch.look(self.steps, self.skipped):
+            message = (
+                f"GradScaler: the last {count} optimizer steps were all skipped, because a gradient was not finite in "
+                "each, so the weights do not change any more. No scale helps where the loss or a weight is nan or inf: "
+                "look at them, or at the first layer that overflows (ampkit.debug.numerics)."
+            )
+            warnings.warn(message, AmpkitWarning, stacklevel=users_level())
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Context in which `update` leaves `watch_skips` to the caller: what is captured must be what runs eagerly."""
+        watch, self._skip_watch = self._skip_watch, None
+        try:
+            yield
+        finally:
+            self._skip_watch = watch
 
     def stats(self) -> ScalerStats:
         """Return the counters as host numbers. Waits for the device, once."""
@@ -403,29 +451,37 @@ class GradScaler(upstream.GradScaler):
         return {**super().state_dict(), **self.rule(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of this class or of `torch.amp.GradScaler`, in place.
+        """Load a `state_dict` of this class or of `torch.amp.GradScaler`, in place: the whole of it or nothing.
 
-        What torch's does not have keeps its value (the rule) or starts anew (the counters).
+        What torch's does not have keeps its value (the rule) or starts anew (the counters). Does nothing if disabled.
+
+        Raises:
+            ValueError: an entry is missing, or is no number that it could be. The message names it.
+            RuntimeError: it is empty, as that of a disabled scaler.
         """
-        super().load_state_dict(state_dict)
         if not self._enabled:
             return
+        new = read_state(state_dict, self.rule())
+        super().load_state_dict(new)
         for name in ("hysteresis", "min_scale", "max_scale", "dynamic"):
-            setattr(self, f"_{name}", state_dict.get(name, getattr(self, f"_{name}")))
-        self._init_counts = (float(state_dict.get("steps", 0)), float(state_dict.get("skipped", 0)))
-        self._init_patience = int(state_dict.get("_patience", self._hysteresis))
+            setattr(self, f"_{name}", new[name])
+        self._init_counts = (float(new["steps"]), float(new["skipped"]))
+        self._init_patience = new["_patience"]
         if self.steps is not None and self.skipped is not None and self._patience is not None:
             self.steps.fill_(self._init_counts[0])
             self.skipped.fill_(self._init_counts[1])
             self._patience.fill_(self._init_patience)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state = {**super().__getstate__(), "_skip_watch": None}
         if self._enabled:
             own = self.state_dict()
             state["_init_counts"] = (float(own["steps"]), float(own["skipped"]))
             state["_init_patience"] = own["_patience"]
         return {**state, **dict.fromkeys(("grad_norm", "found_inf", "steps", "skipped", "_patience", "_writes"))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_skip_watch": SkipWatch()})
 
 
 def check_positive(where: str, name: str, value: float | None, otherwise: str) -> None:

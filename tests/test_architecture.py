@@ -35,6 +35,8 @@ LAYERS = {
     "_state.py": 1,
     "_optim.py": 1,
     "_written.py": 1,
+    "_scale_rule.py": 1,
+    "_skip_watch.py": 1,
     "_scaler.py": 2,
     "_segments.py": 1,
     "_graph.py": 2,

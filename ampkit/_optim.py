@@ -23,6 +23,7 @@ from ._torch import (
     init_optimizer_state,
     is_capturing,
     is_step_of_class,
+    is_written_by_torch,
     step_hooks,
     supports_amp_scaling,
 )
@@ -39,8 +40,10 @@ def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
     By the code that would run, not by inheritance: a subclass may do anything in its step.
     """
     kind = type(optimizer)
-    base = next((base for base in kind.__mro__ if base.__module__.startswith("torch.optim.")), Optimizer)
+    base = next((base for base in kind.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer)
     if base is Optimizer or not is_step_of_class(optimizer) or class_step(kind) is not class_step(base):
+        return None
+    if not is_written_by_torch(class_step(base)):  # replaced on torch's own class
         return None
     replaced = any(
         name in vars(optimizer) or getattr(kind, name, None) is not getattr(base, name, None) for name in _CALLED
@@ -66,6 +69,16 @@ def _is_fused(optimizer: Optimizer) -> bool:
 def takes_scale(optimizer: Optimizer) -> bool:
     """Return whether `optimizer.step` is given `grad_scale` and `found_inf`, as torch's scaler does it too."""
     return is_one_pass(optimizer) or supports_amp_scaling(optimizer)
+
+
+def runs_beside_step(optimizer: Optimizer) -> str:
+    """Return what `optimizer.step()` runs beside the step of its class, "" if nothing.
+
+    It may do anything, anywhere, and torch's scaler does not run it in a step that it skips on the host.
+    """
+    if step_hooks(optimizer):
+        return "step hooks"
+    return "" if is_step_of_class(optimizer) else "a step that was replaced on the object"
 
 
 def skips_by_itself(optimizer: Optimizer) -> bool:

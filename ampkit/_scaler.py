@@ -23,6 +23,7 @@ from ._optim import (
     kernel_scaling,
     multiply_,
     revocable_step,
+    runs_beside_step,
     seed_momentum,
     skips_by_itself,
     step_clipped,
@@ -33,7 +34,7 @@ from ._optim import (
 )
 from ._scale_rule import SMALLEST, check_limits, read_arguments, read_number, read_state
 from ._skip_watch import SkipWatch
-from ._torch import foreach_add_, is_capturing, step_hooks, supports_amp_scaling
+from ._torch import foreach_add_, is_capturing, supports_amp_scaling
 from ._written import Writes
 
 
@@ -294,8 +295,8 @@ class GradScaler(upstream.GradScaler):
         assert self.found_inf is not None  # set by _check
         writes: Writes | None = None
         stepped: float | None = None
-        if step_hooks(optimizer):
-            reason = "has step hooks, which must not run in a skipped step"
+        if not takes_scale(optimizer) and (hidden := runs_beside_step(optimizer)):
+            reason = f"has {hidden}, which must not run in a skipped step"
         elif torch_class(optimizer) is None:
             writes = self._writes_of(optimizer)
             changed, reason = writes.known(optimizer), writes.incomplete
@@ -329,8 +330,8 @@ class GradScaler(upstream.GradScaler):
         can = [word for word in ("fused", "capturable") if all(word in group for group in optimizer.param_groups)]
         name = type(optimizer).__name__
         remedy = f"Write {name}(..., {can[0]}=True)" if can else "AdamW(..., fused=True) can be"
-        if step_hooks(optimizer):
-            remedy = "Call after the step what they do"
+        if not takes_scale(optimizer) and runs_beside_step(optimizer):
+            remedy = "Call after the step what should run there"
         elif torch_class(optimizer) is None:
             remedy = _IN_PLACE.removesuffix(".")
         message = (

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import itertools
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -242,6 +243,15 @@ def class_step(kind: type[torch.optim.Optimizer]) -> Any:
     while getattr(step, "__code__", None) is _step_wrapper:
         step = step.__wrapped__
     return step
+
+
+_ROOT = os.path.dirname(torch.__file__)
+
+
+def is_written_by_torch(function: Any) -> bool:
+    """Return whether a function was defined in torch's files: not one that somebody put in the place of torch's."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_ROOT)
 
 
 def is_step_of_class(optimizer: torch.optim.Optimizer) -> bool:

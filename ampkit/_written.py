@@ -92,7 +92,8 @@ _OF_TORCH = frozenset(
 _RATES = ("lr", "initial_lr")  # schedulers change them between steps
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _OPAQUE = (Tensor, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType, type)
-_DEPTH = 8
+_DEPTH = 8  # of containers; of objects 2, for behind a few attributes lies the whole program
+_DEPTH_OF_OBJECTS = 2
 
 
 class _Found:
@@ -110,7 +111,7 @@ class _Found:
         if isinstance(value, Tensor):
             self.tensors[path] = value
             return
-        below = _children(value) if len(path) < _DEPTH else None
+        below = _children(value, len(path))
         if below is None:
             self.numbers[path] = repr(value) if type(value) in _NUMBERS else _Same(value)
         elif id(value) not in self._seen:
@@ -250,13 +251,13 @@ def _reads(op: Any, given: list[Tensor], made: list[Tensor]) -> bool:
     return any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in made)
 
 
-def _children(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Return what a container or a plain object holds, by key; None for what holds nothing that can be looked at."""
-    if isinstance(value, Mapping):
+def _children(value: Any, depth: int) -> Iterator[tuple[Any, Any]] | None:
+    """Return what a container or a plain object holds, by key; None for what holds nothing that is looked at."""
+    if isinstance(value, Mapping) and depth <= _DEPTH:
         return iter(list(value.items()))
-    if isinstance(value, (list, tuple, deque)):
+    if isinstance(value, (list, tuple, deque)) and depth <= _DEPTH:
         return iter(list(enumerate(value)))
-    if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__"):
+    if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__") or depth > _DEPTH_OF_OBJECTS:
         return None
     return iter(list(vars(value).items()))
 

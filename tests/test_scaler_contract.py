@@ -258,6 +258,41 @@ def test_step_hooks_run_when_torchs_do(device: str, name: str, where: str) -> No
     assert len(calls[0]) == (4 if "fused" in name else 2)
 
 
+@on_the_host
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "fused subclass"])
+def test_a_replaced_step_runs_when_torchs_does(device: str, name: str) -> None:
+    """S1: a step that was replaced on the object is called in a skipped step where torch calls it, and nowhere else."""
+    calls = []
+    for cls in BOTH:
+        model = nn.Linear(6, 3).to(device)
+        make = OPTIMIZERS.get(name, lambda params: FusedSubclass(params, lr=0.1, fused=True))
+        optimizer, scaler = make(model.parameters()), cls(device, init_scale=8.0)
+        called: list[int] = []
+        original = optimizer.step
+
+        def replaced(*args: Any, original: Any = original, called: list[int] = called) -> Any:
+            called.append(1)
+            return original(*args)
+
+        optimizer.step = replaced  # type: ignore[method-assign]
+        for i, bad in enumerate([None, None, None, math.inf, math.nan, None]):
+            scaled_backward(model, scaler, i, bad)
+            before = model.weight.detach().clone()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, model.weight) == (bad is not None)
+        calls.append(len(called))
+    assert calls == ([6, 6] if "fused" in name else [4, 4])
+
+
+class FusedSubclass(torch.optim.SGD):
+    """Its step is its own, and its kernel the fused one."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 @pytest.mark.cuda
 def test_a_step_with_hooks_says_that_it_waits() -> None:
     """S1: hooks cost a wait per step, which is said once, with what to write."""

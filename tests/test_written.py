@@ -312,7 +312,9 @@ def test_whose_step_it_is() -> None:
     params = list(nn.Linear(2, 2).parameters())
     for cls in (Renamed, SGD):  # torch wraps `step` of the subclass before it wraps that of the base, and after
         assert torch_class(cls(params, lr=0.1)) is SGD
-    assert torch_class(AdamW(params)) is AdamW
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer:
+            assert torch_class(kind([torch.ones(2, 2, requires_grad=True)])) is kind  # type: ignore[call-arg]
     for made in (Wrapped(params, lr=0.1), OtherState(params), Averaging(params, lr=0.1), Lion(params)):
         assert torch_class(made) is None
         assert not is_revocable(made)
@@ -324,6 +326,20 @@ def test_whose_step_it_is() -> None:
     original = scheduled.step
     scheduled.step = lambda *args: original(*args)  # type: ignore[method-assign]
     assert torch_class(scheduled) is None
+
+
+def test_a_step_that_was_replaced_on_torchs_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S1: neither torch's class nor its subclasses then have torch's step, whatever its name says."""
+
+    @functools.wraps(SGD.step)
+    def step(self: Any, closure: Any = None) -> None:
+        raise NotImplementedError
+
+    optimizer = SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert torch_class(optimizer) is SGD
+    monkeypatch.setattr(SGD, "step", step)
+    assert torch_class(optimizer) is None
+    assert not is_revocable(optimizer)
 
 
 def test_state_that_is_replaced_is_looked_at_anew() -> None:

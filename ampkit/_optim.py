@@ -51,7 +51,7 @@ def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
     return None if replaced else base
 
 
-_HOOKS = "which a replay would not call. Call after the step what they do."
+_HOOKS = "has step hooks, which a replay would not call. Call after the step what they do."
 # What steps of torch.optim call on their optimizer, and the wrapper that calls hooks.
 _CALLED = ("_init_group", "_accelerator_graph_capture_health_check", "_optimizer_step_code")
 
@@ -104,7 +104,7 @@ def why_not_capturable(optimizer: Optimizer) -> str:
     """Return why a graph cannot hold `optimizer.step()` and what to write instead, or "" if it can."""
     name = type(optimizer).__name__
     if step_hooks(optimizer):
-        return f"{name} has step hooks, {_HOOKS}"
+        return f"{name} {_HOOKS}"
     if _is_fused(optimizer) or all("capturable" in group for group in optimizer.param_groups):
         return ""
     on_cuda = any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
@@ -392,7 +392,7 @@ class CapturableGroups:
         groups = self._optimizer.param_groups
         on_cuda = self._device.type == "cuda"
         if is_capturing() and step_hooks(self._optimizer):  # registered since `why_not_capturable` was asked
-            raise CaptureError(f"{type(self._optimizer).__name__} has step hooks, {_HOOKS}")
+            raise CaptureError(f"{type(self._optimizer).__name__} {_HOOKS}")
         if on_cuda:
             self._move_step_counts()
         given: list[dict[str, Any]] = [{k: group[k] for k in _REPLACED if k in group} for group in groups]

@@ -20,8 +20,8 @@ class Writes:
 
     Undone is every tensor that is found in the optimizer's attributes, state and param groups, and every other one that
     a watched step was seen to change. That is complete if the step reads no tensor on the host, changes no number
-    there, and binds no new tensor: a step that does is not undone. A step that makes state says nothing of the next
-    one, which changes it, so another is watched.
+    there, binds no new tensor or memory, and draws no random number: a step that does is not undone. A step that makes
+    state says nothing of the next one, which changes it, so another is watched.
 
     Attributes:
         incomplete: why a step cannot be undone, in words that follow the optimizer's name; "" if it can, as far as is
@@ -58,7 +58,7 @@ class Writes:
         gradients = {storage_address(param.grad) for param in _parameters(optimizer) if param.grad is not None}
         kept = [result, *after.tensors.values()]
         self.incomplete = (
-            watch.read
+            watch.beyond
             or before.changed_to(after)
             or after.why_not_undone(optimizer, watch.written)
             or watch.escaped({storage_address(tensor) for tensor in tensors_in(kept)} | gradients)
@@ -101,6 +101,7 @@ class _Found:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.tensors: dict[_Path, Tensor] = {}
+        self.places: dict[_Path, Any] = {}  # of the tensors: what `.data =` and `set_` change
         self.numbers: dict[_Path, Any] = {}
         self._seen: set[int] = {id(optimizer)}
         for name, value in list(vars(optimizer).items()):
@@ -110,6 +111,8 @@ class _Found:
     def _walk(self, path: _Path, value: Any) -> None:
         if isinstance(value, Tensor):
             self.tensors[path] = value
+            if value.layout is torch.strided:
+                self.places[path] = (storage_address(value), value.storage_offset(), value.shape, value.stride())
             return
         below = _children(value, len(path))
         if below is None:
@@ -128,6 +131,8 @@ class _Found:
         for path, tensor in self.tensors.items():
             if after.tensors.get(path) is not tensor:
                 return f"binds another tensor to {_text(path)}, where it could change the one that is there"
+            if after.places.get(path) != self.places.get(path):
+                return f"gives {_text(path)} other memory (.data = ...), where it could change what is there"
         return "removes what it kept" if self.numbers.keys() - after.numbers.keys() else ""
 
     def why_not_undone(self, optimizer: Optimizer, written: list[Tensor]) -> str:
@@ -198,11 +203,11 @@ class _Same:
 
 
 class _Watch(TorchDispatchMode):
-    """Context that notes which tensors are changed, which are made, and whether the host reads one.
+    """Context that notes which tensors are changed, which are made, and what else a step does.
 
     Attributes:
         written: tensors from before that were changed, as they were passed: views of them too.
-        read: what the host read, in words; "" if nothing.
+        beyond: what the step did, in words, beside changing tensors on the device; "" if nothing.
     """
 
     supports_higher_order_operators = True
@@ -215,7 +220,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: list[Tensor] = []
-        self.read = ""
+        self.beyond = ""
         self._new: set[int] = set()  # where the memory of tensors starts that were made here
         self._made: list[weakref.ref[Tensor]] = []
 
@@ -227,8 +232,8 @@ class _Watch(TorchDispatchMode):
         self.written += [tensor for tensor in written if storage_address(tensor) not in self._new]
         result = op(*args, **kwargs)
         made = tensors_in(result)
-        if not self.read and _reads(op, given, made):
-            self.read = f"reads a tensor on the host ({op})"
+        if not self.beyond:
+            self.beyond = _beyond_tensors(op, given, made)
         known = {storage_address(tensor) for tensor in given}
         for tensor in made:
             if (address := storage_address(tensor)) not in known:
@@ -244,11 +249,14 @@ class _Watch(TorchDispatchMode):
         return ""
 
 
-def _reads(op: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+def _beyond_tensors(op: Any, given: list[Tensor], made: list[Tensor]) -> str:
     tags = getattr(op, "tags", ())
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        return True
-    return any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in made)
+    if torch.Tag.nondeterministic_seeded in tags:
+        return f"draws random numbers ({op}), which later draws would show"
+    fetches = any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in made)
+    if fetches or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return f"reads a tensor on the host ({op})"
+    return ""
 
 
 def _children(value: Any, depth: int) -> Iterator[tuple[Any, Any]] | None:

@@ -194,9 +194,10 @@ def test_amp_support_of_other_makers(device: str, cls: Any, bad: float | None) -
     model = nn.Linear(6, 3).to(device)
     scaler = cls(device, init_scale=8.0)
     scaled_backward(model, scaler, 0, bad)
+    first, second = TakesScaler(model.parameters()), TakesTensors(model.parameters())
     with pytest.warns(FutureWarning, match="going to stop passing itself"):
-        assert scaler.step(TakesScaler(model.parameters())) == 8.0
-    assert scaler.step(TakesTensors(model.parameters())) == (0.0 if bad is None else 1.0)
+        assert scaler.step(first) == 8.0
+    assert scaler.step(second) == (0.0 if bad is None else 1.0)
     scaler.update()
     assert scaler.get_scale() == (8.0 if bad is None else 4.0)
 

@@ -149,6 +149,23 @@ class Rebinding(SGD):
         return super().step(closure)
 
 
+class Moving(SGD):
+    """Gives the parameters other memory in each step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in params_of(self):
+            param.data = param.data - 0.1 * param.grad
+
+
+class Sparse(SGD):
+    """Keeps a sparse tensor, which no arithmetic on bits undoes."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in params_of(self):
+            self.state[param].setdefault("seen", torch.zeros_like(param).to_sparse())
+        return super().step(closure)
+
+
 class Reading(SGD):
     """Decides by a number that it reads."""
 
@@ -180,11 +197,23 @@ class Attribute(SGD):
         return super().step(closure)
 
 
+class Noisy(SGD):
+    """Draws random numbers, which torch's scaler does not let a skipped step do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in params_of(self):
+            param.grad.add_(torch.randn_like(param), alpha=0.01)
+        return super().step(closure)
+
+
 REFUSED: dict[str, tuple[type[SGD], str]] = {
     "counting": (Counting, r"changes state\[parameter\]\['step'\] on the host"),
     "rebinding": (Rebinding, r"binds another tensor to state\[parameter\]\['moment'\]"),
+    "moving": (Moving, r"gives its param_groups\[0\]\['params'\]\[0\] other memory"),
+    "sparse": (Sparse, r"keeps a Tensor of layout torch.sparse_coo in state|reads a tensor on the host"),
     "reading": (Reading, "reads a tensor on the host"),
     "keeping": (Keeping, "keeps a tensor that it makes outside of its state"),
+    "noisy": (Noisy, "draws random numbers"),
     "attribute": (Attribute, r"changes its param_groups\[0\]\['lr'\] on the host"),
 }
 
@@ -196,8 +225,8 @@ def everything(model: nn.Module, optimizer: Any) -> Any:
     extra = [optimizer.total(), optimizer.tracker.seen[0]] if isinstance(optimizer, Elsewhere) else []
     extra += [optimizer.count] if isinstance(optimizer, Lion) else []
     state = [
-        {key: value for key, value in optimizer.state[param].items() if value is not None}
-        for param in model.parameters()
+        {key: value.to_dense() if isinstance(value, Tensor) else value for key, value in held.items()}
+        for held in ({k: v for k, v in optimizer.state[param].items() if v is not None} for param in model.parameters())
     ]
     rates = [group["lr"] for group in optimizer.param_groups]
     return copy.deepcopy((model.state_dict(), state, extra, rates))

@@ -422,7 +422,7 @@ class Engine:
         to_come = (self._warmup << layout.evictions) - layout.warm
         if not layout.looked and to_come <= 3:
             return self._look(layout, lambda: self._fn(phase, *args, **kwargs))
-        if layout.looked and not layout.problem and to_come < 2:
+        if layout.looked and not layout.problem and to_come < 2 and not self._state.is_undecided():
             outputs = self.run(layout.reason, lambda: self._rehearse(layout, phase, args, kwargs))
         else:
             outputs = self.run(layout.reason, lambda: self._fn(phase, *args, **kwargs))
@@ -448,9 +448,11 @@ class Engine:
         preflight = Preflight(self._device, self._options.generators)
         with self._watching():
             outputs = self.run(layout.reason, lambda: _within(layout.rehearsal.looking(), fn), preflight)
-        # What is made for the first time may wait, as optimizer state does, or a mask that is kept: then look again.
+        # What is made for the first time may wait, as optimizer state does, or a mask that is kept: then look again. So
+        # does a scaler that still watches what the optimizer does.
         first = layout.warm == 0 and self._warmup > 2
-        again = bool(preflight.findings) and (first or self._state.tensors().keys() != before)
+        made = self._state.is_undecided() or self._state.tensors().keys() != before
+        again = bool(preflight.findings) and (first or made)
         layout.warm += first or not again
         if again:
             return outputs

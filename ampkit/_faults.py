@@ -23,7 +23,7 @@ from . import _torch
 from ._blame import Blame
 from ._inputs import Spec, path, read_batch
 from ._operations import Call, CallRecorder, differences
-from ._optim import is_one_pass, why_not_capturable
+from ._optim import why_not_capturable
 from ._prefetch import prefetch
 from ._preflight import Preflight
 from ._record import ONE_NAME, Recorder
@@ -233,7 +233,7 @@ def optimizer_faults(trial: Trial) -> Iterator[Fault]:
     if blocker := why_not_capturable(optimizer):
         what, _, advice = blocker.partition(". ")
         yield Fault("high", "optimizer", line, what, advice)
-    elif "fused" in optimizer.param_groups[0] and not is_one_pass(optimizer):
+    elif not all(group.get("fused", True) for group in optimizer.param_groups):
         what = f"{name} without fused=True reads and writes the parameters several times in a step"
         yield Fault("medium", "optimizer", line, what, f"Write {name}(..., fused=True).")
 

@@ -104,7 +104,7 @@ class GraphedFunction:
             blockers.insert(0, sparse)
         self._groups = [CapturableGroups(optimizer, device) for optimizer in optimizers]
         self._engine = Engine(
-            _Body(fn, modules, [] if blockers else self._groups, name),
+            _Body(fn, modules, [] if blockers else self._groups, scaler, name),
             TrainingState(
                 {f"modules[{i}]": module for i, module in enumerate(modules)},
                 optimizers,
@@ -143,6 +143,7 @@ class GraphedFunction:
         # Under an autocast of the caller's, torch would keep the casts of weights that this call has changed.
         torch.clear_autocast_cache()
         if self._scaler is not None:
+            self._scaler.watch_skips()
             # What a capture left there is memory of one graph, which says nothing about a replay of another.
             self._scaler.grad_norm = self._scaler.found_inf = None
         return outputs
@@ -183,9 +184,15 @@ class _Body:
     """The user's function as the engine calls it: optimizers ready for capture, gradients and casts cleared away."""
 
     def __init__(
-        self, fn: Callable[..., Any], modules: Sequence[nn.Module], groups: Sequence[CapturableGroups], name: str
+        self,
+        fn: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        groups: Sequence[CapturableGroups],
+        scaler: GradScaler | None,
+        name: str,
     ) -> None:
         self._fn = fn
+        self._scaler = scaler
         self._modules = tuple(modules)
         self._groups = groups
         self._name = name
@@ -196,6 +203,8 @@ class _Body:
         torch.clear_autocast_cache()  # of an autocast around the call, which has casts that an optimizer outdated
         try:
             with ExitStack() as stack:
+                if self._scaler is not None:
+                    stack.enter_context(self._scaler.unwatched())
                 for groups in self._groups:
                     stack.enter_context(groups.applied())
                 return self._detached(self._fn(*args, **kwargs))

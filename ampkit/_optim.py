@@ -1,6 +1,7 @@
 """What capture asks of an optimizer: gradient norm, clipping, skipping and learning rate, all on the device."""
 
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,16 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from ._errors import AmpkitWarning, CaptureError
 from ._torch import (
     can_init_optimizer_state,
+    class_step,
     foreach_add_,
     foreach_copy_,
     foreach_mul_,
     foreach_norm,
     foreach_sub_,
     init_optimizer_state,
+    is_capturing,
+    is_step_of_class,
+    is_written_by_torch,
+    step_hooks,
+    supports_amp_scaling,
 )
 
 # Their fused kernels divide by `optimizer.grad_scale`, return if `optimizer.found_inf` is 1, and take a tensor learning
@@ -26,24 +34,78 @@ _FUSED = (Adam, AdamW, SGD, Adagrad)
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 
 
+def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Return the class of torch.optim whose step is this optimizer's, None if it has one of its own.
+
+    By the code that would run, not by inheritance: a subclass may do anything in its step.
+    """
+    kind = type(optimizer)
+    base = next((base for base in kind.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer)
+    if base is Optimizer or not is_step_of_class(optimizer) or class_step(kind) is not class_step(base):
+        return None
+    if not is_written_by_torch(class_step(base)):  # replaced on torch's own class
+        return None
+    replaced = any(
+        name in vars(optimizer) or getattr(kind, name, None) is not getattr(base, name, None) for name in _CALLED
+    )
+    return None if replaced else base
+
+
+_HOOKS = "has step hooks, which a replay would not call. Call after the step what they do."
+# What steps of torch.optim call on their optimizer, and the wrapper that calls hooks.
+_CALLED = ("_init_group", "_accelerator_graph_capture_health_check", "_optimizer_step_code")
+
+
 def is_one_pass(optimizer: Optimizer) -> bool:
     """Return whether unscaling, clipping and skipping can happen inside the optimizer's own kernel."""
     # Not `_step_supports_amp_scaling`: torch forgets to set it for Adagrad, whose kernel takes both all the same.
+    return torch_class(optimizer) in _FUSED and _is_fused(optimizer)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _FUSED) and all(group["fused"] for group in optimizer.param_groups)
 
 
+def takes_scale(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer.step` is given `grad_scale` and `found_inf`, as torch's scaler does it too."""
+    return is_one_pass(optimizer) or supports_amp_scaling(optimizer)
+
+
+def runs_beside_step(optimizer: Optimizer) -> str:
+    """Return what `optimizer.step()` runs beside the step of its class, "" if nothing.
+
+    It may do anything, anywhere, and torch's scaler does not run it in a step that it skips on the host.
+    """
+    if step_hooks(optimizer):
+        return "step hooks"
+    return "" if is_step_of_class(optimizer) else "a step that was replaced on the object"
+
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Return whether unscaling and skipping are left to a step of another maker, as torch's scaler leaves them.
+
+    A subclass of a fused optimizer says so too, but by what its base has set: its own part may know nothing of it.
+    """
+    if not supports_amp_scaling(optimizer) or torch_class(optimizer) is not None:
+        return False
+    return not isinstance(optimizer, _FUSED) or "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
 def is_revocable(optimizer: Optimizer) -> bool:
-    """Return whether a step can be undone on the device: nothing that it changes is on the host."""
-    if isinstance(optimizer, SGD):
+    """Return whether a step of torch.optim can be undone on the device: nothing that it changes is on the host."""
+    kind = torch_class(optimizer)
+    if kind is SGD:
         return True  # momentum is all it has
     on_device = all(group.get("capturable") for group in optimizer.param_groups)
-    return on_device and can_init_optimizer_state(optimizer)
+    return kind is not None and on_device and can_init_optimizer_state(optimizer)
 
 
 def why_not_capturable(optimizer: Optimizer) -> str:
     """Return why a graph cannot hold `optimizer.step()` and what to write instead, or "" if it can."""
     name = type(optimizer).__name__
-    if is_one_pass(optimizer) or all("capturable" in group for group in optimizer.param_groups):
+    if step_hooks(optimizer):
+        return f"{name} {_HOOKS}"
+    if _is_fused(optimizer) or all("capturable" in group for group in optimizer.param_groups):
         return ""
     on_cuda = any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
     refused = isinstance(optimizer, Adagrad) and on_cuda  # by torch 2.11, which has the kernel
@@ -67,7 +129,7 @@ def broken_kernel(optimizer: Optimizer) -> str:
     torch 2.11's fused SGD on the CPU leaves float16 and bfloat16 parameters as they are, but for the last few elements
     (pytorch#191763, fixed by #192545). Tried out rather than guessed from the version.
     """
-    if not (isinstance(optimizer, SGD) and is_one_pass(optimizer)):
+    if not (isinstance(optimizer, SGD) and _is_fused(optimizer)):
         return ""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for dtype in {param.dtype for param in params if param.device.type == "cpu"} & {torch.float16, torch.bfloat16}:
@@ -85,13 +147,14 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def total_norm(grads: Sequence[Tensor], device: torch.device, norm_type: float = 2.0) -> Tensor:
-    """Return the norm over all gradients as a float32 tensor of shape () on `device`.
+    """Return the norm over all gradients as a tensor of shape () on `device`: float32, or float64 if a gradient is.
 
     It is inf or nan exactly if some element is, save that powers that overflow float32 do so too: for the 2-norm
     those of magnitudes above 1.8e19.
 
     Args:
-        grads: dense tensors of any shape and device, floating or complex. float16 is summed in float32.
+        grads: dense tensors of any shape and device, floating or complex. float16 is summed in float32, float64 and
+            complex128 in float64.
         device: where the result goes.
         norm_type: order of the norm, above 0; inf is the largest magnitude.
 
@@ -99,9 +162,10 @@ def total_norm(grads: Sequence[Tensor], device: torch.device, norm_type: float =
     """
     filled = (grad for grad in grads if grad.numel())
     groups = _grouped(torch.view_as_real(grad) if grad.is_complex() else grad for grad in filled)
-    norms = [torch.zeros((), device=device)] if not groups else []
-    for group in groups.values():
-        norms += (norm.to(device, non_blocking=True) for norm in foreach_norm(group, norm_type, dtype=torch.float32))
+    norms = [torch.zeros((), dtype=torch.float32, device=device)] if not groups else []
+    for (_, dtype), group in groups.items():
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        norms += (norm.to(device, non_blocking=True) for norm in foreach_norm(group, norm_type, dtype=wide))
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm
 
@@ -127,7 +191,7 @@ def step_clipped(
         seed_momentum(optimizer)
     if max_norm is None or not grads:
         return optimizer.step(*args, **kwargs), None
-    if not is_one_pass(optimizer):
+    if not is_one_pass(optimizer) or _has_double(grads):  # a kernel takes a float32 divisor
         params = (param for group in optimizer.param_groups for param in group["params"])
         norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         return optimizer.step(*args, **kwargs), norm
@@ -137,21 +201,29 @@ def step_clipped(
 
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients by a float32 tensor of shape (), in place. One kernel per device and dtype; no sync."""
-    for (device, _), group in _grouped(grads).items():
-        foreach_mul_(group, factor.to(device, non_blocking=True))
+    """Multiply gradients by a float32 or float64 tensor of shape (), in place. One kernel per device and dtype; no
+    sync.
+    """
+    for (device, dtype), group in _grouped(grads).items():
+        # A factor of another dtype would be a kernel per tensor; but float32 for float16, which 1 / 65536 underflows.
+        wide = torch.float64 if dtype in _DOUBLES else torch.float32
+        foreach_mul_(group, factor.to(device, wide, non_blocking=True))
 
 
-def revocable_step(optimizer: Optimizer, found_inf: Tensor, **kwargs: Any) -> float | None:
-    """Step, and undo the step bit by bit on the device where `found_inf` is 1.
+_DOUBLES = (torch.float64, torch.complex128)
 
-    For optimizers without a kernel that skips. Zero gradients would not do: moments decay and weights shrink on them.
-    The tensors are backed up, stepped, and put back by integer arithmetic on their bits, which nan cannot pass
-    through: `new + (old - new) * found_inf`. Three passes over parameters and state beside the optimizer's own.
+
+def _has_double(grads: Sequence[Tensor]) -> bool:
+    return any(grad.dtype in _DOUBLES for grad in grads)
+
+
+def revocable_step(optimizer: Optimizer, found_inf: Tensor, *args: Any, **kwargs: Any) -> float | None:
+    """Step, and undo the step bit by bit on the device where `found_inf` is 1. See `undoable_step`.
 
     Args:
         optimizer: one for which `is_revocable` holds, with gradients that are unscaled already.
         found_inf: 0.0 or 1.0, float32, shape ().
+        *args: passed on to `optimizer.step`.
         **kwargs: passed on to `optimizer.step`.
 
     Returns:
@@ -161,11 +233,37 @@ def revocable_step(optimizer: Optimizer, found_inf: Tensor, **kwargs: Any) -> fl
     """
     with torch.no_grad():
         init_optimizer_state(optimizer)  # what the first step would make could not be undone
-        groups = _grouped(map(_as_integers, _changed_by_step(optimizer)))
+    return undoable_step(optimizer, found_inf, list(_changed_by_step(optimizer)), *args, **kwargs)
+
+
+def undoable_step(
+    optimizer: Optimizer, found_inf: Tensor, changed: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> float | None:
+    """Step, and give tensors the bits that they had before, on the device, where `found_inf` is 1.
+
+    For optimizers without a kernel that skips. Zero gradients would not do: moments decay and weights shrink on them.
+    The tensors are backed up, stepped, and put back by integer arithmetic on their bits, which nan cannot pass
+    through: `new + (old - new) * found_inf`. Three passes over parameters and state beside the optimizer's own.
+
+    Args:
+        optimizer: its gradients are unscaled already.
+        found_inf: 0.0 or 1.0, float32, shape ().
+        changed: every tensor that the step may change; no two of them share memory.
+        *args: passed on to `optimizer.step`.
+        **kwargs: passed on to `optimizer.step`.
+
+    Returns:
+        What `optimizer.step` returned.
+
+    Sync: none.
+    """
+    with torch.no_grad():
+        groups = _grouped(map(_as_integers, changed))
         backups = {key: [torch.empty_like(tensor) for tensor in group] for key, group in groups.items()}
         for key, group in groups.items():
             foreach_copy_(backups[key], group)
-        result: float | None = optimizer.step(**kwargs)
+    result: float | None = optimizer.step(*args, **kwargs)
+    with torch.no_grad():
         for (device, dtype), group in groups.items():
             difference = backups[device, dtype]
             foreach_sub_(difference, group)
@@ -220,7 +318,7 @@ def seed_momentum(optimizer: Optimizer) -> bool:
     computes `momentum * 0 + gradient`. With dampening the first step is another formula, and the caller must not skip
     it in the kernel.
     """
-    if not isinstance(optimizer, SGD):
+    if torch_class(optimizer) is not SGD:
         return True
     exact = True
     for group in optimizer.param_groups:
@@ -235,6 +333,9 @@ def seed_momentum(optimizer: Optimizer) -> bool:
     return exact
 
 
+_REPLACED = ("lr", "capturable", "foreach")  # in the groups, for the step alone
+
+
 class CapturableGroups:
     """What a captured step must find in `optimizer.param_groups`, put there for the step alone.
 
@@ -242,6 +343,9 @@ class CapturableGroups:
     Within a step it is a tensor of shape () on the device, into which a changed float is filled before. A group whose
     rate is None, or that has none, keeps that: such an optimizer computes its rate itself.
     (A float goes into a CUDA graph as a constant: set to 0 later, a replay still moved the parameter by 1.0.)
+
+    On CUDA the loops of RMSprop and Adadelta (`foreach=False`) would read that tensor on the host in every step, so
+    their foreach kernels run, which take it. That is said once.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -249,6 +353,18 @@ class CapturableGroups:
         self._device = device
         self._rates: list[Tensor] = []
         self._filled: list[float | None] = []
+        if device.type == "cuda" and any(map(self._reads_rate, optimizer.param_groups)):
+            name = type(optimizer).__name__
+            warnings.warn(
+                f"{name}(foreach=False) reads its learning rate on the host, which a graph cannot hold: the step runs "
+                f"its foreach kernels, which may differ in the last bit. Write {name}(..., foreach=True).",
+                AmpkitWarning,
+                stacklevel=4,
+            )
+
+    def _reads_rate(self, group: dict[str, Any]) -> bool:
+        """Return whether the step turns a tensor rate into a float: `param.add_(..., alpha=-lr)` in torch 2.11."""
+        return isinstance(self._optimizer, (RMSprop, Adadelta)) and group.get("foreach") is False
 
     def refresh(self) -> None:
         """Bring the tensors up to date with `group["lr"]`. One kernel per group whose rate changed; no sync."""
@@ -275,13 +391,17 @@ class CapturableGroups:
         """Let the groups have a tensor learning rate inside, and the flag without which Adam refuses to be captured."""
         groups = self._optimizer.param_groups
         on_cuda = self._device.type == "cuda"
+        if is_capturing() and step_hooks(self._optimizer):  # registered since `why_not_capturable` was asked
+            raise CaptureError(f"{type(self._optimizer).__name__} {_HOOKS}")
         if on_cuda:
             self._move_step_counts()
-        given: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
+        given: list[dict[str, Any]] = [{k: group[k] for k in _REPLACED if k in group} for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
             # On the CPU, torch takes a tensor in a loop or in a fused kernel.
             if group.get("lr") is not None and (on_cuda or not group.get("foreach")):
                 group["lr"] = rate
+            if on_cuda and self._reads_rate(group):
+                group["foreach"] = True
             if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
                 group["capturable"] = True
         try:

@@ -163,7 +163,8 @@ class Recipe:
         return self.observer is not None and self.observer.begin()
 
     def tell_observer(self) -> None:
-        """Tell who measures, if anyone does, that an optimizer step was launched."""
+        """Tell who measures, if anyone does, that an optimizer step was launched, and the scaler."""
+        self.scaler.watch_skips()
         if self.observer is not None:
             self.observer.stepped(self.scaler.skipped)
 
@@ -201,7 +202,8 @@ class Recipe:
             nn.utils.clip_grad_value_(params, self._max_value)
         with self.groups.applied() if self._capturable else ExitStack():
             self.scaler.step(self._optimizer, max_norm=self._max_norm)
-        self.scaler.update()
+        with self.scaler.unwatched():
+            self.scaler.update()
         if self._after_step is not None:
             with torch.no_grad():
                 self._after_step(self._model)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ._torch import function_modes, module_tables, without_torch_function
+from ._torch import function_modes, module_tables, step_hooks, without_torch_function
 
 
 class Generation(NamedTuple):
@@ -106,6 +106,9 @@ class Scaler(Protocol):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return scale and counters by name, {} before they are made."""
+
+    def is_undecided(self) -> bool:
+        """Return whether the last step waited for the device as later ones will not."""
 
 
 class _Walk:
@@ -210,6 +213,7 @@ class TrainingState:
         sizes = []
         for optimizer in self.optimizers:
             host += _containers(optimizer)
+            host += step_hooks(optimizer)
             for group in optimizer.param_groups:
                 sizes.append(len(group["params"]))
                 options = dict(group)
@@ -252,6 +256,7 @@ class TrainingState:
                 # A float learning rate is fed through a tensor (_optim.py).
                 frozen = (key for key in group if key not in _NOT_FROZEN)
                 named.extend((f"param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
+            named.append(("the optimizer's step hooks", tuple(step_hooks(optimizer))))
         if self.scaler is not None and self.scaler.is_enabled():
             named.extend((f"the scaler's {name}", value) for name, value in self.scaler.rule().items())
         return tuple(named)
@@ -268,6 +273,10 @@ class TrainingState:
             plain = {f"{prefix}.{key}": value for key, value in vars(module).items() if not isinstance(value, Tensor)}
             bound.others.update(plain)
         return bound
+
+    def is_undecided(self) -> bool:
+        """Return whether the last step waited for the device as later ones will not."""
+        return self.scaler is not None and self.scaler.is_undecided()
 
     def rebound_since(self, before: dict[str, Tensor]) -> list[str]:
         """Return the paths that hold another tensor than in `before`, an earlier result of `tensors`."""

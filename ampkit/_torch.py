@@ -331,6 +331,64 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         init_group(group, *([] for _ in range(lists)))
 
 
+_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # not without CUDA
+
+
+def is_capturing() -> bool:
+    """Return whether what is launched now becomes part of a CUDA graph. Whatever user code is told, it is the truth."""
+    return _capturing is not None and torch.cuda.is_initialized() and _capturing()
+
+
+_step_wrapper = _private(torch.optim.Optimizer, "profile_hook_step")(lambda self: None).__code__
+
+
+def class_step(kind: type[torch.optim.Optimizer]) -> Any:
+    """Return the `step` that a class of optimizers defines or inherits, without what torch wraps it in.
+
+    torch wraps `step` of a class when the first object of it is made, to call hooks: a subclass that inherits `step`
+    may hold another wrapper than its base. Wrappers of other makers stay.
+    """
+    step: Any = kind.step
+    while getattr(step, "__code__", None) is _step_wrapper:
+        step = step.__wrapped__
+    return step
+
+
+_ROOT = os.path.dirname(torch.__file__)
+
+
+def is_written_by_torch(function: Any) -> bool:
+    """Return whether a function was defined in torch's files: not one that somebody put in the place of torch's."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_ROOT)
+
+
+def is_step_of_class(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `optimizer.step` is its class's: learning-rate schedulers wrap it, which counts as the same."""
+    own: Any = vars(optimizer).get("step")
+    if own is None:
+        return True
+    wrapped: Any = getattr(own, "__wrapped__", None)
+    return getattr(own, "_wrapped_by_lr_sched", False) and wrapped is type(optimizer).step
+
+
+_optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim deletes the name
+_HOOKS_OF_ALL = tuple(
+    _private(_optimizers, name) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+)
+_HOOKS_OF_ONE = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return what `optimizer.step` calls before and after itself, but for the observers of torch and of ampkit."""
+    tables = [*_HOOKS_OF_ALL, *(getattr(optimizer, name, {}) for name in _HOOKS_OF_ONE)]
+    return [hook for table in tables for hook in table.values() if not _is_observer(hook)]
+
+
+def _is_observer(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampkit")
+
+
 def version(tensor: Tensor) -> int:
     """Return a number that every change of the tensor in place raises; a replayed change does not."""
     return int(_private(tensor, "_version"))

@@ -334,8 +334,11 @@ def test_s5_clear_errors() -> None:
     """S5: no gradient at all, unscale_ twice, step twice, a closure: each says what is wrong."""
     model, optimizer, scaler = make("cpu")
     scaler.scale(torch.ones(()))
+    scaler.step(optimizer)  # fused: another optimizer may have gradients
     with pytest.raises(ValueError, match=r"no parameter of the optimizer has a gradient. Call scaler.scale"):
-        scaler.step(optimizer)
+        scaler.update()
+    with pytest.raises(ValueError, match=r"no parameter of the optimizer has a gradient. Call scaler.scale"):
+        scaler.step(torch.optim.RMSprop(model.parameters()))
     scaled_backward(model, scaler, 0)
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):

@@ -170,7 +170,7 @@ class GraphedCallable:
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture for a sample. Warns of what cannot be captured; raises if inputs are unused or the callable fails."""
         if not self.blocker:
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 self._find(*tree_flatten((args, kwargs)), is_sample=True)
 
     def install(self) -> Any:
@@ -235,7 +235,7 @@ class GraphedCallable:
             self._hook_tables = [table for module in now.walk.modules[1:] for table in hook_tables(module)]
             self._hooks = list(chain.from_iterable(self._hook_tables))
         self._generation = now
-        return _Key(spec, wants_grad, now.settings, torch.is_autocast_cache_enabled())
+        return _Key(spec, wants_grad, now.settings)
 
     def _capture(self, key: "_Key", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
         """Return graphs for this key, or None if it cannot be captured."""
@@ -285,7 +285,6 @@ class _Key(NamedTuple):
     spec: Spec
     wants_grad: tuple[bool, ...]  # per leaf of the input
     settings: Settings
-    autocast_cache: bool  # decides whether two uses of a weight share a cast, so in which dtype its gradient is summed
 
 
 # ------------------------------------------------------------------------------------------------ arguments, messages

@@ -491,11 +491,11 @@ class Engine:
 
     def _verified(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
         self._unverified -= 1
-        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        given = _with_versions(leaves)
         last: list[Any] = []
 
         def eager() -> Any:
-            last[:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+            last[:] = _with_versions(given)
             args, kwargs = tree_unflatten([*last], captured.inputs.spec.tree)
             return self._fn(phase, *args, **kwargs)
 
@@ -550,6 +550,12 @@ def _why_not_scripted(state: TrainingState) -> str:
             if isinstance(module, torch.jit.ScriptModule):
                 return f"{name} is a torch.jit.ScriptModule, which hides its tensors' places. Pass the module itself."
     return ""
+
+
+def _with_versions(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves, tensors as copies which count the changes in place: in inference mode, new ones do not."""
+    with torch.inference_mode(False), torch.no_grad():
+        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _copied(tree: Any) -> Any:

@@ -149,7 +149,9 @@ class StaticInputs:
 
     def __init__(self, spec: Spec, leaves: Sequence[Any]) -> None:
         self.spec = spec
-        held = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        # A tensor that is made in inference mode has no version, which `versions` reads in every call.
+        with torch.inference_mode(False):
+            held = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._buffers: list[Tensor] = [held[i] for i in self._places]
         self.args, self.kwargs = tree_unflatten(held, spec.tree)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ._torch import function_modes, module_tables, without_torch_function
+from ._torch import SETTINGS, DeviceContext, function_modes, module_tables, settings, without_torch_function
 
 
 class Generation(NamedTuple):
@@ -41,6 +41,7 @@ class Settings(NamedTuple):
     modes: tuple[bool, ...]  # requires_grad per parameter and buffer, training per module
     gradients: tuple[int, ...]  # addresses of gradients that the step finds, where it may find any
     host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, autocast around the call, by name
+    torch_settings: tuple[Any, ...]  # those of torch that decide which kernels run, in the order of `SETTINGS`
 
     def changes(self, new: "Settings") -> str:
         """Return in words what differs from `new`, or "" if nothing does."""
@@ -51,7 +52,10 @@ class Settings(NamedTuple):
         if len(self.host) != len(new.host):
             return "the options of a param group changed"
         pairs = zip(self.host, new.host, strict=True)
-        return ", ".join(f"{name} changed" for (name, old), (_, now) in pairs if old != now)
+        changed = [f"{name} changed" for (name, old), (_, now) in pairs if old != now]
+        read = zip(SETTINGS, self.torch_settings, new.torch_settings, strict=True)
+        changed += [f"{name} changed from {old!r} to {now!r}" for name, old, now in read if old != now]
+        return ", ".join(changed)
 
 
 class _Objects:
@@ -93,6 +97,7 @@ class _Reading(NamedTuple):
     sizes: list[int]
     host: _Objects
     moments: tuple[_Objects, ...]
+    torch_settings: list[Any]
 
 
 class Scaler(Protocol):
@@ -206,7 +211,8 @@ class TrainingState:
         return self._generation
 
     def _read(self, walk: _Walk) -> _Reading:
-        host: list[Any] = [*map(type, function_modes()), *_autocast()]
+        modes = function_modes()
+        host: list[Any] = [*map(type, modes), *_default_devices(modes), *_autocast()]
         sizes = []
         for optimizer in self.optimizers:
             host += _containers(optimizer)
@@ -229,6 +235,7 @@ class TrainingState:
             sizes=sizes,
             host=_Objects(host),
             moments=tuple([_Objects(gc.get_referents(optimizer.state)) for optimizer in self.optimizers]),
+            torch_settings=settings(),
         )
 
     def _look_closely(self, walk: _Walk, reading: _Reading) -> Generation:
@@ -238,14 +245,22 @@ class TrainingState:
             walk=walk,
             addresses=tuple(reading.addresses),
             sizes=tuple(reading.sizes),
-            settings=Settings(tuple(reading.flags), tuple(reading.gradients), self._host(walk)),
+            settings=Settings(
+                modes=tuple(reading.flags),
+                gradients=tuple(reading.gradients),
+                host=self._host(walk),
+                torch_settings=_unchangeable(reading.torch_settings),
+            ),
         )
 
     def _host(self, walk: _Walk) -> tuple[tuple[str, Any], ...]:
         named: list[tuple[str, Any]] = []
         named += zip(("cuda autocast around the step", "cpu autocast around the step"), _autocast(), strict=True)
         # A policy's rules for operations are a mode of its own type, and its rules for a module are the module's class.
-        named.append(("the policy around the step", tuple(map(type, function_modes()))))
+        modes = function_modes()
+        policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
+        named.append(("the policy around the step", policies))
+        named.append(("torch.get_default_device()", _default_devices(modes)))
         named.append(("the policy on the model", tuple(map(type, walk.modules))))
         for optimizer in self.optimizers:
             for i, group in enumerate(optimizer.param_groups):
@@ -342,6 +357,11 @@ def _gradient_addresses(tensors: list[Tensor]) -> list[int]:
     if not any(map(operator.is_not, found, repeat(None))):
         return []
     return [0 if gradient is None else gradient.data_ptr() for gradient in found]
+
+
+def _default_devices(modes: list[Any]) -> tuple[torch.device, ...]:
+    """Return where operations make their tensors, as far as somebody has set it, the innermost one last."""
+    return tuple([mode.device for mode in modes if type(mode) is DeviceContext])
 
 
 def _autocast() -> tuple[torch.dtype | None, torch.dtype | None]:

@@ -141,10 +141,6 @@ CHANGES: dict[str, tuple[Around, str]] = {
         lambda: called(torch.backends.mha.set_fastpath_enabled, False, True),
         "torch.backends.mha.get_fastpath_enabled() changed",
     ),
-    "anomaly mode": (
-        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
-        "torch.is_anomaly_enabled() changed",
-    ),
     "autocast's cache": (
         lambda: called(torch.set_autocast_cache_enabled, False, True),
         "torch.is_autocast_cache_enabled() changed",
@@ -163,7 +159,6 @@ def graphed_linear(engine: Engine, **options: Any) -> tuple[nn.Module, Any]:
     return model, forward
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_setting_has_a_graph_of_its_own(change: str) -> None:
     """R7: another value takes a warm-up and a capture, and says which setting it was; the first value costs nothing."""

@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ from ._segments import no_recompile
 from ._state import Generation, Settings, TrainingState
 from ._timing import Clock, Timing
 from ._torch import tree_flatten, tree_unflatten, version
+from ._turns import Turn, turns_on
 from ._verify import Verdict, verified
 
 WARM_UP = "warm-up"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class DoneError(CaptureError):
@@ -223,6 +226,8 @@ class Engine:
         self._name = name
         real = options.graph == "auto" and device.type == "cuda"
         self._stream = capture_stream(device) if real else None
+        self._turns = turns_on(device)
+        self._turn = Turn(self._turns, name)
         self._warmup = max(options.warmup, ranks.warmup) if real else options.warmup
         self._clock = Clock(device if real else None)
         self._marks = 0  # how many calls to come are marked where they start
@@ -253,6 +258,16 @@ class Engine:
             raise CaptureError(f"{self._name}: {reason}")
         self._refused = self._failure = reason
         self._warn(f"{reason} Training goes on eagerly; graph='off' says so without a warning.")
+
+    def in_turn(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Return what `fn` returns: a whole call of the user's, in which this engine may be called.
+
+        Calls of other threads wait meanwhile, and on the device it comes behind calls that were made on other streams.
+
+        Raises:
+            AmpkitError: it is called from inside such a call.
+        """
+        return self._turn.take(fn, *args, **kwargs)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own."""
@@ -323,6 +338,10 @@ class Engine:
 
     def report(self, skipped: int = 0) -> Report:
         """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""
+        with self._turns.lock:
+            return self._report(skipped)
+
+    def _report(self, skipped: int) -> Report:
         saving = self._cache.saving()
         return Report(
             graphs=len(self._cache),
@@ -340,6 +359,11 @@ class Engine:
             replay_ms=saving.replay_ms,
             saved_s=saving.seconds,
         )
+
+    def close_in_turn(self) -> None:
+        """Close when no other thread is in a call."""
+        with self._turns.lock:
+            self.close()
 
     def close(self) -> None:
         """Drop all graphs and give their memory back. The next call warms up and captures again."""

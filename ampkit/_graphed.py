@@ -134,6 +134,9 @@ class GraphedFunction:
         and what was added to it in place. Sync: none. Aliasing: the arguments are copied, and written back to only
         where the function changes them in place; the outputs belong to the caller.
         """
+        return self._engine.in_turn(self._call, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for groups in self._groups:
             groups.refresh()
         outputs = self._engine(args, kwargs)
@@ -160,8 +163,9 @@ class GraphedFunction:
         return self._engine.replays
 
     def close(self) -> None:
-        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device."""
-        self._engine.close()
+        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device, and for
+        a call of another thread."""
+        self._engine.close_in_turn()
 
     def __enter__(self) -> "GraphedFunction":
         return self

@@ -189,6 +189,9 @@ class GraphedStep:
         """
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
+        return self._engine.in_turn(self._call, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         last = self._micro + 1 == self._accumulate
         if self._micro == 0:
             self._observed = self._recipe.begins_observed()
@@ -218,6 +221,9 @@ class GraphedStep:
         The gradients stay sums over its micro-batches divided by `accumulate`, as in Lightning and in loops that write
         `(loss / accumulate).backward()`. Does nothing where the window is empty. Eager, counted as such. Sync: none.
         """
+        self._engine.in_turn(self._flush)
+
+    def _flush(self) -> None:
         if self._micro == 0:
             return
         self._recipe.groups.refresh()
@@ -261,9 +267,10 @@ class GraphedStep:
     def close(self) -> None:
         """Release the graphs and their memory. A later call warms up and captures again. Waits for the device.
 
-        A window of micro-batches goes on where it was. A step that is garbage-collected releases its graphs too.
+        A window of micro-batches goes on where it was. A step that is garbage-collected releases its graphs too. Waits
+        for a call of another thread as well.
         """
-        self._engine.close()
+        self._engine.close_in_turn()
 
     def __enter__(self) -> "GraphedStep":
         return self

@@ -389,6 +389,11 @@ keeps_graph: Callable[[], bool] = _private(torch._C._autograd, "_get_current_gra
 _current_graph_task = _private(torch._C, "_current_graph_task_id")
 
 
+# raw_stream(device index): the address of the current stream, 0 for the default one, without an object for it. A build
+# without CUDA has none, and no streams either.
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
 def in_backward() -> bool:
     """Return whether this code is called by a backward pass."""
     return bool(_current_graph_task() != -1)

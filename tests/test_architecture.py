@@ -36,6 +36,7 @@ LAYERS = {
     "_optim.py": 1,
     "_scaler.py": 2,
     "_segments.py": 1,
+    "_turns.py": 1,
     "_graph.py": 2,
     "_preflight.py": 2,
     "_explain.py": 3,

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,6 +99,8 @@ def test_threads_on_one_function(engine: Engine) -> None:
 
     @ampkit.graphed(modules=(model,), graph=graph, on_failure="raise")
     def forward(x: Tensor) -> Tensor:
+        if device == "cpu":
+            time.sleep(1e-4)  # lets another thread run between the copy of the input and its use
         for _ in range(8):
             x = torch.tanh(x)
         return x

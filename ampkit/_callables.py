@@ -146,6 +146,10 @@ class GraphedCallable:
             return self._original(*args, **kwargs)
         if self._recorder not in (None, threading.get_ident()) and not in_backward():
             raise AmpkitError(_RECORDED)
+        with self._lane.call():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = self.blocker or self._why_not_now()
         if not reason:
             leaves, tree = tree_flatten((args, kwargs))

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ class Lane:
             return EmulatedGraph(), EmulatedGraph()
         stream = capture_stream(self.device, _USE)
         return CudaGraph(stream, Pool()), CudaGraph(stream, self._pool)
+
+    def call(self) -> AbstractContextManager[Any]:
+        """Return a context for a whole call. An emulated graph runs the callable, with other tensors in the place of its
+        parameters, so that threads must not meet in it."""
+        return _lock if self._pool is None else _NO_CONTEXT
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -63,6 +68,7 @@ class Lane:
 
 _USE = "callables"  # not the stream of steps, whose calls may run user code in one thread while these run in another
 _lock = threading.RLock()
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _orders: dict[torch.device, StreamOrder] = {}
 # By handle: torch's allocator does not tell which graphs captured into a pool, nor in which order they will run.
 _lanes: "weakref.WeakValueDictionary[tuple[Any, torch.device, bool], Lane]" = weakref.WeakValueDictionary()

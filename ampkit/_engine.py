@@ -16,6 +16,7 @@ from ._distributed import Ranks
 from ._errors import CaptureError, CaptureWarning
 from ._graph import capture_stream
 from ._inputs import Spec, StaticInputs, describe_change, read_batch
+from ._overlaps import StateMemory, Writes
 from ._preflight import Preflight, describe
 from ._scaler import check_positive
 from ._segments import no_recompile
@@ -175,6 +176,7 @@ class _Layout:
         self.problem = ""  # what the preflight found
         self.eager = ""  # why it is never captured, if so
         self.reason = reason  # of its warm-up
+        self.writes = Writes()
         self.timing = Timing()
 
 
@@ -290,7 +292,8 @@ class Engine:
             if not all_can and not layout.eager:
                 self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
             if not layout.eager and not wants:
-                return self._warm_up(layout, lambda: self._fn(phase, *args, **kwargs), start)
+                with nullcontext() if layout.warm else layout.writes.noted(self._state):
+                    return self._warm_up(layout, lambda: self._fn(phase, *args, **kwargs), start)
             if not layout.eager and all_want:
                 captured = self._capture(key, layout, leaves)
             if captured is None:
@@ -470,7 +473,8 @@ class Engine:
             self._ranks.close_before_end(self)
         self.captures += 1
         changed = [old != new for old, new in zip(versions, inputs.versions(), strict=True)]
-        captured = self._cache.add(key, graph, inputs, changed, pool_bytes, layout.timing)
+        memory = StateMemory(self._state, layout.writes.paths())
+        captured = self._cache.add(key, graph, inputs, changed, pool_bytes, layout.timing, memory)
         return (
             captured if self._ranks.agree(not self._cache.over_budget()) else self._within_budget(key, layout, leaves)
         )
@@ -514,6 +518,7 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------- verification
 
     def _verified(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
+        captured.refuse_shared(leaves)  # of which the graph will be given copies
         self._unverified -= 1
         given = _with_versions(leaves)
         last: list[Any] = []

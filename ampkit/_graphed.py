@@ -127,7 +127,8 @@ class GraphedFunction:
             What the function returned, a tree of tensors and None, detached.
 
         Raises:
-            InputMismatch: a tensor on another device, a sparse one, one that requires grad, or an unhashable leaf.
+            InputMismatch: a tensor on another device, a sparse one, one that requires grad, one that shares memory with
+                another one, or with the state, where the function changes one of the two in place; an unhashable leaf.
             ValueError: the function returned something else.
 
         Gradients that the function makes are gone after the call; `param.grad` that was there before is there after,

@@ -32,7 +32,7 @@ class Lane:
         return CudaGraph(stream, Pool()), CudaGraph(stream, self._pool)
 
     def call(self) -> AbstractContextManager[Any]:
-        """Return a context for a whole call. An emulated graph runs the callable, with other tensors in the place of its
+        """Return a context for a whole call. An emulated graph runs the callable, with other tensors in place of its
         parameters, so that threads must not meet in it."""
         return _lock if self._pool is None else _NO_CONTEXT
 

@@ -192,7 +192,7 @@ class TrainingState:
         self.optimizers = tuple(optimizers)
         self.scaler = scaler
         self.own = {} if own is None else own
-        self._finds_gradients = finds_gradients
+        self.finds_gradients = finds_gradients
         self._walk: _Walk | None = None
         self._reading: _Reading | None = None
         self._generation: Generation | None = None
@@ -231,7 +231,7 @@ class TrainingState:
             addresses=list(map(Tensor.data_ptr, walk.tensors)),
             flags=walk.flags(),
             kinds=list(map(type, walk.modules)),
-            gradients=_gradient_addresses(walk.tensors) if self._finds_gradients else [],
+            gradients=_gradient_addresses(walk.tensors) if self.finds_gradients else [],
             sizes=sizes,
             host=_Objects(host),
             moments=tuple([_Objects(gc.get_referents(optimizer.state)) for optimizer in self.optimizers]),

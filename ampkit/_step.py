@@ -176,7 +176,8 @@ class GraphedStep:
 
         Raises:
             InputMismatch: a tensor on another device, a sparse one, one of a class of its own, one that requires grad,
-                one that the step changes in place where another one lies; an unhashable leaf.
+                one that shares memory with another one, or with the state, where the step changes one of the two in
+                place; an unhashable leaf.
             ValueError: the loss is not a floating tensor of shape () that requires grad.
             CaptureError: with `on_failure="raise"`, the step cannot be captured, and was not done; or `verify` found a
                 difference, and it was done eagerly.

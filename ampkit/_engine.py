@@ -2,8 +2,8 @@
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -24,6 +24,7 @@ from ._state import Generation, Settings, TrainingState
 from ._timing import Clock, Timing
 from ._torch import tree_flatten, tree_unflatten, version
 from ._turns import Turn, turns_on
+from ._undeclared import Undeclared
 from ._verify import Verdict, verified
 
 WARM_UP = "warm-up"
@@ -198,6 +199,7 @@ class Engine:
         name: what messages call it.
         captured: what a graph records: `fn`, or something that leaves the same bits.
         watching: a context to be entered around the call of `fn` that precedes a capture.
+        declared: whether the user has declared what `fn` may change, so that nothing else may be.
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class Engine:
         name: str,
         captured: Callable[..., Any] | None = None,
         watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        declared: bool = False,
     ) -> None:
         if options.verify and ranks.wrappers:
             raise NotImplementedError(
@@ -221,6 +224,8 @@ class Engine:
         self._fn = fn
         self._captured = captured or fn
         self._watching = watching
+        self._undeclared = Undeclared(state, refuses_changes=declared)
+        self._leaves: Sequence[Any] = ()  # of the call that warms up
         self._state = state
         self._device = device
         self._options = options
@@ -292,7 +297,7 @@ class Engine:
             if not all_can and not layout.eager:
                 self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
             if not layout.eager and not wants:
-                with nullcontext() if layout.warm else layout.writes.noted(self._state):
+                with self._noting(layout, leaves):
                     return self._warm_up(layout, lambda: self._fn(phase, *args, **kwargs), start)
             if not layout.eager and all_want:
                 captured = self._capture(key, layout, leaves)
@@ -424,6 +429,20 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- warm-up, capture
 
+    @contextmanager
+    def _noting(self, layout: _Layout, leaves: Sequence[Any]) -> Iterator[None]:
+        """Context for a warm-up call with these inputs, which shows what it changes and what it has not declared."""
+        self._leaves = leaves
+        try:
+            with nullcontext() if layout.warm else layout.writes.noted(self._state):
+                yield
+        finally:
+            self._leaves = ()
+        layout.problem = "\n".join(filter(None, (layout.problem, self._undeclared.take_problem())))
+        if self._undeclared.adopt():
+            self._generation = self._state.generation()
+            self._settings[self._setting] = self._generation.settings
+
     def _warm_up(self, layout: _Layout, fn: Callable[[], Any], start: Any) -> Any:
         self._marks = _MARKS
         if layout.warm + 1 != self._warmup:
@@ -433,8 +452,8 @@ class Engine:
             layout.warm += 1  # behind it: a call that raised has shown nothing
             return outputs
         before = self._state.tensors().keys()
-        preflight = Preflight(self._device, self._options.generators)
-        with self._watching():
+        with self._watching(), self._undeclared.watching(self._leaves) as observer:
+            preflight = Preflight(self._device, self._options.generators, observer=observer)
             outputs = self.run(layout.reason, fn, preflight)
         if preflight.findings and self._state.tensors().keys() != before:
             return outputs  # what makes optimizer state for the first time may wait: look again in the next call

@@ -37,6 +37,7 @@ LAYERS = {
     "_scaler.py": 2,
     "_segments.py": 1,
     "_turns.py": 1,
+    "_undeclared.py": 2,
     "_overlaps.py": 2,
     "_graph.py": 2,
     "_preflight.py": 2,

@@ -14,7 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._blame import running_line
 from ._state import TrainingState
-from ._torch import module_tables, storage_address, tensors_in, written_arguments
+from ._torch import (
+    is_fake,
+    module_tables,
+    storage_address,
+    tensors_in,
+    without_torch_function,
+    written_arguments,
+)
 
 
 class Undeclared:
@@ -52,7 +59,8 @@ class Undeclared:
         finally:
             hook.remove()
         if touched.uses:
-            self._look_at(touched)
+            with without_torch_function():
+                self._look_at(touched)
 
     def take_problem(self) -> str:
         """Return what must be declared, "" if nothing, and forget it."""
@@ -137,15 +145,21 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 def _live_modules() -> set[nn.Module]:
     """Return all modules of this process. By type: an object may stand for another one that is made when looked at."""
-    return {found for found in gc.get_objects() if issubclass(type(found), nn.Module) and "_parameters" in vars(found)}
+    found = [made for made in gc.get_objects() if issubclass(type(made), nn.Module) and type(made).__hash__ is not None]
+    return {module for module in found if "_modules" in vars(module)}  # else it is being made
 
 
 def _used(module: nn.Module, uses: dict[int, _Use]) -> list[tuple[str, Tensor, _Use]]:
     """Return the tensors of the module's own that were used, with their names."""
     tables = (*module_tables(module)[:2], vars(module))
-    held = ((key, value) for table in tables for key, value in table.items() if isinstance(value, Tensor))
+    held = ((key, value) for table in tables for key, value in table.items() if _has_address(value))
     found = ((key, tensor, uses.get(storage_address(tensor))) for key, tensor in held)
     return [(key, tensor, use) for key, tensor, use in found if use is not None]
+
+
+def _has_address(value: object) -> bool:
+    """Return whether this is a tensor that can be asked where it lies: modules of the process may hold any kind."""
+    return isinstance(value, Tensor) and not is_fake(type(value)) and not nn.parameter.is_lazy(value)
 
 
 def _topmost(owners: Iterable[nn.Module], declared: set[nn.Module]) -> list[nn.Module]:

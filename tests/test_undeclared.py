@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import ENGINES, marked_line
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.optim import optimizer as torch_optimizer
 
@@ -301,6 +302,26 @@ def test_parts_and_wrappers_of_what_is_declared(engine: Engine) -> None:
     for x in batches(device, 6):
         graphed(x)
     assert (graphed.captures, graphed.replays) == (1, 3)
+
+
+def test_other_modules_of_the_process() -> None:
+    """Modules that cannot be asked where their tensors lie are none of the function's: fake, lazy and broken ones."""
+
+    class Broken(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise ZeroDivisionError
+
+    with FakeTensorMode():
+        fake = nn.Linear(4, 4)
+    lazy, broken, bare = nn.LazyLinear(4), nn.Linear(4, 4), nn.Module.__new__(nn.Linear)
+    broken.register_buffer("odd", torch.ones(2).as_subclass(Broken))
+    model, table = linear("cpu"), torch.randn(4)
+    graphed = ampkit.graphed(modules=(model,), graph="emulate", on_failure="raise")(lambda x: model(x) + table)
+    for x in batches("cpu", 5):
+        torch.testing.assert_close(graphed(x), model(x) + table)
+    assert graphed.replays == 2
+    del fake, lazy, broken, bare
 
 
 def test_nothing_is_left_behind() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ._errors import InputMismatch
 from ._inputs import StaticInputs, span
 from ._state import TrainingState
-from ._torch import version
+from ._torch import version, without_dispatch_modes, without_torch_function
 
 
 class Writes:
@@ -20,27 +20,63 @@ class Writes:
 
     def __init__(self) -> None:
         self._paths: set[str] = set()
-        self._flags: dict[str, Tensor] = {}  # whether bits differ, not yet read from the device
+        self._copies: list[_Copy] = []
 
     @contextmanager
     def noted(self, state: TrainingState) -> Iterator[None]:
         """Context for an eager call: what it changes in place, or makes, a graph changes as well. Sync: none."""
         before = {path: (tensor, _version(tensor)) for path, tensor in _memory(state).items()}
         # torch counts no version where batch_norm writes its running statistics.
-        values = {path: _bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
+        with _unseen():
+            values = {path: _bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
         yield
-        for path, tensor in _memory(state).items():
-            was, number = before.get(path, (None, None))
-            if was is not tensor or number is None or number != _version(tensor):
-                self._paths.add(path)
-            elif path in values:
-                self._flags[path] = (values.pop(path) != _bits(tensor)).any()
+        flags: dict[torch.device, dict[str, Tensor]] = {}
+        with _unseen():
+            for path, tensor in _memory(state).items():
+                was, number = before.get(path, (None, None))
+                if was is not tensor or number is None or number != _version(tensor):
+                    self._paths.add(path)
+                elif path in values:
+                    differs = (values.pop(path) != _bits(tensor)).any()
+                    flags.setdefault(tensor.device, {})[path] = differs
+            self._copies += [_Copy(found, device) for device, found in flags.items()]
 
     def paths(self) -> set[str]:
-        """Return what the calls so far have changed. Waits for the device."""
-        self._paths.update(path for path, differs in self._flags.items() if differs.item())  # sync
-        self._flags = {}
+        """Return what the calls so far have changed. Waits for the device, if that is not done with them."""
+        for copy in self._copies:
+            self._paths |= copy.paths()
+        self._copies = []
         return self._paths
+
+
+class _Copy:
+    """Flags on their way to the host: reading them one by one would be an error where the user has forbidden waits."""
+
+    def __init__(self, flags: dict[str, Tensor], device: torch.device) -> None:
+        self._names = list(flags)
+        self._flags = torch.stack(list(flags.values()))
+        self._arrived: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._device = device
+            self._flags = torch.empty(len(flags), dtype=torch.bool, pin_memory=True).copy_(
+                self._flags, non_blocking=True
+            )
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(device))
+
+    def paths(self) -> set[str]:
+        """Return the names whose flag is set."""
+        if self._arrived is not None and not self._arrived.query():
+            torch.cuda.synchronize(self._device)
+        with _unseen():
+            return {name for name, is_set in zip(self._names, self._flags.tolist(), strict=True) if is_set}
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Context for operations of ampkit's own, which are none of the user's to see in a mode that is entered."""
+    with without_dispatch_modes(), without_torch_function(), torch.no_grad():
+        yield
 
 
 class StateMemory:

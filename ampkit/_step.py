@@ -188,11 +188,11 @@ class GraphedStep:
         Sync: none. Aliasing: the batch is copied, and written back to only where `loss_fn` changes it in place; the
         outputs belong to the caller.
         """
-        if self._buckets is not None:
-            args, kwargs = self._buckets.pad_batch(args, kwargs)
         return self._engine.in_turn(self._call, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
+        if self._buckets is not None:
+            args, kwargs = self._buckets.pad_batch(args, kwargs)
         last = self._micro + 1 == self._accumulate
         if self._micro == 0:
             self._observed = self._recipe.begins_observed()

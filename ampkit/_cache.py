@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._graph import CudaGraph, EmulatedGraph, Graph, Pool
 from ._inputs import StaticInputs
+from ._overlaps import StateMemory
 from ._timing import Saving, Timing, combined
 from ._torch import tree_flatten, tree_unflatten
 
@@ -21,11 +22,18 @@ class Captured:
     """
 
     def __init__(
-        self, graph: Graph, inputs: StaticInputs, changed: list[bool], pool_bytes: int, timing: Timing
+        self,
+        graph: Graph,
+        inputs: StaticInputs,
+        changed: list[bool],
+        pool_bytes: int,
+        timing: Timing,
+        state: StateMemory,
     ) -> None:
         self._graph = graph
         self.inputs = inputs
         self._changed = changed  # which buffers the step changes in place
+        self._state = state
         self.nbytes = pool_bytes + inputs.nbytes
         self.timing = timing
         self._outputs: Any = _NONE_YET
@@ -36,10 +44,9 @@ class Captured:
         """Do the step on this batch; return the outputs, in tensors of their own. Sync: none.
 
         Raises:
-            InputMismatch: a tensor that the step changes in place shares memory with another one. Nothing was done.
+            InputMismatch: see `refuse_shared`. Nothing was done.
         """
-        if any(self._changed):
-            self.inputs.refuse_shared(leaves, self._changed)
+        self.refuse_shared(leaves)
         self.inputs.copy_(leaves)
         before = self.inputs.versions()
         outputs = self._graph.replay()
@@ -52,6 +59,13 @@ class Captured:
             self._outputs, self._tensors = outputs, []
             self._rebuilt = _rebuild(outputs, self._tensors)
         return self._rebuilt(map(Tensor.clone, self._tensors))
+
+    def refuse_shared(self, leaves: Sequence[Any]) -> None:
+        """Raise an `InputMismatch` if a tensor shares memory with another one, or with the state, and the step changes
+        one of the two in place."""
+        if any(self._changed):
+            self.inputs.refuse_shared(leaves, self._changed)
+        self._state.refuse(self.inputs, leaves, self._changed)
 
     def reset(self) -> None:
         """Give up the graph."""
@@ -154,9 +168,10 @@ class Cache:
         changed: list[bool],
         pool_bytes_before: int,
         timing: Timing,
+        state: StateMemory,
     ) -> Captured:
         """Keep a graph that was captured."""
-        captured = Captured(graph, inputs, changed, max(0, self._pool.nbytes - pool_bytes_before), timing)
+        captured = Captured(graph, inputs, changed, max(0, self._pool.nbytes - pool_bytes_before), timing, state)
         self._graphs[key] = captured
         return captured
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 
 from ._blame import users_level
 from ._capturing import is_recording
-from ._errors import CaptureError, CaptureWarning, InputMismatch
+from ._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
 from ._graph import describe_failure
 from ._inputs import Spec, StaticInputs, read_batch
 from ._lane import Lane, lane_of
-from ._node import GraphedPasses
+from ._node import PENDING, GraphedPasses
 from ._passes import Passes, UnusedError, undone
 from ._state import Generation, Settings, TrainingState
 from ._torch import (
@@ -88,7 +89,8 @@ def make_graphed_callables(
     or input that is used outside of the callable as well has its gradient summed in another order than without graphs.
 
     Sync: none in a call; a capture waits for the device. Aliasing: arguments are copied; outputs and gradients belong
-    to the caller. Calls may be made on any stream, but in one thread at a time: graphs on one device take turns.
+    to the caller. Calls may be made on any stream and in any thread, and graphs on one device take turns. A layout that
+    is new is captured by one thread; a call by another one meanwhile is an error.
     """
     functions, samples = _parse(callables, sample_args, sample_kwargs)
     _check_options(num_warmup_iters, graph, pool)
@@ -133,6 +135,7 @@ class GraphedCallable:
         self._graphs: dict[_Key, GraphedPasses | None] = {}
         self._warned: set[str] = set()
         self._attempts = 0
+        self._recorder: int | None = None  # the thread that captures
         self.captures = 0
         self.replays = 0
         self.eager: Counter[str] = Counter()
@@ -142,13 +145,19 @@ class GraphedCallable:
         """Call the callable: launch its graph, or run it eagerly where no graph may serve this call."""
         if torch.compiler.is_compiling():
             return self._original(*args, **kwargs)
+        if self._recorder not in (None, threading.get_ident()) and not in_backward():
+            raise AmpkitError(_RECORDED)
+        with self._lane.call():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = self.blocker or self._why_not_now()
         if not reason:
             leaves, tree = tree_flatten((args, kwargs))
             passes = self._find(leaves, tree)
-            if passes is not None and not passes.pending:
+            if passes is not None and (results := passes(leaves)) is not PENDING:
                 self.replays += 1
-                return passes(leaves)
+                return results
             reason = "not captured" if passes is None else "an earlier call has yet to be backpropagated"
         self.eager[reason] += 1
         return self._original(*args, **kwargs)
@@ -171,7 +180,7 @@ class GraphedCallable:
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture for a sample. Warns of what cannot be captured; raises if inputs are unused or the callable fails."""
         if not self.blocker:
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 self._find(*tree_flatten((args, kwargs)), is_sample=True)
 
     def install(self) -> Any:
@@ -238,10 +247,11 @@ class GraphedCallable:
             self._hook_tables = [table for module in now.walk.modules[1:] for table in hook_tables(module)]
             self._hooks = list(chain.from_iterable(self._hook_tables))
         self._generation = now
-        return _Key(spec, wants_grad, now.settings, torch.is_autocast_cache_enabled())
+        return _Key(spec, wants_grad, now.settings)
 
     def _capture(self, key: "_Key", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
         """Return graphs for this key, or None if it cannot be captured."""
+        self._recorder = threading.get_ident()
         try:
             passes = self._record(key, leaves)
         except Exception as error:
@@ -250,6 +260,8 @@ class GraphedCallable:
                 raise  # if it was not refused, the callable itself does not work
             self._warn(f"{error} Calls are eager." if refused else f"{describe_failure(error)} The call is eager.")
             return None
+        finally:
+            self._recorder = None
         self.captures += 1
         return passes
 
@@ -288,7 +300,6 @@ class _Key(NamedTuple):
     spec: Spec
     wants_grad: tuple[bool, ...]  # per leaf of the input
     settings: Settings
-    autocast_cache: bool  # decides whether two uses of a weight share a cast, so in which dtype its gradient is summed
 
 
 # ------------------------------------------------------------------------------------------------ arguments, messages
@@ -301,6 +312,10 @@ _MANY_LAYOUTS = (
 _LEGACY_HOOK = (
     "a hook of register_backward_hook sees the last operation of a module, which is inside the graph. Calls are eager. "
     "Use register_full_backward_hook."
+)
+_RECORDED = (
+    "make_graphed_callables: a callable was called while another thread captures it, with other tensors in place of "
+    "its parameters. Call it once in each layout before threads share it."
 )
 _LATE_HOOK = (
     "a hook was registered on a submodule since capture, or removed from one. Calls are eager while it is so. Register "

@@ -2,10 +2,10 @@
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ._distributed import Ranks
 from ._errors import CaptureError, CaptureWarning
 from ._graph import capture_stream
 from ._inputs import Spec, StaticInputs, describe_change, read_batch
+from ._overlaps import StateMemory, Writes
 from ._preflight import Preflight, describe
 from ._rehearsal import Rehearsal
 from ._scaler import check_positive
@@ -23,9 +24,13 @@ from ._segments import no_recompile
 from ._state import Generation, Settings, TrainingState
 from ._timing import Clock, Timing
 from ._torch import tree_flatten, tree_unflatten, version
+from ._turns import Turn, turns_on
+from ._undeclared import Undeclared
 from ._verify import Verdict, verified
 
 WARM_UP = "warm-up"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class DoneError(CaptureError):
@@ -176,6 +181,7 @@ class _Layout:
         self.differed = False  # from the rehearsal, in a capture
         self.eager = ""  # why it is never captured, if so
         self.reason = reason  # of its warm-up
+        self.writes = Writes()
         self.timing = Timing()
 
 
@@ -197,6 +203,7 @@ class Engine:
         name: what messages call it.
         captured: what a graph records: `fn`, or something that leaves the same bits.
         watching: a context to be entered around the call of `fn` that precedes a capture.
+        declared: whether the user has declared what `fn` may change, so that nothing else may be.
     """
 
     def __init__(
@@ -211,6 +218,7 @@ class Engine:
         name: str,
         captured: Callable[..., Any] | None = None,
         watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        declared: bool = False,
     ) -> None:
         if options.verify and ranks.wrappers:
             raise NotImplementedError(
@@ -220,6 +228,8 @@ class Engine:
         self._fn = fn
         self._captured = captured or fn
         self._watching = watching
+        self._undeclared = Undeclared(state, refuses_changes=declared)
+        self._leaves: Sequence[Any] = ()  # of the call that warms up
         self._state = state
         self._device = device
         self._options = options
@@ -227,6 +237,8 @@ class Engine:
         self._name = name
         real = options.graph == "auto" and device.type == "cuda"
         self._stream = capture_stream(device) if real else None
+        self._turns = turns_on(device)
+        self._turn = Turn(self._turns, name)
         # Two at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if real else 0)
         self._lenient = device.type == "cpu"
@@ -260,6 +272,16 @@ class Engine:
         self._refused = self._failure = reason
         self._warn(f"{reason} Training goes on eagerly; graph='off' says so without a warning.")
 
+    def in_turn(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Return what `fn` returns: a whole call of the user's, in which this engine may be called.
+
+        Calls of other threads wait meanwhile, and on the device it comes behind calls that were made on other streams.
+
+        Raises:
+            AmpkitError: it is called from inside such a call.
+        """
+        return self._turn.take(fn, *args, **kwargs)
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own."""
         start = self._mark()
@@ -281,7 +303,8 @@ class Engine:
             if not all_can and not layout.eager:
                 self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
             if not layout.eager and not wants:
-                return self._warm_up(layout, phase, args, kwargs, start)
+                with self._noting(layout, leaves):
+                    return self._warm_up(layout, phase, args, kwargs, start)
             if not layout.eager and all_want:
                 captured = self._capture(key, layout, leaves)
             if captured is None:
@@ -333,6 +356,10 @@ class Engine:
 
     def report(self, skipped: int = 0) -> Report:
         """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""
+        with self._turns.lock:
+            return self._report(skipped)
+
+    def _report(self, skipped: int) -> Report:
         saving = self._cache.saving()
         return Report(
             graphs=len(self._cache),
@@ -350,6 +377,11 @@ class Engine:
             replay_ms=saving.replay_ms,
             saved_s=saving.seconds,
         )
+
+    def close_in_turn(self) -> None:
+        """Close when no other thread is in a call."""
+        with self._turns.lock:
+            self.close()
 
     def close(self) -> None:
         """Drop all graphs and give their memory back. The next call warms up and captures again."""
@@ -411,6 +443,20 @@ class Engine:
         """Return whether this layout may be captured, or is known not to be capturable."""
         return layout.warm >= self._warmup << layout.evictions and bool(layout.problem or layout.rehearsal.done)
 
+    @contextmanager
+    def _noting(self, layout: _Layout, leaves: Sequence[Any]) -> Iterator[None]:
+        """Context for a warm-up call with these inputs, which shows what it changes and what it has not declared."""
+        self._leaves = leaves
+        try:
+            with nullcontext() if layout.warm else layout.writes.noted(self._state):
+                yield
+        finally:
+            self._leaves = ()
+        layout.problem = "\n".join(filter(None, (layout.problem, self._undeclared.take_problem())))
+        if self._undeclared.adopt():
+            self._generation = self._state.generation()
+            self._settings[self._setting] = self._generation.settings
+
     def _warm_up(
         self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
     ) -> Any:
@@ -445,8 +491,8 @@ class Engine:
     def _look(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
         """Call under the preflight."""
         before = self._state.tensors().keys()
-        preflight = Preflight(self._device, self._options.generators)
-        with self._watching():
+        with self._watching(), self._undeclared.watching(self._leaves) as observer:
+            preflight = Preflight(self._device, self._options.generators, observer=observer)
             outputs = self.run(layout.reason, lambda: _within(layout.rehearsal.looking(), fn), preflight)
         # What is made for the first time may wait, as optimizer state does, or a mask that is kept: then look again. So
         # does a scaler that still watches what the optimizer does.
@@ -490,7 +536,8 @@ class Engine:
             self._ranks.close_before_end(self)
         self.captures += 1
         changed = [old != new for old, new in zip(versions, inputs.versions(), strict=True)]
-        captured = self._cache.add(key, graph, inputs, changed, pool_bytes, layout.timing)
+        memory = StateMemory(self._state, layout.writes.paths())
+        captured = self._cache.add(key, graph, inputs, changed, pool_bytes, layout.timing, memory)
         return (
             captured if self._ranks.agree(not self._cache.over_budget()) else self._within_budget(key, layout, leaves)
         )
@@ -554,12 +601,13 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------- verification
 
     def _verified(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
+        captured.refuse_shared(leaves)  # of which the graph will be given copies
         self._unverified -= 1
-        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        given = _with_versions(leaves)
         last: list[Any] = []
 
         def eager() -> Any:
-            last[:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+            last[:] = _with_versions(given)
             args, kwargs = tree_unflatten([*last], captured.inputs.spec.tree)
             return self._fn(phase, *args, **kwargs)
 
@@ -626,6 +674,12 @@ def _why_not_scripted(state: TrainingState) -> str:
             if isinstance(module, torch.jit.ScriptModule):
                 return f"{name} is a torch.jit.ScriptModule, which hides its tensors' places. Pass the module itself."
     return ""
+
+
+def _with_versions(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves, tensors as copies which count the changes in place: in inference mode, new ones do not."""
+    with torch.inference_mode(False), torch.no_grad():
+        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _copied(tree: Any) -> Any:

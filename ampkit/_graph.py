@@ -15,6 +15,7 @@ from ._capturing import hidden_capture
 from ._errors import CaptureError, CaptureWarning
 from ._segments import growing_segments, growth, no_collection
 from ._torch import drop_capture_from_allocator
+from ._turns import within_capture
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -33,23 +34,24 @@ class Graph(Protocol):
 
 
 class _Streams(threading.local):
-    """The capture stream of each device, one per thread: two threads may capture at the same time."""
+    """The capture streams of each device, those of each thread: two threads may capture at the same time."""
 
     def __init__(self) -> None:
-        self.by_device: dict[torch.device, torch.cuda.Stream] = {}
+        self.by_use: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 _streams = _Streams()
 
 
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which this thread warms up and captures everything on this device.
+def capture_stream(device: torch.device, use: str = "steps") -> torch.cuda.Stream:
+    """Return the stream on which this thread warms up and captures everything of one use on this device.
 
-    cuBLAS keeps a workspace of 32 MiB (on an H100) for good per stream, and per thread that used it.
+    cuBLAS keeps a workspace of 32 MiB (on an H100) for good per stream, and per thread that used it. Graphs have it in
+    them, so that those which were captured on one stream must not run at the same time.
     """
-    if device not in _streams.by_device:
-        _streams.by_device[device] = torch.cuda.Stream(device)
-    return _streams.by_device[device]
+    if (device, use) not in _streams.by_use:
+        _streams.by_use[device, use] = torch.cuda.Stream(device)
+    return _streams.by_use[device, use]
 
 
 class Pool:
@@ -125,7 +127,7 @@ class CudaGraph:
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
         graph, handle = self._new_graph(), self._pool.enter(self)
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), no_collection:
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), no_collection, within_capture():
             try:
                 with growing_segments:
                     # thread_local: a data loader or another thread may allocate and pin memory meanwhile.

@@ -1,6 +1,7 @@
 """The function that a user declares: what it may change, and what is kept from it between calls."""
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from ._optim import CapturableGroups, broken_kernel, why_not_capturable
 from ._scaler import GradScaler
 from ._sparse import why_not_dense
 from ._state import TrainingState
-from ._torch import cudagraphs_of_its_own, tree_flatten, tree_unflatten
+from ._torch import cudagraphs_of_its_own, tensors_in, tree_flatten, tree_unflatten
 
 
 def graphed(
@@ -43,11 +44,12 @@ def graphed(
         def train_step(real, noise): ...
 
     Args:
-        modules: every module whose parameters or buffers it reads or changes, on one device.
+        modules: every module whose parameters or buffers it changes, or whose parameters get a gradient, on one device;
+            () if there is none. One that is only read, such as a frozen teacher, may be left out.
         optimizers: every optimizer it steps, over parameters of these modules; capturable ones, see `graphed_step`.
         scaler: the gradient scaler it uses, if any.
         warmup: see `graphed_step`, as all that follow.
-        verify: likewise. It also finds changes to state that is not declared.
+        verify: likewise. It also finds changes to tensors that belong to no module.
         on_failure: likewise.
         graph: likewise.
         generators: likewise.
@@ -82,14 +84,18 @@ class GraphedFunction:
         modules: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         scaler: GradScaler | None,
-        device: torch.device,
+        device: torch.device | None,
         options: Options,
     ) -> None:
         functools.update_wrapper(self, fn)
-        name = f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
+        self._name = name = f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
+        self._fn = fn
+        self._modules = tuple(modules)
+        self._optimizers = tuple(optimizers)
         self._scaler = scaler
-        if scaler is not None:
-            scaler.materialize(device)  # inside a capture its fill would reset the scale in every replay
+        self._options = options
+        self._groups: list[CapturableGroups] = []
+        self._making = threading.Lock()
         for part in (fn, *modules):
             if options.graph != "off" and cudagraphs_of_its_own(part):
                 raise ValueError(
@@ -99,23 +105,30 @@ class GraphedFunction:
         for i, module in enumerate(modules):
             if options.graph != "off" and (problem := why_not_sharded(module)):
                 raise NotImplementedError(f"{name}, modules[{i}]: {problem}")
-        blockers = [blocker for optimizer in optimizers if (blocker := why_not_capturable(optimizer))]
-        if optimizers and (sparse := why_not_dense(modules)):
+        # Without a tensor in the modules, the first call tells the device.
+        self._engine = None if device is None else self._make_engine(device)
+
+    def _make_engine(self, device: torch.device) -> Engine:
+        if self._scaler is not None:
+            self._scaler.materialize(device)  # inside a capture its fill would reset the scale in every replay
+        blockers = [blocker for optimizer in self._optimizers if (blocker := why_not_capturable(optimizer))]
+        if self._optimizers and (sparse := why_not_dense(self._modules)):
             blockers.insert(0, sparse)
-        self._groups = [CapturableGroups(optimizer, device) for optimizer in optimizers]
-        self._engine = Engine(
-            _Body(fn, modules, [] if blockers else self._groups, scaler, name),
+        self._groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
+        return Engine(
+            _Body(self._fn, self._modules, [] if blockers else self._groups, self._scaler, self._name),
             TrainingState(
-                {f"modules[{i}]": module for i, module in enumerate(modules)},
-                optimizers,
-                scaler,
+                {f"modules[{i}]": module for i, module in enumerate(self._modules)},
+                self._optimizers,
+                self._scaler,
                 finds_gradients=True,
             ),
             device=device,
-            options=options,
-            ranks=Ranks(nn.ModuleList(modules), device),
+            options=self._options,
+            ranks=Ranks(nn.ModuleList(self._modules), device),
             blocker=blockers[0] if blockers else "",
-            name=name,
+            name=self._name,
+            declared=True,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,16 +143,24 @@ class GraphedFunction:
             What the function returned, a tree of tensors and None, detached.
 
         Raises:
-            InputMismatch: a tensor on another device, a sparse one, one that requires grad, or an unhashable leaf.
+            InputMismatch: a tensor on another device, a sparse one, one that requires grad, one that shares memory with
+                another one, or with the state, where the function changes one of the two in place; an unhashable leaf.
             ValueError: the function returned something else.
 
         Gradients that the function makes are gone after the call; `param.grad` that was there before is there after,
         and what was added to it in place. Sync: none. Aliasing: the arguments are copied, and written back to only
         where the function changes them in place; the outputs belong to the caller.
         """
+        engine = self._engine
+        if engine is None:
+            with self._making:
+                engine = self._engine = self._engine or self._make_engine(_device_of(args, kwargs))
+        return engine.in_turn(self._call, engine, args, kwargs)
+
+    def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for groups in self._groups:
             groups.refresh()
-        outputs = self._engine(args, kwargs)
+        outputs = engine(args, kwargs)
         # Under an autocast of the caller's, torch would keep the casts of weights that this call has changed.
         torch.clear_autocast_cache()
         if self._scaler is not None:
@@ -150,18 +171,20 @@ class GraphedFunction:
 
     def report(self) -> Report:
         """Return graphs, replays, eager calls and why, bytes, skipped steps so far. Waits for the device."""
+        if self._engine is None:
+            return Report(0, 0, 0, 0, {}, 0, (), 0, None)
         skipped = None if self._scaler is None else self._scaler.skipped
         return self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
 
     @property
     def captures(self) -> int:
         """How many graphs were captured."""
-        return self._engine.captures
+        return 0 if self._engine is None else self._engine.captures
 
     @property
     def replays(self) -> int:
         """How many calls were a graph launch."""
-        return self._engine.replays
+        return 0 if self._engine is None else self._engine.replays
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -170,8 +193,10 @@ class GraphedFunction:
         )
 
     def close(self) -> None:
-        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device."""
-        self._engine.close()
+        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device, and for
+        a call of another thread."""
+        if self._engine is not None:
+            self._engine.close_in_turn()
 
     def __enter__(self) -> "GraphedFunction":
         return self
@@ -225,16 +250,23 @@ class _Body:
         return tree_unflatten([leaf if leaf is None else leaf.detach() for leaf in leaves], tree)
 
 
-def _device(modules: Sequence[nn.Module]) -> torch.device:
+def _device(modules: Sequence[nn.Module]) -> torch.device | None:
+    """Return the one device of all parameters and buffers, None where there are none."""
     if isinstance(modules, nn.Module) or not all(isinstance(module, nn.Module) for module in modules):
         raise ValueError(f"graphed(modules={type(modules).__name__}): expected a tuple of torch.nn.Module.")
     devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
-    if len(devices) != 1:
-        found = ", ".join(map(str, devices)) or "no parameters"
+    if len(devices) > 1:
+        found = ", ".join(map(str, devices))
         raise ValueError(
             f"graphed(modules): expected parameters and buffers on one device, found {found}. Use module.to(device)."
         )
-    return devices.pop()
+    return devices.pop() if devices else None
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the device of the first tensor among the arguments, the one where torch makes tensors if there is none."""
+    tensors = tensors_in((args, kwargs))
+    return tensors[0].device if tensors else torch.get_default_device()
 
 
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:

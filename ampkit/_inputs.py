@@ -2,7 +2,7 @@
 
 import operator
 from collections import UserDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,9 +151,12 @@ class StaticInputs:
 
     def __init__(self, spec: Spec, leaves: Sequence[Any]) -> None:
         self.spec = spec
-        held = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        # A tensor that is made in inference mode has no version, which `versions` reads in every call.
+        with torch.inference_mode(False):
+            held = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._buffers: list[Tensor] = [held[i] for i in self._places]
+        self._sizes = [stop - start for start, stop in (span(leaves[i]) for i in self._places)]
         self.args, self.kwargs = tree_unflatten(held, spec.tree)
 
     def copy_(self, leaves: Sequence[Any]) -> None:
@@ -165,16 +168,26 @@ class StaticInputs:
         """Return a number per buffer that every change in place raises. A replay does not."""
         return versions(self._buffers)
 
+    def path(self, buffer: int) -> str:
+        """Return how the user wrote the leaf that a buffer stands for."""
+        return path(self.spec.tree, self._places[buffer])
+
+    def spans(self, leaves: Sequence[Any]) -> Iterator[tuple[int, int]]:
+        """Yield the addresses between which each tensor of a batch of the same spec lies."""
+        for i, size in zip(self._places, self._sizes, strict=True):
+            start = leaves[i].data_ptr()
+            yield start, start + size
+
     def refuse_shared(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
         """Raise an `InputMismatch` if a tensor that the step changes in place lies where another one lies too."""
         addresses = [storage_address(leaves[i]) for i in self._places]
         if len(set(addresses)) == len(addresses):
             return
-        spans = [_span(leaves[i]) for i in self._places]
+        spans = list(self.spans(leaves))
         for i, (start, stop) in enumerate(spans):
             others = [j for j, (a, b) in enumerate(spans) if changed[i] and j != i and a < stop and start < b]
             if others:
-                one, other = (path(self.spec.tree, self._places[k]) for k in (i, others[0]))
+                one, other = self.path(i), self.path(others[0])
                 raise InputMismatch(
                     f"{one}, which the step changes in place, lies in the same memory as {other}; in a graph they are "
                     f"two buffers. Pass {one}.clone()."
@@ -192,7 +205,7 @@ class StaticInputs:
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses between which the elements lie, not always all there is between them."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * bool(tensor.numel())

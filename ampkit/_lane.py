@@ -1,13 +1,15 @@
 """In which memory and in which order the graphs of callables run: their pools, and whose turn it is on a device."""
 
+import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ._graph import CudaGraph, EmulatedGraph, Graph, Pool, capture_stream
+from ._turns import StreamOrder
 
 
 class Lane:
@@ -26,19 +28,27 @@ class Lane:
         """Return a forward and a backward graph to capture."""
         if self._pool is None:
             return EmulatedGraph(), EmulatedGraph()
-        stream = capture_stream(self.device)
+        stream = capture_stream(self.device, _USE)
         return CudaGraph(stream, Pool()), CudaGraph(stream, self._pool)
 
-    def take_turn(self) -> None:
-        """Have the current stream wait for the graphs of callables that were launched on another one.
+    def call(self) -> AbstractContextManager[Any]:
+        """Return a context for a whole call. An emulated graph runs the callable, with other tensors in place of its
+        parameters, so that threads must not meet in it."""
+        return _lock if self._pool is None else _NO_CONTEXT
 
-        What cuBLAS keeps for the capture stream is part of the graphs: two of them must not run at a time.
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Context in which graphs are launched, all of one pass or none, behind those that were launched before.
+
+        What cuBLAS keeps for the capture stream is part of the graphs: two of them must not run at a time. User code
+        has no place in here. It could wait for another thread, or for autograd's, which takes turns here as well.
         """
-        if self._pool is not None:
-            current = torch.cuda.current_stream(self.device)
-            last, _last_streams[self.device] = _last_streams.get(self.device, current), current
-            if last != current:
-                current.wait_stream(last)
+        with _lock:
+            if self._pool is not None:
+                if self.device not in _orders:
+                    _orders[self.device] = StreamOrder(self.device)
+                _orders[self.device].follow()
+            yield
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -46,8 +56,8 @@ class Lane:
         if self._pool is None:
             yield
             return
-        self.take_turn()
-        current, stream = torch.cuda.current_stream(self.device), capture_stream(self.device)
+        with self.turn():
+            current, stream = torch.cuda.current_stream(self.device), capture_stream(self.device, _USE)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
@@ -56,7 +66,10 @@ class Lane:
             current.wait_stream(stream)
 
 
-_last_streams: dict[torch.device, torch.cuda.Stream] = {}
+_USE = "callables"  # not the stream of steps, whose calls may run user code in one thread while these run in another
+_lock = threading.RLock()
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+_orders: dict[torch.device, StreamOrder] = {}
 # By handle: torch's allocator does not tell which graphs captured into a pool, nor in which order they will run.
 _lanes: "weakref.WeakValueDictionary[tuple[Any, torch.device, bool], Lane]" = weakref.WeakValueDictionary()
 

@@ -161,6 +161,9 @@ class TrainerStep:
 
         Its calls of `self.log` are made behind it. Sync: none.
         """
+        return self._engine.in_turn(self._do, window, batch, *rest)
+
+    def _do(self, window: Window, batch: Any, *rest: Any) -> Any:
         self._rest, self.stepped = rest, False
         self._held = () if window.first else self._held
         if window.first:

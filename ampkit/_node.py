@@ -12,6 +12,8 @@ from ._lane import Lane
 from ._passes import Passes
 from ._torch import foreach_copy_, keeps_graph, version
 
+PENDING: Any = object()  # what a call returns that was not made
+
 
 class GraphedPasses:
     """The forward and the backward graph of one layout.
@@ -37,16 +39,19 @@ class GraphedPasses:
         return last is not None and not last.done
 
     def __call__(self, leaves: list[Any]) -> Any:
-        """Replay the forward graph on this input. Sync: none. Aliasing: none."""
-        call = _Call(self)
-        entries = [leaves[i] for i in self._passes.entries]
-        results = _node(call, leaves, *entries, *self._passes.params)
-        self._last = weakref.ref(call)
+        """Replay the forward graph on this input, or return `PENDING` and do nothing, for activations that a backward
+        pass may still need are in it. Sync: none. Aliasing: none."""
+        with self._lane.turn():  # another thread may look at it and launch it at the same time
+            if self.pending:
+                return PENDING
+            call = _Call(self)
+            entries = [leaves[i] for i in self._passes.entries]
+            results = _node(call, leaves, *entries, *self._passes.params)
+            self._last = weakref.ref(call)
         return self._passes.rebuild(results)
 
     def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return copies of the outputs, and those of them that are not differentiable."""
-        self._lane.take_turn()
+        """Return copies of the outputs, and those of them that are not differentiable. To be called in a turn."""
         self._passes.inputs.copy_(leaves)
         self._forward.replay()
         results = _copies(self._passes.results)
@@ -55,12 +60,19 @@ class GraphedPasses:
 
     def backward(self, call: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Return copies of the gradients for these gradients of the outputs."""
+        with self._lane.turn():
+            return self._backward_of(call, grads, wanted)
+
+    def _backward_of(
+        self, call: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
         if self._last is None or self._last() is not call:
             raise RuntimeError(_OVERWRITTEN)
+        if Passes.recording:  # in another thread, for in this one no graph is launched meanwhile
+            raise RuntimeError(_RECORDING)
         if call.versions != self.versions():
             raise RuntimeError(_MODIFIED)
         passes = self._passes
-        self._lane.take_turn()
         given = [grad for grad, differentiable in zip(grads, passes.differentiable, strict=True) if differentiable]
         for seed, grad in zip(passes.seeds, given, strict=True):
             _ = seed.zero_() if grad is None else seed.copy_(grad, non_blocking=True)
@@ -149,6 +161,10 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 _OVERWRITTEN = (
     "make_graphed_callables: backward for a second time through a call whose activations are gone, for a later call "
     "was replayed or the callable was closed. Pass retain_graph=True to the first backward: calls are eager until then."
+)
+_RECORDING = (
+    "make_graphed_callables: backward while another thread captures a callable. The two would use one workspace of "
+    "cuBLAS at the same time. Call each callable once in each layout before threads share the device."
 )
 _MODIFIED = (
     "make_graphed_callables: a parameter or buffer that backward needs has been modified by an inplace operation since "

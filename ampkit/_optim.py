@@ -374,7 +374,8 @@ class CapturableGroups:
             if i == len(self._rates):
                 # What the kernels read: float32 on CUDA; on the CPU they take any, and float64 is what a float is.
                 dtype = torch.float32 if self._device.type == "cuda" else torch.float64
-                self._rates.append(torch.empty((), dtype=dtype, device=self._device))
+                with torch.inference_mode(False):  # what is made in it could never be filled outside of it
+                    self._rates.append(torch.empty((), dtype=dtype, device=self._device))
                 self._filled.append(None)
             rate = group.get("lr")
             if rate is None:

@@ -87,16 +87,23 @@ class Preflight(_torch.TorchDispatchMode):
         device: where the step computes.
         generators: CUDA generators beside the default one that a graph would know.
         graphed: advise how to write it in a graphed step; otherwise, how to write it anywhere.
+        observer: called with each operation, its arguments and its result. A mode of its own would change kernels.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
 
     def __init__(
-        self, device: torch.device, generators: Sequence[torch.Generator] = (), *, graphed: bool = True
+        self,
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+        *,
+        graphed: bool = True,
+        observer: Callable[[Any, Any, Any, Any], object] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched = Watched(device, tuple(generators))
         self._graphed = graphed
+        self._observer = observer
         self._found: dict[_Key, Finding] = {}
         self._named: set[str] = set()  # places of which it is known why they wait
         self._waits: int | None = None  # of the operation that runs
@@ -285,6 +292,8 @@ class Preflight(_torch.TorchDispatchMode):
         keys = [self._report(problem) for problem in problems]
         if problems and not (problems[0].graph_only or is_late(op)):
             self._spent(keys[0], seconds)
+        if self._observer is not None and hasattr(op, "overloadpacket"):
+            self._observer(op, args, kwargs, result)
         return result
 
     def _on_warning(self, message: Any, category: Any, filename: str, *where: Any) -> None:

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ._torch import function_modes, module_tables, step_hooks, without_torch_function
+from ._torch import (
+    SETTINGS,
+    DeviceContext,
+    function_modes,
+    module_tables,
+    settings,
+    step_hooks,
+    without_torch_function,
+)
 
 
 class Generation(NamedTuple):
@@ -41,6 +49,7 @@ class Settings(NamedTuple):
     modes: tuple[bool, ...]  # requires_grad per parameter and buffer, training per module
     gradients: tuple[int, ...]  # addresses of gradients that the step finds, where it may find any
     host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, autocast around the call, by name
+    torch_settings: tuple[Any, ...]  # those of torch that decide which kernels run, in the order of `SETTINGS`
 
     def changes(self, new: "Settings") -> str:
         """Return in words what differs from `new`, or "" if nothing does."""
@@ -51,7 +60,10 @@ class Settings(NamedTuple):
         if len(self.host) != len(new.host):
             return "the options of a param group changed"
         pairs = zip(self.host, new.host, strict=True)
-        return ", ".join(f"{name} changed" for (name, old), (_, now) in pairs if old != now)
+        changed = [f"{name} changed" for (name, old), (_, now) in pairs if old != now]
+        read = zip(SETTINGS, self.torch_settings, new.torch_settings, strict=True)
+        changed += [f"{name} changed from {old!r} to {now!r}" for name, old, now in read if old != now]
+        return ", ".join(changed)
 
 
 class _Objects:
@@ -93,6 +105,7 @@ class _Reading(NamedTuple):
     sizes: list[int]
     host: _Objects
     moments: tuple[_Objects, ...]
+    torch_settings: list[Any]
 
 
 class Scaler(Protocol):
@@ -170,7 +183,7 @@ class TrainingState:
     """The modules, optimizers and scaler that a step may change.
 
     Args:
-        modules: modules by the name that messages use.
+        modules: modules by the name that messages use; more may be added.
         optimizers: optimizers over parameters of these modules.
         scaler: the gradient scaler, or None.
         own: tensors of ampkit's own that a step changes, by name; may grow.
@@ -190,8 +203,9 @@ class TrainingState:
         self.optimizers = tuple(optimizers)
         self.scaler = scaler
         self.own = {} if own is None else own
-        self._finds_gradients = finds_gradients
+        self.finds_gradients = finds_gradients
         self._walk: _Walk | None = None
+        self._walked = 0
         self._reading: _Reading | None = None
         self._generation: Generation | None = None
 
@@ -200,8 +214,8 @@ class TrainingState:
 
         In every call: about 60 us for the 320 tensors and 151 modules of a ResNet-50. No sync.
         """
-        if self._walk is None or not self._walk.is_current():
-            self._walk, self._generation = _Walk(self.modules), None
+        if self._walk is None or len(self.modules) != self._walked or not self._walk.is_current():
+            self._walk, self._generation, self._walked = _Walk(self.modules), None, len(self.modules)
         with without_torch_function():
             reading = self._read(self._walk)
         if self._generation is None or reading != self._reading:
@@ -209,7 +223,8 @@ class TrainingState:
         return self._generation
 
     def _read(self, walk: _Walk) -> _Reading:
-        host: list[Any] = [*map(type, function_modes()), *_autocast()]
+        modes = function_modes()
+        host: list[Any] = [*map(type, modes), *_default_devices(modes), *_autocast()]
         sizes = []
         for optimizer in self.optimizers:
             host += _containers(optimizer)
@@ -229,10 +244,11 @@ class TrainingState:
             addresses=list(map(Tensor.data_ptr, walk.tensors)),
             flags=walk.flags(),
             kinds=list(map(type, walk.modules)),
-            gradients=_gradient_addresses(walk.tensors) if self._finds_gradients else [],
+            gradients=_gradient_addresses(walk.tensors) if self.finds_gradients else [],
             sizes=sizes,
             host=_Objects(host),
             moments=tuple([_Objects(gc.get_referents(optimizer.state)) for optimizer in self.optimizers]),
+            torch_settings=settings(),
         )
 
     def _look_closely(self, walk: _Walk, reading: _Reading) -> Generation:
@@ -242,14 +258,22 @@ class TrainingState:
             walk=walk,
             addresses=tuple(reading.addresses),
             sizes=tuple(reading.sizes),
-            settings=Settings(tuple(reading.flags), tuple(reading.gradients), self._host(walk)),
+            settings=Settings(
+                modes=tuple(reading.flags),
+                gradients=tuple(reading.gradients),
+                host=self._host(walk),
+                torch_settings=_unchangeable(reading.torch_settings),
+            ),
         )
 
     def _host(self, walk: _Walk) -> tuple[tuple[str, Any], ...]:
         named: list[tuple[str, Any]] = []
         named += zip(("cuda autocast around the step", "cpu autocast around the step"), _autocast(), strict=True)
         # A policy's rules for operations are a mode of its own type, and its rules for a module are the module's class.
-        named.append(("the policy around the step", tuple(map(type, function_modes()))))
+        modes = function_modes()
+        policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
+        named.append(("the policy around the step", policies))
+        named.append(("torch.get_default_device()", _default_devices(modes)))
         named.append(("the policy on the model", tuple(map(type, walk.modules))))
         for optimizer in self.optimizers:
             for i, group in enumerate(optimizer.param_groups):
@@ -351,6 +375,11 @@ def _gradient_addresses(tensors: list[Tensor]) -> list[int]:
     if not any(map(operator.is_not, found, repeat(None))):
         return []
     return [0 if gradient is None else gradient.data_ptr() for gradient in found]
+
+
+def _default_devices(modes: list[Any]) -> tuple[torch.device, ...]:
+    """Return where operations make their tensors, as far as somebody has set it, the innermost one last."""
+    return tuple([mode.device for mode in modes if type(mode) is DeviceContext])
 
 
 def _autocast() -> tuple[torch.dtype | None, torch.dtype | None]:

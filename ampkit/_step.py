@@ -186,7 +186,8 @@ class GraphedStep:
 
         Raises:
             InputMismatch: a tensor on another device, a sparse one, one of a class of its own, one that requires grad,
-                one that the step changes in place where another one lies; an unhashable leaf.
+                one that shares memory with another one, or with the state, where the step changes one of the two in
+                place; an unhashable leaf.
             ValueError: the loss is not a floating tensor of shape () that requires grad.
             CaptureError: with `on_failure="raise"`, the step cannot be captured, and was not done; or `verify` found a
                 difference, and it was done eagerly.
@@ -198,6 +199,9 @@ class GraphedStep:
         outputs belong to the caller. What `loss_fn` returns is copied tensor by tensor, so a view of an input or of
         another output is a tensor of its own behind the call, in eager calls too.
         """
+        return self._engine.in_turn(self._call, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
         last = self._micro + 1 == self._accumulate
@@ -229,6 +233,9 @@ class GraphedStep:
         The gradients stay sums over its micro-batches divided by `accumulate`, as in Lightning and in loops that write
         `(loss / accumulate).backward()`. Does nothing where the window is empty. Eager, counted as such. Sync: none.
         """
+        self._engine.in_turn(self._flush)
+
+    def _flush(self) -> None:
         if self._micro == 0:
             return
         self._recipe.groups.refresh()
@@ -278,9 +285,10 @@ class GraphedStep:
     def close(self) -> None:
         """Release the graphs and their memory. A later call warms up and captures again. Waits for the device.
 
-        A window of micro-batches goes on where it was. A step that is garbage-collected releases its graphs too.
+        A window of micro-batches goes on where it was. A step that is garbage-collected releases its graphs too. Waits
+        for a call of another thread as well.
         """
-        self._engine.close()
+        self._engine.close_in_turn()
 
     def __enter__(self) -> "GraphedStep":
         return self

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.utils import _foreach_utils, _python_dispatch, _pytree
+from torch.utils import _device, _foreach_utils, _python_dispatch, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _MISSING = object()
@@ -182,6 +182,79 @@ def op_schema(op: Any) -> Any:
 
 # The function modes that are entered, outermost first.
 function_modes: Callable[[], list[Any]] = _private(torch.overrides, "_get_current_function_mode_stack")
+
+
+# The mode that torch.set_default_device, and a torch.device as a context, enter.
+DeviceContext: Any = _private(_device, "DeviceContext")
+
+
+def _settings() -> dict[str, Callable[[], Any]]:
+    """Return how each setting of torch is read that decides which kernels run, by the name that its user knows.
+
+    All of them are C functions where there is one, since they are read in every call: 1.9 us together. `allow_tf32` and
+    `torch.get_float32_matmul_precision` are not among them, because both raise once `fp32_precision` was set; what they
+    set shows in `fp32_precision`.
+    """
+    fp32_precision = _private(torch._C, "_get_fp32_precision_getter")
+    found = {
+        "torch.is_grad_enabled()": torch.is_grad_enabled,
+        "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
+        "torch.get_default_dtype()": torch.get_default_dtype,
+        "torch.is_autocast_cache_enabled()": torch.is_autocast_cache_enabled,
+        "torch.backends.cuda.matmul.fp32_precision": functools.partial(fp32_precision, "cuda", "matmul"),
+        "torch.backends.cudnn.conv.fp32_precision": functools.partial(fp32_precision, "cuda", "conv"),
+        "torch.backends.cudnn.rnn.fp32_precision": functools.partial(fp32_precision, "cuda", "rnn"),
+        "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,
+        "torch.backends.opt_einsum.enabled": _private(torch.backends.opt_einsum, "_get_enabled"),
+        "torch.backends.opt_einsum.strategy": _private(torch.backends.opt_einsum, "_get_strategy"),
+        **{name: _private(torch._C, binding) for name, binding in _BINDINGS.items()},
+    }
+    optional = {name: getattr(torch._C, binding, None) for name, binding in _OPTIONAL_BINDINGS.items()}
+    # torch 2.11 has it, with other implementations than its own behind the one flash attention.
+    optional["torch.nn.attention.current_flash_attention_impl()"] = getattr(
+        torch.nn.attention, "current_flash_attention_impl", None
+    )
+    return {**found, **{name: read for name, read in optional.items() if read is not None}}
+
+
+_MATMUL, _CUDNN = "torch.backends.cuda.matmul.", "torch.backends.cudnn."
+_BINDINGS = {
+    f"{_MATMUL}allow_fp16_reduced_precision_reduction": "_get_cublas_allow_fp16_reduced_precision_reduction",
+    f"{_MATMUL}allow_bf16_reduced_precision_reduction": "_get_cublas_allow_bf16_reduced_precision_reduction",
+    f"{_MATMUL}allow_fp16_accumulation": "_get_cublas_allow_fp16_accumulation",
+    "torch.backends.cuda.preferred_blas_library()": "_get_blas_preferred_backend",
+    "torch.backends.cuda.preferred_linalg_library()": "_get_linalg_preferred_backend",
+    f"{_CUDNN}enabled": "_get_cudnn_enabled",
+    f"{_CUDNN}benchmark": "_get_cudnn_benchmark",
+    f"{_CUDNN}deterministic": "_get_cudnn_deterministic",
+    "torch.are_deterministic_algorithms_enabled()": "_get_deterministic_algorithms",
+    "torch.is_deterministic_algorithms_warn_only_enabled()": "_get_deterministic_algorithms_warn_only",
+    "torch.utils.deterministic.fill_uninitialized_memory": "_get_deterministic_fill_uninitialized_memory",
+    "torch.backends.cuda.flash_sdp_enabled()": "_get_flash_sdp_enabled",
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": "_get_mem_efficient_sdp_enabled",
+    "torch.backends.cuda.math_sdp_enabled()": "_get_math_sdp_enabled",
+    "torch.backends.cuda.cudnn_sdp_enabled()": "_get_cudnn_sdp_enabled",
+    "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()": "_get_math_sdp_allow_fp16_bf16_reduction",
+    "the priority of attention kernels (torch.nn.attention.sdpa_kernel)": "_get_sdp_priority_order",
+}
+# Some builds have no such thing, and what torch does not have cannot change.
+_OPTIONAL_BINDINGS = {
+    f"{_CUDNN}benchmark_limit": "_cuda_get_cudnn_benchmark_limit",
+    "the use of FlashAttention 3": "_get_fa3_sdp_enabled",
+    "the use of an attention kernel from outside of torch": "_get_overrideable_sdp_enabled",
+    "the number of multiprocessors that matmul leaves free": "_get_sm_carveout_experimental",
+}
+if torch.version.hip is not None:
+    _OPTIONAL_BINDINGS["torch.backends.cuda.preferred_rocm_fa_library()"] = "_get_rocm_fa_preferred_backend"
+    _OPTIONAL_BINDINGS["torch.backends.miopen.immediate"] = "_get_miopen_immediate"
+_read_settings = _settings()
+SETTINGS: tuple[str, ...] = tuple(_read_settings)
+_settings_readers = tuple(_read_settings.values())
+
+
+def settings() -> list[Any]:
+    """Return the settings of torch, thread and process, that decide which kernels run, in the order of `SETTINGS`."""
+    return [read() for read in _settings_readers]
 
 
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -482,6 +555,11 @@ def has_legacy_backward_hooks(module: nn.Module) -> bool:
 # Within a backward pass: whether its caller asked to keep the graph (retain_graph=True).
 keeps_graph: Callable[[], bool] = _private(torch._C._autograd, "_get_current_graph_task_keep_graph")
 _current_graph_task = _private(torch._C, "_current_graph_task_id")
+
+
+# raw_stream(device index): the address of the current stream, 0 for the default one, without an object for it. A build
+# without CUDA has none, and no streams either.
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
 def in_backward() -> bool:

@@ -11,6 +11,8 @@ from torch import Tensor
 from ampkit._cache import Captured
 from ampkit._graph import EmulatedGraph
 from ampkit._inputs import StaticInputs, read_batch
+from ampkit._overlaps import StateMemory
+from ampkit._state import TrainingState
 from ampkit._timing import Timing
 from ampkit._torch import tree_flatten
 
@@ -43,7 +45,7 @@ def test_outputs_are_rebuilt(name: str) -> None:
     graph = EmulatedGraph()
     graph.capture(lambda: expected)
     spec, leaves = read_batch((), {}, CPU)
-    captured = Captured(graph, StaticInputs(spec, leaves), [], 0, Timing())
+    captured = Captured(graph, StaticInputs(spec, leaves), [], 0, Timing(), StateMemory(TrainingState({}, []), set()))
     first, second = captured.replay(leaves), captured.replay(leaves)
     assert tree_flatten(first)[1] == tree_flatten(expected)[1]
     assert_same(list(tree_flatten(first)[0]), list(tree_flatten(expected)[0]))

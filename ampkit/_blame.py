@@ -29,6 +29,7 @@ _WRAPPERS = (
     __file__,
     f"{_AMPKIT}_preflight.py",
     f"{_AMPKIT}_working.py",
+    f"{_AMPKIT}_undeclared.py",
     f"{_TORCH}_compile.py",
     f"{_TORCH}_dynamo{os.sep}eval_frame.py",
     warnings.catch_warnings.__init__.__code__.co_filename,
@@ -49,6 +50,16 @@ def running_place(frame: FrameType | None) -> tuple[str, int] | None:
     """Return file and number of the innermost of the user's lines on a stack, which `line_text` takes; None if none."""
     users = next(filter(_is_users_frame, _frames(frame)), None)
     return None if users is None else (users.f_code.co_filename, users.f_lineno)
+
+
+def is_users_call(frame: FrameType | None) -> bool:
+    """Return whether what runs was called by a line of the user's, torch's own lines between them aside."""
+    called = next((outer for outer in _frames(frame) if _is_users_frame(outer) or _is_ampkits(outer)), None)
+    return called is not None and not _is_ampkits(called)
+
+
+def _is_ampkits(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_AMPKIT)
 
 
 def running_line(frame: FrameType | None) -> str:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import resolve_name
 
 from ._blame import line_text, running_place
-from ._torch import enter_mark, execution_trace, exit_mark, tree_flatten, unseen_function_mode
+from ._torch import UnseenFunctionMode, enter_mark, execution_trace, exit_mark, tree_flatten, unseen_function_mode
 
 
 class _Call(NamedTuple):
@@ -53,11 +53,9 @@ class Record(NamedTuple):
 
     Attributes:
         threads: its operations, on the calling thread and on each of autograd's.
-        compiled: whether code of torch.compile ran.
     """
 
     threads: tuple[tuple[Operation, ...], ...]
-    compiled: bool
 
 
 class Recorder:
@@ -70,10 +68,10 @@ class Recorder:
     Args:
         numbers: whether to use that mode: not around compiled code, which would be compiled anew for it.
         lenient: leave out what torch does on a CPU alone, where graphs are emulated: its optimizers compute with step
-            counts on the host, and its operations read tensors of one element (`fill_`).
+            counts on the host, and within its operations what is done may depend on values.
 
     Attributes:
-        record: what the call did; None before its end, and where torch's observer is taken: there is one per process.
+        record: what the call did; None before its end, and where torch's observer cannot be had (`execution_trace`).
     """
 
     def __init__(self, numbers: bool = True, lenient: bool = False) -> None:
@@ -111,10 +109,10 @@ class Recorder:
     def _read(self) -> None:
         if self._works:
             calls = [] if self._calls is None else self._calls.made
-            self.record = _parsed(json.loads(self._file.read_text(errors="replace")), calls, self._lenient)
+            self.record = _parsed(list(_entries(self._file.read_text(errors="replace"))), calls, self._lenient)
 
 
-class _Calls(TorchFunctionMode):
+class _Calls(UnseenFunctionMode):
     """Notes the calls of torch's functions and marks in the trace what each of them runs."""
 
     def __init__(self) -> None:
@@ -152,7 +150,6 @@ def _in_words(value: Any) -> str:
 # torch's names for what opened an entry (ATen/record_function.h).
 _FUNCTION, _BACKWARD, _USER = 0, 1, 7
 _STEP = "Optimizer.step#"
-_REGION = "Torch-Compiled Region"
 # What differs in a capture by itself: attention then keeps its random state on the device.
 _MADE_WITHIN = ("aten::empty", "aten::scalar_tensor", "aten::fill_", "aten::zeros", "aten::zero_")
 _RANDOM_STATE = ("philox_seed", "philox_offset", "rng_state", "unused")
@@ -172,10 +169,24 @@ class _Node(NamedTuple):
     inputs: Mapping[str, Any]
 
 
-def _parsed(trace: Any, calls: list[_Call], lenient: bool) -> Record:
-    nodes = {node["id"]: _node(node) for node in trace["nodes"]}
+def _entries(text: str) -> Iterator[Any]:
+    """Yield the entries of a trace, one by one: commas are missing where several threads wrote at a time."""
+    decoder, place = json.JSONDecoder(), text.find("[") + 1
+    while (start := text.find("{", place)) >= 0:
+        try:
+            entry, place = decoder.raw_decode(text, start)
+            yield entry
+        except ValueError:
+            place = start + 1  # half an entry: what is within it is none
+
+
+def _parsed(entries: list[Any], calls: list[_Call], lenient: bool) -> Record | None:
+    """Return what a trace tells; None if it does not even tell which thread called."""
+    nodes = {entry["id"]: _node(entry) for entry in entries if "ctrl_deps" in entry}
     ordered = sorted(nodes, key=lambda i: nodes[i].begun)
-    main = next(nodes[i].thread for i in ordered if nodes[i].name == _FIRST)
+    main = next((nodes[i].thread for i in ordered if nodes[i].name == _FIRST), None)
+    if main is None:
+        return None
     # What other threads do meanwhile, such as a loader's, is none of the step's.
     autograds = sorted({node.thread for node in nodes.values() if node.scope == _BACKWARD} - {main})
     owners = _Owners(nodes, ordered, main)
@@ -184,18 +195,18 @@ def _parsed(trace: Any, calls: list[_Call], lenient: bool) -> Record:
     for i in ordered:
         node = nodes[i]
         if node.thread in threads and node.scope != _USER and not node.name.startswith(_SKIPPED):
-            within = nodes[node.parent].scope == _FUNCTION
-            if (within and node.name.startswith(_MADE_WITHIN)) or (lenient and owners.is_optimizers(i)):
+            within = node.parent in nodes and nodes[node.parent].scope == _FUNCTION  # one that raised has no entry
+            if within and (lenient or node.name.startswith(_MADE_WITHIN)):
+                continue
+            if lenient and owners.is_optimizers(i):
                 continue
             call, autograds_node = owners.of(i)
             # Once per call: its first operation has the numbers that went into the call.
             first = call >= 0 and not autograds_node and call not in noted
             noted.update([call] if first else [])
             owner = calls[call] if call >= 0 else None
-            operation = _operation(node, owner, owner if first else None, autograds_node, lenient and within)
-            threads[node.thread].append(operation)
-    compiled = any(node.name.startswith(_REGION) for node in nodes.values())
-    return Record(tuple(map(tuple, threads.values())), compiled)
+            threads[node.thread].append(_operation(node, owner, owner if first else None, autograds_node))
+    return Record(tuple(map(tuple, threads.values())))
 
 
 def _node(node: Any) -> _Node:
@@ -259,14 +270,10 @@ class _Owners:
         return int(node.name.removeprefix(_MARK)), ""
 
 
-def _operation(
-    node: _Node, call: _Call | None, numbers: _Call | None, autograds_node: str, without_floats: bool
-) -> Operation:
+def _operation(node: _Node, call: _Call | None, numbers: _Call | None, autograds_node: str) -> Operation:
     if node.scope == _BACKWARD or node.name.startswith(_NUMBERED):
         return Operation(node.name, (), call, autograds_node)
     values, shapes, types, strides = _arguments(node)
-    if without_floats:
-        values = [None if kind == "Double" else value for value, kind in zip(values, types, strict=True)]
     arguments = ", ".join(map(_argument, values, shapes, types))
     from_python = () if numbers is None else (numbers.numbers, numbers.parameters)
     devices = tuple(str(value[-1]) for value, kind in zip(values, types, strict=True) if kind.startswith("Tensor("))

@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._blame import users_level
 from ._cache import Cache, Captured
+from ._capturing import is_recording
 from ._distributed import Ranks
 from ._errors import CaptureError, CaptureWarning
 from ._graph import capture_stream
@@ -290,6 +291,8 @@ class Engine:
             if self._options.graph != "off":
                 self._ranks.decide(wants=False, can=True, settled=True)
             return self.run(self._refused, lambda: self._fn(phase, *args, **kwargs))
+        if is_recording():  # what it would launch can be no part of the other's graph
+            return self.run("within the capture of another", lambda: self._fn(phase, *args, **kwargs))
         key = _Key(spec, phase, self._observe())
         captured = self._cache.get(key)
         layout = self._layout(key) if captured is None else None
@@ -480,12 +483,8 @@ class Engine:
     def _rehearse(self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with layout.rehearsal.rehearsing():
             outputs = self._captured(phase, *args, **kwargs)
-        if layout.rehearsal.unseen:
-            self._warn_once(
-                "unseen",
-                "an ExecutionTraceObserver of torch.profiler was at work in each call, and a process has one. So the "
-                "capture cannot be compared with an eager call.",
-            )
+        if reason := layout.rehearsal.unseen:
+            self._warn_once("unseen", f"the capture cannot be compared with an eager call: {reason}.")
         return outputs
 
     def _look(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
@@ -493,10 +492,12 @@ class Engine:
         before = self._state.tensors().keys()
         with self._watching(), self._undeclared.watching(self._leaves) as observer:
             preflight = Preflight(self._device, self._options.generators, observer=observer)
-            outputs = self.run(layout.reason, lambda: _within(layout.rehearsal.looking(), fn), preflight)
+            outputs = self.run(layout.reason, lambda: self._looked_at(layout, fn), preflight)
         # What is made for the first time may wait, as optimizer state does, or a mask that is kept: then look again. So
         # does a scaler that still watches what the optimizer does.
         first = layout.warm == 0 and self._warmup > 2
+        if observer.nested:
+            layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
         made = self._state.is_undecided() or self._state.tensors().keys() != before
         again = bool(preflight.findings) and (first or made)
         layout.warm += first or not again
@@ -504,6 +505,17 @@ class Engine:
             return outputs
         layout.looked, layout.problem = True, describe(preflight.findings)
         return outputs
+
+    def _looked_at(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
+        """Call under a dispatch mode, which in inference mode sees composite operations whole, behind autocast: there
+        they compute something else. Without gradients they compute the same."""
+        with layout.rehearsal.looking(), ExitStack() as modes:
+            held = [*self._state.tensors().values(), *(leaf for leaf in self._leaves if isinstance(leaf, Tensor))]
+            # Outside of inference mode nobody may write to what was made in it.
+            if torch.is_inference_mode_enabled() and not any(map(Tensor.is_inference, held)):
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.no_grad())
+            return fn()
 
     def _capture(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
         """Capture for this key; on failure leave everything as before the call and return None, or raise."""
@@ -661,11 +673,6 @@ def _difference_error(difference: str) -> CaptureError:
         f"{difference}. A graph would repeat what it recorded, but this depends on more than the batch and the "
         "declared state. Pass a value that changes as a tensor, or keep it in a buffer that the step changes."
     )
-
-
-def _within(context: AbstractContextManager[None], fn: Callable[[], Any]) -> Any:
-    with context:
-        return fn()
 
 
 def _why_not_scripted(state: TrainingState) -> str:

@@ -162,7 +162,7 @@ class StaticInputs:
     def copy_(self, leaves: Sequence[Any]) -> None:
         """Copy a batch of the same spec into the buffers, on the current stream. Sync: none."""
         for i, buffer in zip(self._places, self._buffers, strict=True):
-            buffer.copy_(leaves[i], non_blocking=True)
+            _once(buffer).copy_(_once(leaves[i]), non_blocking=True)
 
     def versions(self) -> list[int]:
         """Return a number per buffer that every change in place raises. A replay does not."""
@@ -212,10 +212,16 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    # An expanded tensor (stride 0) has several indices at one address, which copy_ refuses to write to.
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """Return a tensor with each of its elements once: along an expanded dimension (stride 0) they lie at one address,
+    which copy_ refuses to write to."""
+    if 0 not in tensor.stride():
+        return tensor
+    sizes = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, tensor.stride())
 
 
 def _constant(leaf: object, tree: TreeSpec, i: int) -> Constant:

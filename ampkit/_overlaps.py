@@ -69,7 +69,7 @@ class _Copy:
         if self._arrived is not None and not self._arrived.query():
             torch.cuda.synchronize(self._device)
         with _unseen():
-            return {name for name, is_set in zip(self._names, self._flags.tolist(), strict=True) if is_set}
+            return {name for name, is_set in zip(self._names, self._flags, strict=True) if bool(is_set)}
 
 
 @contextmanager

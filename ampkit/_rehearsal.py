@@ -1,10 +1,11 @@
 """The last eager call before a capture: what the capture records must be what that call did."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from ._call_record import Record, Recorder, first_difference
 from ._capturing import recording
+from ._torch import noticing_compiled_code
 
 _MOST_MISSED = 8  # calls; then an observer of the user's own is there to stay
 
@@ -26,30 +27,37 @@ class Rehearsal:
         self._captured: Record | None = None
         self._numbers = False
         self._missed = 0
+        self._reason = (
+            "an ExecutionTraceObserver of torch.profiler, or another thread, was at work in each call, and torch can "
+            "record the operations of a call only without them"
+        )
 
     @property
-    def unseen(self) -> bool:
-        """Whether no call could be recorded, so that nothing can be compared."""
-        return self._missed >= _MOST_MISSED
+    def unseen(self) -> str:
+        """Why no call could be recorded, so that nothing can be compared; "" if one could be, or may yet."""
+        return self._reason if self._missed >= _MOST_MISSED else ""
 
     @property
     def done(self) -> bool:
         """Whether a capture may follow."""
-        return self._eager is not None or self.unseen
+        return self._eager is not None or bool(self.unseen)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Context of an earlier eager call, which shows whether compiled code runs."""
-        recorder = Recorder(numbers=False)
-        with recorder:
+        with noticing_compiled_code() as compiled:
             yield
-        self._numbers = recorder.record is not None and not recorder.record.compiled
+        self._numbers = not compiled()
+
+    def give_up(self, reason: str) -> None:
+        """Compare nothing, for this reason."""
+        self._missed, self._reason = _MOST_MISSED, reason
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Context of the eager call."""
         recorder = Recorder(self._numbers, self._lenient)
-        with recording(), recorder:
+        with recording(), nullcontext() if self.unseen else recorder:
             yield
         self._eager = recorder.record
         self._missed += recorder.record is None
@@ -73,5 +81,5 @@ class Rehearsal:
         if eager is None:
             return ""
         if captured is None:
-            return "torch's execution trace observer was taken while the capture ran, so nothing could be compared"
+            return "another thread was at work in the capture, which could not be compared with an eager call"
         return first_difference(eager, captured)

@@ -8,16 +8,20 @@ import itertools
 import operator
 import os
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.overrides import TorchFunctionMode
 from torch.utils import _device, _foreach_utils, _python_dispatch, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -93,6 +97,10 @@ def supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
 METADATA_OPS: frozenset[Any] = frozenset({_private(torch.ops.prim, "device").default})
 # The cast of one tensor to another dtype or device, as autocast and `Tensor.to` make it.
 TO_COPY: Any = _private(torch.ops.aten, "_to_copy").default
+
+
+# What a dispatch mode sees of `torch.tensor(data)`.
+LIFT_FRESH: Any = _private(torch.ops.aten, "lift_fresh").default
 
 
 def fake_tensor_mode(**kwargs: Any) -> Any:
@@ -180,8 +188,12 @@ def op_schema(op: Any) -> Any:
     return _private(op, "_schema")
 
 
-# The function modes that are entered, outermost first.
-function_modes: Callable[[], list[Any]] = _private(torch.overrides, "_get_current_function_mode_stack")
+_function_modes: Callable[[], list[Any]] = _private(torch.overrides, "_get_current_function_mode_stack")
+
+
+def function_modes() -> list[Any]:
+    """Return the function modes that are entered, outermost first, without those that change nothing."""
+    return [mode for mode in _function_modes() if not isinstance(mode, UnseenFunctionMode)]
 
 
 # The mode that torch.set_default_device, and a torch.device as a context, enter.
@@ -312,9 +324,13 @@ _READS_TENSORS = "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE"
 def execution_trace(path: str) -> Iterator[bool]:
     """Context in which the operations of all threads are written to a file as JSON. Yields whether they are.
 
-    They are not where another observer of this kind is at work, or where it would read tensors.
+    They are not where another observer of this kind is at work, where it would read tensors, or where another thread is
+    in the middle of something: for a node of a backward the observer looks up what the thread of its forward has run
+    since the trace began, and reads beyond an empty list where that is nothing (torch 2.11,
+    csrc/profiler/standalone/execution_trace_observer.cpp). Nested tensors must not occur: they bring its lists out of
+    step, to the same effect.
     """
-    if os.environ.get(_READS_TENSORS, "0") != "0" or not _one_trace.acquire(blocking=False):
+    if os.environ.get(_READS_TENSORS, "0") != "0" or _others_run() or not _one_trace.acquire(blocking=False):
         yield False
         return
     try:
@@ -336,6 +352,59 @@ def execution_trace(path: str) -> Iterator[bool]:
 
 
 _one_trace = threading.Lock()
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+
+
+def _others_run() -> bool:
+    """Return whether another thread of Python's is in the middle of code that uses torch.
+
+    One that waits in the standard library is not: a loader's, a logger's.
+    """
+    own = threading.get_ident()
+    for thread, frame in sys._current_frames().items():
+        waits = frame.f_code in WAITING or _is_of_stdlib(frame.f_code.co_filename)
+        if thread != own and not waits and any(_uses_torch(outer) for outer, _ in traceback.walk_stack(frame)):
+            return True
+    return False
+
+
+def _is_of_stdlib(file: str) -> bool:
+    return file.startswith((_STDLIB, "<frozen ")) and "-packages" not in file
+
+
+WAITING: set[CodeType] = set()  # code that waits at its end, before it has called anything of torch's
+
+
+def _uses_torch(frame: FrameType) -> bool:
+    names = (frame.f_globals.get("__name__", ""), *map(_module_name, frame.f_globals.values()))
+    return any(name.partition(".")[0] == "torch" for name in names)
+
+
+def _module_name(value: object) -> str:
+    return value.__name__ if type(value) is ModuleType else ""
+
+
+@contextmanager
+def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
+    """Context that yields what tells whether code of torch.compile was called in it so far, by any thread."""
+    dynamo: Any = importlib.import_module("torch._dynamo.eval_frame")  # takes a second; so would the first optimizer
+    called = []
+    enter = _private(dynamo, "_maybe_set_eval_frame")
+
+    def noticed(callback: Any) -> Any:
+        if callable(callback):  # not where something is kept from being compiled
+            called.append(True)
+        return enter(callback)
+
+    dynamo._maybe_set_eval_frame = noticed
+    try:
+        yield lambda: bool(called)
+    finally:
+        dynamo._maybe_set_eval_frame = enter
+
+
+class UnseenFunctionMode(TorchFunctionMode):
+    """A function mode of ampkit's that changes nothing, and that is no policy around the step."""
 
 
 @contextmanager
@@ -376,7 +445,7 @@ def unseen_function_mode(mode: object) -> Iterator[None]:
     asked = _private(torch.overrides, "has_torch_function")
 
     def has_torch_function(tensors: Any) -> Any:
-        if [*map(id, function_modes())] != [id(mode)]:
+        if [*map(id, _function_modes())] != [id(mode)]:
             return asked(tensors)
         with _private(torch.overrides, "_pop_mode_temporarily")():
             return asked(tensors)

@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ._blame import running_line
+from ._blame import is_users_call, real_frame, running_line
 from ._state import TrainingState
 from ._torch import (
+    LIFT_FRESH,
     is_fake,
     module_tables,
     storage_address,
@@ -41,11 +43,12 @@ class Undeclared:
         self._refuses_changes = refuses_changes
         self._problems: list[str] = []
         self._found: list[nn.Module] = []
+        self._loose: list[_Use] = []
 
     @contextmanager
     def watching(self, leaves: Sequence[Any]) -> "Iterator[_Touched]":
         """Context for an eager call with these inputs. It yields what is to be called with each operation."""
-        self._problems, self._found = [], []
+        self._problems, self._found, self._loose = [], [], []
         touched = _Touched(_addresses(self._state.tensors().values()) | _addresses(tensors_in(leaves)))
         thread = threading.get_ident()
 
@@ -65,6 +68,9 @@ class Undeclared:
     def take_problem(self) -> str:
         """Return what must be declared, "" if nothing, and forget it."""
         problems, self._problems = self._problems, []
+        gone = [use for use in self._loose if use.tensor() is None]
+        self._loose = [use for use in self._loose if use not in gone]
+        problems += (_REPLACED.format(_at(use.line)) for use in gone)
         return "\n".join(dict.fromkeys(problems))
 
     def adopt(self) -> bool:
@@ -82,6 +88,8 @@ class Undeclared:
     def _look_at(self, touched: "_Touched") -> None:
         declared = {module for top in self._state.modules.values() for module in top.modules()}
         owners = {module: used for module in _live_modules() - declared if (used := _used(module, touched.uses))}
+        owned = {id(use) for rows in owners.values() for _, _, use in rows}
+        self._loose = [use for use in touched.uses.values() if use.by_user and id(use) not in owned]
         for root in _topmost(owners, declared):
             problems = (self._refused(touched, type(root).__name__, *row) for row in _rows(root, owners))
             problem = next(filter(None, problems), "")
@@ -98,16 +106,20 @@ class Undeclared:
         return ""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Use:
     """What became of memory that was there before a call.
 
     Attributes:
+        tensor: that was there.
         line: the user's line that used it first.
+        by_user: whether that line did so itself, and not through ampkit or a backward.
         written: whether an operation wrote to it.
     """
 
+    tensor: "weakref.ref[Tensor]"
     line: str
+    by_user: bool
     written: bool = False
 
 
@@ -121,13 +133,20 @@ class _Touched:
         self._known = known
         self._made: set[int] = set()
         self.uses: dict[int, _Use] = {}
+        self.nested = False  # whether there was a nested tensor
 
     def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note what an operation has used, written to and made."""
-        given = _addresses(tensors_in((args, kwargs)))
-        for address in given:
+        tensors = tensors_in((args, kwargs))
+        given = _addresses(tensors)
+        if op is LIFT_FRESH:  # what torch.tensor has just made
+            self._made |= given
+        for tensor in tensors:
+            self.nested = self.nested or tensor.is_nested
+            address = storage_address(tensor)
             if address and not (address in self._known or address in self._made or address in self.uses):
-                self.uses[address] = _Use(running_line(sys._getframe(1)))
+                frame = real_frame()
+                self.uses[address] = _Use(weakref.ref(tensor), running_line(frame), is_users_call(frame))
         for tensor in written_arguments(op, args, kwargs):
             if (use := self.uses.get(storage_address(tensor))) is not None:
                 use.written = True
@@ -191,6 +210,11 @@ _GRADIENT = (
     "{0}uses {1}, which gets a gradient and belongs to no declared module, so that the gradient would be lost. Pass "
     "its module in ampkit.graphed(modules=(...)), make it a part of the model of graphed_step, or freeze it: "
     "module.requires_grad_(False)."
+)
+_REPLACED = (
+    "{0}reads a tensor that is no argument and belongs to no declared module, and that has been replaced since. A "
+    "graph would go on reading the memory of the old one. Pass it as an argument, or keep it in a buffer of a declared "
+    "module and change that in place (copy_)."
 )
 _CHANGED = (
     "{0}uses {1}, which the function changes and which belongs to no declared module. Pass its module in "

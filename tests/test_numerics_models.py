@@ -100,6 +100,7 @@ def train(model: nn.Module, graph: str, watched: bool, policy: str | None = "flo
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.*there are nested tensors, and torch cannot record:ampkit.CaptureWarning")
 @pytest.mark.parametrize("graph", ["emulate", "off"])
 @pytest.mark.parametrize("policy", ["float32", "bfloat16"])
 @pytest.mark.parametrize("build", [WithMetric, Mapped, FrozenEncoder, Negated, Selective])

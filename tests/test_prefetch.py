@@ -275,7 +275,7 @@ def test_a_step_says_how_to_pass_what_holds_tensors(batch: Any, says: str) -> No
 
 def test_a_module_may_be_an_argument() -> None:
     """Its parameters are not the input, and it is the same object in each call."""
-    model, teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    model, teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
     step = ampkit.graphed_step(
         lambda m, other, x: (m(x) - other(x)).square().mean(),
         model,

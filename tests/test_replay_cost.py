@@ -93,7 +93,7 @@ def replaying(layers: int, accumulate: int) -> Callable[[], None]:
         for _ in range(accumulate):
             step(*batch)
 
-    for _ in range(2):  # warm-up, capture
+    for _ in range(3):  # warm-up, capture
         window()
     for _, captured in step._engine._cache:
         outputs = captured._graph.replay()

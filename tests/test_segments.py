@@ -113,7 +113,7 @@ def test_a_machine_that_cannot_map_memory(monkeypatch: pytest.MonkeyPatch, messa
     monkeypatch.setattr("ampkit._graph.growth", growth)
     graph, grew = CudaGraph.__new__(CudaGraph), []
 
-    def capture(self: CudaGraph, fn: Any) -> None:
+    def capture(self: CudaGraph, fn: Any, around: Any) -> None:
         with growth.context():
             grew.append(allocator_settings()[1])
             if grew[-1]:

@@ -17,6 +17,9 @@ from ampkit import _turns
 
 Engine = tuple[str, str]
 
+# Where other threads are in the middle of something, a capture cannot be compared with an eager call, which is said.
+pytestmark = pytest.mark.filterwarnings("ignore:.*the capture cannot be compared:ampkit.CaptureWarning")
+
 
 @pytest.fixture(autouse=True)
 def switching() -> Iterator[None]:

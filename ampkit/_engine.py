@@ -483,8 +483,6 @@ class Engine:
     def _rehearse(self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with layout.rehearsal.rehearsing():
             outputs = self._captured(phase, *args, **kwargs)
-        if reason := layout.rehearsal.unseen:
-            self._warn_once("unseen", f"the capture cannot be compared with an eager call: {reason}.")
         return outputs
 
     def _look(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
@@ -562,6 +560,11 @@ class Engine:
         autograd's threads at the same time; not where ranks would disagree on that.
         """
         difference = layout.rehearsal.difference()
+        if difference is None and not self._ranks.wrappers:  # not seen: once more, behind another rehearsal
+            self._cache.drop(key)
+            return
+        if reason := layout.rehearsal.unseen:
+            self._warn_once("unseen", f"the capture cannot be compared with an eager call: {reason}.")
         if self._ranks.agree(not difference):
             return
         self._cache.drop(key)

@@ -129,6 +129,7 @@ class CudaGraph:
         graph, handle = self._new_graph(), self._pool.enter(self)
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), no_collection, within_capture():
             try:
+                torch.cuda.current_blas_handle()  # one per thread, and this thread may not have warmed up
                 with growing_segments:
                     # thread_local: a data loader or another thread may allocate and pin memory meanwhile.
                     graph.capture_begin(pool=handle, capture_error_mode="thread_local")

@@ -75,11 +75,15 @@ class Rehearsal:
             yield
         self._captured = recorder.record
 
-    def difference(self) -> str:
-        """Return in words where the two differ first, "" if nowhere; then forget them."""
+    def difference(self) -> str | None:
+        """Return in words where the two differ first, "" if nowhere; then forget them.
+
+        None if the capture was not seen, since another thread was in the middle of something.
+        """
         eager, captured, self._eager, self._captured = self._eager, self._captured, None, None
         if eager is None:
             return ""
         if captured is None:
-            return "another thread was at work in the capture, which could not be compared with an eager call"
+            self._missed += 1
+            return None
         return first_difference(eager, captured)

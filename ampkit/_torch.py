@@ -352,36 +352,37 @@ def execution_trace(path: str) -> Iterator[bool]:
 
 
 _one_trace = threading.Lock()
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
 def _others_run() -> bool:
-    """Return whether another thread of Python's is in the middle of code that uses torch.
+    """Return whether another thread of Python's is in the middle of a user's code that uses torch.
 
-    One that waits in the standard library is not: a loader's, a logger's.
+    One that waits in the standard library is not (a loader's, a logger's), nor one that has nothing but torch's code on
+    its stack (those of torch.compile).
     """
     own = threading.get_ident()
     for thread, frame in sys._current_frames().items():
-        waits = frame.f_code in WAITING or _is_of_stdlib(frame.f_code.co_filename)
-        if thread != own and not waits and any(_uses_torch(outer) for outer, _ in traceback.walk_stack(frame)):
+        if thread == own or frame.f_code in WAITING or _is_of_stdlib(frame.f_code.co_filename):
+            continue
+        if any(_uses_torch(outer) for outer, _ in traceback.walk_stack(frame)):
             return True
     return False
+
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+WAITING: set[CodeType] = set()  # code that waits at its end, before it has called anything of torch's
 
 
 def _is_of_stdlib(file: str) -> bool:
     return file.startswith((_STDLIB, "<frozen ")) and "-packages" not in file
 
 
-WAITING: set[CodeType] = set()  # code that waits at its end, before it has called anything of torch's
-
-
 def _uses_torch(frame: FrameType) -> bool:
-    names = (frame.f_globals.get("__name__", ""), *map(_module_name, frame.f_globals.values()))
-    return any(name.partition(".")[0] == "torch" for name in names)
-
-
-def _module_name(value: object) -> str:
-    return value.__name__ if type(value) is ModuleType else ""
+    """Return whether a frame is of code outside of torch, in a file that has imported torch."""
+    if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        return False
+    modules = (value.__name__ for value in frame.f_globals.values() if type(value) is ModuleType)
+    return any(name.partition(".")[0] == "torch" for name in modules)
 
 
 @contextmanager

@@ -122,7 +122,9 @@ def test_threads_on_one_function(engine: Engine) -> None:
         return calls
 
     in_threads(*[caller(number) for number in range(4)])
-    assert (forward.captures, forward.replays) == (1, 160 - 3)
+    # Rehearsals may have to wait for a moment in which no other thread is in the middle of something.
+    assert forward.replays >= 160 - 3 - 2 * 8
+    assert forward.report().graphs == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -145,7 +147,7 @@ def test_threads_on_two_functions(engine: Engine) -> None:
         return calls
 
     in_threads(*[caller(*pair) for pair in made])
-    assert [forward.replays for _, forward in made] == [37, 37]
+    assert all(forward.replays >= 37 - 2 * 8 and forward.report().graphs == 1 for _, forward in made)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -7,7 +7,7 @@ from ._call_record import Record, Recorder, first_difference
 from ._capturing import recording
 from ._torch import noticing_compiled_code
 
-_MOST_MISSED = 8  # calls; then an observer of the user's own is there to stay
+_MOST_MISSED = 4  # calls; then an observer of the user's own, or a busy thread, is there to stay
 
 
 class Rehearsal:

@@ -360,9 +360,10 @@ def _others_run() -> bool:
     One that waits in the standard library is not (a loader's, a logger's), nor one that has nothing but torch's code on
     its stack (those of torch.compile).
     """
-    own = threading.get_ident()
-    for thread, frame in sys._current_frames().items():
-        if thread == own or frame.f_code in WAITING or _is_of_stdlib(frame.f_code.co_filename):
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a frame that holds itself keeps everything on the stack alive
+    for frame in frames.values():
+        if frame.f_code in WAITING or _is_of_stdlib(frame.f_code.co_filename):
             continue
         if any(_uses_torch(outer) for outer, _ in traceback.walk_stack(frame)):
             return True

@@ -24,7 +24,7 @@ from ._scaler import check_positive
 from ._segments import no_recompile
 from ._state import Generation, Settings, TrainingState
 from ._timing import Clock, Timing
-from ._torch import tree_flatten, tree_unflatten, version
+from ._torch import settle_attention_priority, tree_flatten, tree_unflatten, version
 from ._turns import Turn, turns_on
 from ._undeclared import Undeclared
 from ._verify import Verdict, verified
@@ -238,6 +238,8 @@ class Engine:
         self._name = name
         real = options.graph == "auto" and device.type == "cuda"
         self._stream = capture_stream(device) if real else None
+        if real:
+            settle_attention_priority(device)  # a part of the settings that each graph belongs to
         self._turns = turns_on(device)
         self._turn = Turn(self._turns, name)
         # Two at least: one under the preflight, and the rehearsal.
@@ -560,6 +562,8 @@ class Engine:
         autograd's threads at the same time; not where ranks would disagree on that.
         """
         difference = layout.rehearsal.difference()
+        if self._lenient and self._ranks.wrappers:
+            return  # on a CPU, DistributedDataParallel does its part when gloo's threads are done with theirs
         if difference is None and not self._ranks.wrappers:  # not seen: once more, behind another rehearsal
             self._cache.drop(key)
             return

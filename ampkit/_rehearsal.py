@@ -28,8 +28,8 @@ class Rehearsal:
         self._numbers = False
         self._missed = 0
         self._reason = (
-            "an ExecutionTraceObserver of torch.profiler, or another thread, was at work in each call, and torch can "
-            "record the operations of a call only without them"
+            "an ExecutionTraceObserver of torch.profiler, or a forward and backward in another thread, was at work in "
+            "each call, and torch can record the operations of a call only without them"
         )
 
     @property

@@ -132,7 +132,8 @@ class GradScaler(upstream.GradScaler):
 
     def _bounds(self) -> tuple[float, float]:
         low = SMALLEST if self._min_scale is None else max(self._min_scale, SMALLEST)
-        return low, math.inf if self._max_scale is None else self._max_scale
+        # A number may be larger than float32 has, and yet be rounded to its largest one; torch refuses such a bound.
+        return low, math.inf if self._max_scale is None else min(self._max_scale, torch.finfo(torch.float32).max)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set by what `update` multiplies the scale; 1 keeps it from growing."""

@@ -8,13 +8,12 @@ import itertools
 import operator
 import os
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -95,6 +94,17 @@ def supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
 
 # Operations that read what a tensor is, not what is in it. A dispatch mode sees them only for some fake tensors.
 METADATA_OPS: frozenset[Any] = frozenset({_private(torch.ops.prim, "device").default})
+_choose_attention = _private(torch, "_fused_sdp_choice")
+
+
+def settle_attention_priority(device: torch.device) -> None:
+    """Have torch settle in which order it tries attention kernels: its first choice on a device may change that order
+    for the process (cuDNN first on Hopper, ATen/native/transformers/cuda/sdp_utils.cpp). Runs no kernel of attention.
+    """
+    tokens = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
+    _choose_attention(tokens, tokens, tokens)
+
+
 # The cast of one tensor to another dtype or device, as autocast and `Tensor.to` make it.
 TO_COPY: Any = _private(torch.ops.aten, "_to_copy").default
 
@@ -324,8 +334,8 @@ _READS_TENSORS = "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE"
 def execution_trace(path: str) -> Iterator[bool]:
     """Context in which the operations of all threads are written to a file as JSON. Yields whether they are.
 
-    They are not where another observer of this kind is at work, where it would read tensors, or where another thread is
-    in the middle of something: for a node of a backward the observer looks up what the thread of its forward has run
+    They are not where another observer of this kind is at work, where it would read tensors, or where another thread
+    has an autograd graph in hand: for a node of a backward the observer looks up what the thread of its forward has run
     since the trace began, and reads beyond an empty list where that is nothing (torch 2.11,
     csrc/profiler/standalone/execution_trace_observer.cpp). Nested tensors must not occur: they bring its lists out of
     step, to the same effect.
@@ -355,35 +365,19 @@ _one_trace = threading.Lock()
 
 
 def _others_run() -> bool:
-    """Return whether another thread of Python's is in the middle of a user's code that uses torch.
-
-    One that waits in the standard library is not (a loader's, a logger's), nor one that has nothing but torch's code on
-    its stack (those of torch.compile).
-    """
+    """Return whether another thread of Python's has an autograd graph in hand: a tensor of one, or its backward."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # a frame that holds itself keeps everything on the stack alive
-    for frame in frames.values():
-        if frame.f_code in WAITING or _is_of_stdlib(frame.f_code.co_filename):
-            continue
-        if any(_uses_torch(outer) for outer, _ in traceback.walk_stack(frame)):
-            return True
-    return False
+    with without_torch_function():
+        return any(_has_graph(outer) for frame in frames.values() for outer, _ in traceback.walk_stack(frame))
 
 
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
-WAITING: set[CodeType] = set()  # code that waits at its end, before it has called anything of torch's
-
-
-def _is_of_stdlib(file: str) -> bool:
-    return file.startswith((_STDLIB, "<frozen ")) and "-packages" not in file
-
-
-def _uses_torch(frame: FrameType) -> bool:
-    """Return whether a frame is of code outside of torch, in a file that has imported torch."""
-    if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
-        return False
-    modules = (value.__name__ for value in frame.f_globals.values() if type(value) is ModuleType)
-    return any(name.partition(".")[0] == "torch" for name in modules)
+def _has_graph(frame: FrameType) -> bool:
+    values = list(frame.f_locals.values())
+    graphs = (value.grad_fn for value in values if issubclass(type(value), Tensor))
+    return frame.f_globals.get("__name__", "").startswith("torch.autograd") or any(
+        graph is not None for graph in graphs
+    )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from ._errors import AmpkitError
-from ._torch import WAITING, in_backward, raw_stream
+from ._torch import in_backward, raw_stream
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -100,9 +100,6 @@ class Turn:
                 return fn(*args, **kwargs)
             finally:
                 self._running = False
-
-
-WAITING.add(Turn.take.__code__)  # a thread in there has yet to begin
 
 
 class _Here(threading.local):

@@ -190,8 +190,9 @@ class Engine:
     """Calls `fn(phase, *args, **kwargs)`, first eagerly, then by replaying a graph of it.
 
     A key is the layout of the input, the phase, and the settings of the state (`Settings`). After `warmup` eager calls
-    of a key, the last of them under the preflight, its next call is captured and from then on replayed. Graphs of all
-    keys share one pool. If memory of the state was replaced (see `Generation`), they are all dropped.
+    of a key, one of them under the preflight and the last as the rehearsal of the capture, its next call is captured
+    and from then on replayed. Graphs of all keys share one pool. If memory of the state was replaced (see
+    `Generation`), they are all dropped.
 
     Args:
         fn: function of tensors that changes only `state`; returns a tree of tensors and constants, which are the same

@@ -78,8 +78,9 @@ def graphed_step(
         scheduler: stepped once per optimizer step, skipped or not. It works on `group["lr"]`, which stays a float; the
             step reads it through a device tensor, which is float32 on CUDA.
         buckets: sizes to pad batches to, see `Buckets`.
-        warmup: eager calls per input layout before it is captured, at least 1. They are training steps like any other;
-            the last of them is watched for what cannot be captured.
+        warmup: eager calls per input layout before it is captured, at least 2 (1 is taken as 2). They are training
+            steps like any other. An early one is watched for what cannot be captured. The last one is recorded, and
+            what the capture records must be the same.
         after_step: called with the model behind the optimizer, under `no_grad`, and captured: an EMA update
             (`averaged.update_parameters` of torch's `AveragedModel`), a constraint on weights.
         verify: compare the first so many replays with eager steps from the same state, bit by bit; on a difference name

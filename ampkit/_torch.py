@@ -373,11 +373,10 @@ def _others_run() -> bool:
 
 
 def _has_graph(frame: FrameType) -> bool:
-    values = list(frame.f_locals.values())
-    graphs = (value.grad_fn for value in values if issubclass(type(value), Tensor))
-    return frame.f_globals.get("__name__", "").startswith("torch.autograd") or any(
-        graph is not None for graph in graphs
-    )
+    if frame.f_globals.get("__name__", "").startswith("torch.autograd"):
+        return True
+    tensors = [value for value in list(frame.f_locals.values()) if issubclass(type(value), Tensor)]
+    return any(tensor.grad_fn is not None for tensor in tensors)
 
 
 @contextmanager

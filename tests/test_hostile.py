@@ -13,21 +13,19 @@ import ampkit
 
 GRAPHS = {"cpu": "tape", "cuda": "auto"}
 SEEDS = {"cpu": range(64), "cuda": range(200)}
-# What ampkit does not handle yet, per device: hazards, and settings. Empty it, and all set-ups are run.
-PENDING: dict[str, tuple[str, ...]] = {
-    "cpu": ("modes", "host", "undeclared", "optimizer", "default dtype", "flash attention"),
-    "cuda": HAZARDS,
-}
+# Hazards, and settings, that are not drawn on a device. A tape is not compared with an eager call, which is what finds
+# state of the host; and float16 in inference mode has other bits on it than in an eager call on the CPU.
+LEFT_OUT: dict[str, tuple[str, ...]] = {"cpu": ("modes", "host", "optimizer"), "cuda": ()}
 
 
 def cases() -> list[Any]:
-    """Return a parameter per set-up, without what is pending."""
+    """Return a parameter per set-up, without what is left out."""
     marks = {"cpu": (), "cuda": (pytest.mark.cuda, pytest.mark.slow)}
     return [
         pytest.param(setup, id=f"{device}-seed{setup.seed}", marks=marks[device])
         for device, seeds in SEEDS.items()
         for setup in (draw(seed, device) for seed in seeds)
-        if not {setup.hazard, *setup.settings}.intersection(PENDING[device])
+        if not {setup.hazard, *setup.settings}.intersection(LEFT_OUT[device])
     ]
 
 

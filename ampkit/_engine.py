@@ -472,7 +472,8 @@ class Engine:
         """
         self._marks = _MARKS
         to_come = (self._warmup << layout.evictions) - layout.warm
-        if not layout.looked and to_come <= 3:
+        # A preflight is slow. Where each call has another layout, most of them never see a second call.
+        if not layout.looked and to_come <= (3 if len(self._layouts) <= _LOOKED_AT_FIRST else 2):
             return self._look(layout, lambda: self._fn(phase, *args, **kwargs))
         if layout.looked and not layout.problem and to_come < 2 and not self._state.is_undecided():
             outputs = self.run(layout.reason, lambda: self._rehearse(layout, phase, args, kwargs))
@@ -662,6 +663,7 @@ class Engine:
         warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())
 
 
+_LOOKED_AT_FIRST = 8  # layouts; more come from inputs that vary
 _MAX_SEEN = 4096
 _MAX_LAYOUTS = 256  # without a graph; a batch that holds a step number makes one per call
 _MARKS = 64  # after a call that is to be timed: inputs may take turns

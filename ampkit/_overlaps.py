@@ -125,12 +125,13 @@ class _Spans:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._rows = sorted((*span(tensor), path) for path, tensor in tensors.items() if _has_memory(tensor))
         self._starts = [start for start, _, _ in self._rows]
-        self._furthest = list(accumulate((stop for _, stop, _ in self._rows), max))  # tensors may lie in one another
+        # Tensors may lie in one another. With a first entry for none, a search takes the same path wherever they lie.
+        self._furthest = [0, *accumulate((stop for _, stop, _ in self._rows), max)]
 
     def at(self, start: int, stop: int) -> str:
         """Return the path of a tensor that has bytes in this range, "" if none has. Takes one search in a list."""
         before = bisect_left(self._starts, stop)
-        if not before or self._furthest[before - 1] <= start or start == stop:
+        if self._furthest[before] <= start or start == stop:
             return ""
         return next(path for _, end, path in self._rows[:before] if end > start)
 

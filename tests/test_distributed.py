@@ -116,7 +116,7 @@ def test_a_job_ends(how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [["--jobs", "20", "--busy", "2"], ["--jobs", "15", "--slow-release"]],
+    [["--jobs", "10", "--busy", "2"], ["--jobs", "10", "--slow-release"]],
     ids=["under load", "while gloo waits for Python's lock"],
 )
 def test_jobs_end(options: list[str]) -> None:

@@ -49,13 +49,19 @@ def fast_kernels(device: torch.device) -> Iterator[None]:
         ):
             warnings.filterwarnings("ignore", text)
         warnings.filterwarnings("ignore", module="lightning")
-        before = torch.get_float32_matmul_precision()
-        if device.type == "cuda":
-            torch.set_float32_matmul_precision("high")
+        if device.type != "cuda":
+            yield
+            return
+        precision = torch.get_float32_matmul_precision()
+        backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined] # no stub
+        settings = [backend.fp32_precision for backend in backends]
+        torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
+            torch.set_float32_matmul_precision(precision)
+            for backend, setting in zip(backends, settings, strict=True):
+                backend.fp32_precision = setting  # the line above makes "ieee" of a setting that was "none"
 
 
 def do_what_is_done_once(device: torch.device, *, compiles: bool, lightning: bool) -> None:

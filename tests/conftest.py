@@ -17,6 +17,10 @@ def global_state() -> dict[str, Any]:
         "autocast cache": torch.is_autocast_cache_enabled(),
         "matmul TF32": torch.backends.cuda.matmul.allow_tf32,
         "cudnn TF32": torch.backends.cudnn.allow_tf32,
+        # What the names above do not tell: set_float32_matmul_precision("highest") makes "ieee" of "none".
+        "matmul precision": torch.backends.cuda.matmul.fp32_precision,
+        "matmul precision on the CPU": torch.backends.mkldnn.matmul.fp32_precision,
+        "convolution precision": torch.backends.cudnn.conv.fp32_precision,
         "cudnn benchmark": torch.backends.cudnn.benchmark,
         "cudnn deterministic": torch.backends.cudnn.deterministic,
         "deterministic algorithms": torch.get_deterministic_debug_mode(),

@@ -112,6 +112,7 @@ class Settings:
 
     def __enter__(self) -> "Settings":
         self._precision, self._deterministic = _matmul.fp32_precision, _cudnn.deterministic
+        self._precision_on_the_cpu = torch.backends.mkldnn.matmul.fp32_precision
         _cudnn.deterministic = True  # or eager runs would not be equal among themselves
         return self
 
@@ -119,6 +120,7 @@ class Settings:
         for name, value in self._before.items():
             SETTINGS[name][1](value)
         _matmul.fp32_precision = self._precision  # the old names set it too
+        torch.backends.mkldnn.matmul.fp32_precision = self._precision_on_the_cpu
         _cudnn.deterministic = self._deterministic
 
 

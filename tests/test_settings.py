@@ -201,7 +201,7 @@ def test_the_old_names_and_the_new_ones_may_be_mixed() -> None:
             forward(x)
     finally:
         torch.set_float32_matmul_precision(before)
-        MATMUL.fp32_precision = "none"
+        MATMUL.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
     assert forward.captures == 2
 
 
@@ -341,7 +341,7 @@ def test_tf32_between_calls() -> None:
             seen.append(eager(x))
     finally:
         torch.set_float32_matmul_precision(before)
-        MATMUL.fp32_precision = "none"
+        MATMUL.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
     assert not torch.equal(seen[0], seen[1])
     assert forward.captures == 2
 

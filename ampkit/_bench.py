@@ -45,7 +45,6 @@ def run(
     setting: Setting,
     plan: Plan,
     save: Callable[[], None] = lambda: None,
-    bar: bool = True,
 ) -> None:
     """Measure variants of each job, one after another, each built anew and freed again.
 
@@ -59,16 +58,16 @@ def run(
         setting: policy, device and input.
         plan: how thoroughly.
         save: called after each measurement.
-        bar: show on a terminal how far it is.
 
     Raises:
         CaseError: a job's function returned something that cannot be trained, or has no such input.
         ImportError: a job's model is of a package that is not installed.
     """
     profiled = plan.profile and setting.device.type == "cuda"
-    progress = Bar(len(jobs) * len(keys) * (2 if profiled else 1), bar)
+    progress = Bar(len(jobs) * len(keys) * (2 if profiled else 1))
     compiles = any(VARIANTS[key].compiles for key in keys)
     with fast_kernels(setting.device), Caches() as caches:
+        caches.callback(progress.clear)
         do_what_is_done_once(setting.device, compiles=compiles, lightning="lightning" in keys)
         caches.enter_context(little_garbage())
         common = _Run(figures, setting, plan, save, caches, progress)
@@ -76,7 +75,6 @@ def run(
             _measure_all(job, keys, common)
         for job, result in zip(jobs, figures.results, strict=True) if profiled else ():
             _profile_all(job, result, common)
-    progress.clear()
 
 
 def _measure_all(job: Job, keys: Sequence[str], run: _Run) -> None:
@@ -99,10 +97,13 @@ def _measure_all(job: Job, keys: Sequence[str], run: _Run) -> None:
 
 def _case_of(job: Job, setting: Setting) -> tuple[Case | None, str]:
     """Return the job's case with its input in place; or none, and why: there is no room for its batches."""
-    case = job.make()
+    case = None
     try:
+        case = job.make()
         return ready(case, setting.policy.params, setting.device, setting.source), ""
     except CaseError as error:
+        if case is None:
+            raise  # it names the function
         raise CaseError(f"{job.model}: {error}") from None
     except RuntimeError as error:
         if not is_out_of_memory(error):

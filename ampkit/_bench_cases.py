@@ -1,7 +1,6 @@
 """What the benchmark trains: models, losses, optimizers and batches, its own and those of the user."""
 
 import functools
-import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._errors import AmpkitError
+from ._errors import UsageError
 from ._text import type_text
 from ._torch import tree_flatten, tree_unflatten
+from ._users_function import takes
 
 Batch = tuple[Any, ...]
 TOKENS = 256  # per sequence of the language model
@@ -27,7 +27,7 @@ INPUTS = {
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class CaseError(AmpkitError, ValueError):
+class CaseError(UsageError):
     """What the user's function returned cannot be trained."""
 
 
@@ -261,8 +261,8 @@ RETURNED = (
 
 
 def takes_batch_size(function: Callable[..., Any]) -> bool:
-    """Return whether the user's function is to be called with a batch size: whether it has a parameter."""
-    return bool(inspect.signature(function).parameters)
+    """Return whether the user's function is to be called with a batch size: whether it has a parameter for it."""
+    return takes(function, 1)
 
 
 def user_case(name: str, function: Callable[..., Any], batch: int, *, seed: int = 0, count: int | None = None) -> Case:

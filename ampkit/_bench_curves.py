@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._bench_cases import Case, ready
+from ._bench_plot import figure_class
 from ._bench_process import clean_up, fast_kernels, little_garbage
 from ._bench_report import without_nan
 from ._bench_variants import VARIANTS, Setting
@@ -111,13 +112,9 @@ def draw(curves: Curves, path: Path) -> None:
     """Draw the curves into an image file: each loss thin, averages thick.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        FiguresError: matplotlib is not installed, or writes no such file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'ampkit[plots]'") from error
-    figure = Figure(figsize=(8, 4.2), dpi=130, layout="constrained")
+    figure = figure_class(path)(figsize=(8, 4.2), dpi=130, layout="constrained")
     axes = figure.subplots()
     for i, (name, losses) in enumerate(curves.losses.items()):
         means = smooth(losses).tolist()

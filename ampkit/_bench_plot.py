@@ -10,6 +10,22 @@ from ._bench_report import Figures, FiguresError, Result, Row, by_model, cases
 _SWEEP = 3  # batch sizes of a model from which on lines say more than bars
 
 
+def figure_class(path: Path) -> Any:
+    """Return the class of matplotlib's figures, if they can be written to this file.
+
+    Raises:
+        FiguresError: matplotlib is not installed, or writes no such file.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FiguresError(f"--plot needs matplotlib: pip install 'ampkit[plots]' ({error})") from None
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise FiguresError(f"--plot {path}: the name must end in one of .{', .'.join(formats)}")
+    return Figure
+
+
 def draw(figures: Figures, path: Path) -> None:
     """Draw time and memory: bars, or lines over the batch size where a model has three sizes or more.
 
@@ -18,13 +34,8 @@ def draw(figures: Figures, path: Path) -> None:
         path: the image file.
 
     Raises:
-        ImportError: matplotlib is not installed.
-        FiguresError: nothing was measured.
+        FiguresError: nothing was measured, matplotlib is not installed, or it writes no such file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'ampkit[plots]'") from error
     models = [group for _, group in by_model(figures.results)]
     if not any(row.ms is not None for result in figures.results for row in result.rows):
         raise FiguresError("there is nothing to plot: no variant has a time.")
@@ -34,7 +45,7 @@ def draw(figures: Figures, path: Path) -> None:
     panels = [panel for panel in panels if any(panel.has(result, row) for result, row in cases(figures.results))]
     variants = list({row.variant: row.label for _, row in cases(figures.results)}.items())
     size = (3.4 * len(columns) + 2.6, len(panels) * (3.2 if swept else 0.34 * len(variants) + 1.1) + 0.6)
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    figure = figure_class(path)(figsize=size, dpi=130, layout="constrained")
     grid = figure.subplots(len(panels), len(columns), squeeze=False, sharey=False if swept else "row")
     for panel, row_of_axes in zip(panels, grid, strict=True):
         for axes, group in zip(row_of_axes, columns, strict=True):

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
-from ._errors import AmpkitError
+from ._blame import user_line
+from ._errors import UsageError
 from ._text import grid
 
 BASE = "amp"  # the variant that ratios refer to
 SWEPT = ("amp-fused", "amp")  # what a sweep compares the captured step with: the first of them that was measured
 NULL_REGION = 0.05  # of a step: a capture that saves less does not pay
 OUT_OF_MEMORY = "out of memory"  # how the error of a row begins that did not fit
+_NEEDED = {"device", "torch", "cuda", "date", "policy", "repeats", "checked_steps", "tolerance"}  # of a setting
 _SCHEMA = 1  # of the JSON file; raised when a field changes its meaning
 
 
-class FiguresError(AmpkitError, ValueError):
+class FiguresError(UsageError):
     """A file is not what `--json` writes, or files do not belong together."""
 
 
@@ -141,6 +143,8 @@ class Figures:
             notes, results = figures.pop("notes"), figures.pop("results")
             figures.pop("null_regions", None)  # it follows from the results
             figures.setdefault("input", "prefetch")  # files of November 2026 do not say
+            if missing := _NEEDED - figures.keys():
+                raise FiguresError(f"the file does not say the {min(missing)} of the run.")
             known = {f.name for f in fields(Row)}
             rows = [[Row(**{k: v for k, v in row.items() if k in known}) for row in r["rows"]] for r in results]
             parts = [Result(r["model"], r["batch"], part) for r, part in zip(results, rows, strict=True)]
@@ -167,7 +171,7 @@ def read(path: Path) -> Figures:
     """
     try:
         return Figures.from_json(path.read_text())
-    except FiguresError as error:
+    except (FiguresError, UnicodeDecodeError) as error:
         raise FiguresError(f"{path}: {error}") from error
 
 
@@ -396,13 +400,15 @@ def _verdict(sweep: Sweep) -> list[str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device had too little memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    """Return whether a device, or the host, had too little memory."""
+    told = ("out of memory", "can't allocate memory")  # the second one is of the allocator of the host
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in told)
 
 
 def first_line(error: BaseException) -> str:
-    """Return what a row says of an error."""
+    """Return what a row says of an error, with the user's line if it came through one."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    where = user_line(error)
+    return f"{type(error).__name__}: {lines[0]}{f' ({where})' if where else ''}"

@@ -42,8 +42,25 @@ _THIN = ("_tensor", "_tensor_str", "functional", "_jit_internal", "_ops", "__ini
 
 def user_line(error: BaseException) -> str:
     """Return `file:line: source` of the innermost of the user's lines that an error came through, "" if none."""
-    frames = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if _is_users_frame(frame)]
+    frames = _users_frames(error)
     return line_text(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback of an error, of the user's lines alone, "" if it came through none of them.
+
+    A syntax error has no frame in the file that it is in: its own text names the line.
+    """
+    frames = _users_frames(error)
+    if not frames and not (isinstance(error, SyntaxError) and _is_users(error.filename or "<string>")):
+        return ""
+    lines = traceback.StackSummary.extract(iter(frames)).format()
+    return "".join([*lines, *traceback.format_exception_only(type(error), error)])
+
+
+def _users_frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Return the user's frames that an error came through, with the line in each, the innermost last."""
+    return [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if _is_users_frame(frame)]
 
 
 def running_place(frame: FrameType | None) -> tuple[str, int] | None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ._bench_profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
 from ._blame import line_text, user_line
-from ._errors import AmpkitError
+from ._errors import UsageError
 from ._fake import can_save_for_backward
 from ._faults import CHECKS, Fault, Origins, Subject, Trial
 from ._policy import Policy
@@ -44,7 +44,7 @@ _UNCHECKED_ON_CPU = (
 )
 
 
-class DoctorError(AmpkitError, ValueError):
+class DoctorError(UsageError):
     """What `module:function` names cannot be examined; the message says why and what to write instead."""
 
 
@@ -111,7 +111,8 @@ def diagnose(
         bar: show a progress bar, if there is a terminal.
 
     Raises:
-        DoctorError: it cannot be trained; or `find` raised it.
+        DoctorError: it cannot be trained. Its cause is what the user's code raised, if that is the reason.
+        UsageError: `find` raised it.
 
     Sync: waits for the device.
     """
@@ -129,7 +130,7 @@ def _trial(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) ->
     try:
         trial = Trial((_lightning_subject if lightning else _subject)(name, find))
         trial.run()
-    except DoctorError:
+    except UsageError:
         raise
     except Exception as error:  # whatever the user's code raises
         where = user_line(error)

@@ -13,6 +13,10 @@ class InputMismatch(AmpkitError, ValueError):  # noqa: N818 - says more than Inp
     """A batch does not fit the step: wrong device, wrong layout, or a leaf that no graph can take."""
 
 
+class UsageError(AmpkitError, ValueError):
+    """A command of `python -m ampkit` was given what it cannot use. The message says what to write instead."""
+
+
 class AmpkitWarning(UserWarning):
     """Base class of every warning that ampkit issues."""
 

@@ -6,7 +6,7 @@ import sys
 class Bar:
     """A line on a terminal that says how much is done. Nothing where there is no terminal."""
 
-    def __init__(self, total: int, shown: bool) -> None:
+    def __init__(self, total: int, shown: bool = True) -> None:
         self._total = total
         self._done = 0
         self._shown = shown and sys.stderr.isatty()

@@ -33,7 +33,7 @@ $ python -m ampkit ops --device cuda --diff before.json
 ```
 
 The last command prints the operations whose rule changed, with the `Policy(ops=...)` that keeps the old rules, and
-exits with status 1 if there are any.
+exits with code 1 if there are any, with 0 if there are none, and with 2 if the tables cannot be compared.
 
 The names are ATen's: `sum.dim_IntList` is `torch.sum(x, dim)`, what stands behind the dot tells overloads apart.
 """

@@ -90,6 +90,9 @@ LAYERS = {
     "_lightning_step.py": 5,
     "_lightning_watch.py": 7,
     "lightning.py": 8,
+    "_users_function.py": 2,
+    "_command.py": 3,
+    "_env.py": 1,
     "_bench_cases.py": 5,
     "_bench_process.py": 5,
     "_bench_report.py": 5,
@@ -102,7 +105,8 @@ LAYERS = {
     "_bench_curves.py": 9,
     "_faults.py": 7,
     "_doctor.py": 8,
-    "__main__.py": 10,
+    "_bench_command.py": 10,
+    "__main__.py": 12,  # above the package, whose version it prints
 }
 PACKAGES = {"debug/__init__.py": 7, "__init__.py": 11}  # these re-export, from their own layer and below
 ORDER = {**LAYERS, **PACKAGES}

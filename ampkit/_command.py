@@ -61,13 +61,16 @@ def json_file(text: str) -> str:
 
 
 def output_file(text: str) -> Path:
-    """Return the path of a file that can be written later, when hours of work depend on it."""
-    path = Path(text)
+    """Return the path of a file that can be written later, when hours of work depend on it.
+
+    It is absolute, since the user's code may change the current folder.
+    """
+    path = Path(text).absolute()
     try:
         if path.is_dir():
             raise argparse.ArgumentTypeError(f"{text!r} is a folder, expected a file")
         if not path.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
+            raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(Path(text).parent)!r}; make it first")
         if path.exists() and not os.access(path, os.W_OK):
             raise argparse.ArgumentTypeError(f"{text!r} is read-only")
         if not _is_special(path):
@@ -84,7 +87,8 @@ def _is_special(path: Path) -> bool:
 
 
 def _part(path: Path) -> Path:
-    return path.resolve().with_name(f"{path.resolve().name}.part")
+    target = path.resolve()
+    return target.with_name(f"{target.name}.{os.getpid()}.part")
 
 
 def _write(path: Path, text: str) -> None:
@@ -92,8 +96,12 @@ def _write(path: Path, text: str) -> None:
     if _is_special(path):
         path.write_text(text)
         return
-    _part(path).write_text(text)
-    _part(path).replace(path.resolve())
+    part = _part(path)
+    try:
+        part.write_text(text)
+        part.replace(path.resolve())
+    finally:
+        part.unlink(missing_ok=True)
 
 
 class Output:

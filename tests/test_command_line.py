@@ -53,6 +53,11 @@ def example():
     return nn.Linear(4, 4), torch.ones(2, 4)
 
 
+def elsewhere():
+    os.chdir(os.sep)
+    return example()
+
+
 def misfit():
     return nn.Linear(4, 4), torch.ones(2, 5)
 
@@ -255,8 +260,15 @@ def test_a_file_is_whole_or_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPa
         patch.setattr(Path, "write_text", as_if_in(full, os.__file__))
         assert main(["env", "--json", str(file)]) == 2
     assert file.read_text() == "the old one"
+    assert not list(folder.glob("*.part"))
     assert main(["env", "--json", str(file)]) == 0
     assert json.loads(file.read_text())["ampkit"] == ampkit.__version__
+
+
+def test_a_file_is_where_it_was_looked_for(folder: Path) -> None:
+    """The user's code changes the current folder: a relative path is still one of the folder where the user is."""
+    assert main(["explain", "mine:elsewhere", "--device", "cpu", "--json", "out.json"]) == 0
+    assert (folder / "out.json").exists()
 
 
 def test_no_reader() -> None:

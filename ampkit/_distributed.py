@@ -23,7 +23,7 @@ class Ranks:
         device: where NCCL can reduce a flag.
     """
 
-    other_found = "another rank found a line that cannot be captured; the message there names it."
+    other_found = "another rank found that its step cannot be captured; the message there says why."
     other_failed = "the capture failed on another rank; the message there says why."
 
     def __init__(self, model: nn.Module | None, device: torch.device) -> None:

@@ -16,17 +16,19 @@ from ._capturing import is_recording
 from ._distributed import Ranks
 from ._errors import CaptureError, CaptureWarning
 from ._graph import capture_stream
-from ._inputs import Spec, StaticInputs, describe_change, read_batch
+from ._inputs import StaticInputs, read_batch
 from ._overlaps import StateMemory, Writes
 from ._preflight import Preflight, describe
 from ._rehearsal import Rehearsal
 from ._scaler import check_positive
 from ._segments import no_recompile
-from ._state import Generation, Settings, TrainingState
+from ._state import TrainingState
+from ._surroundings import Change, Surroundings
 from ._timing import Clock, Timing
 from ._torch import settle_attention_priority, tree_flatten, tree_unflatten, version
 from ._turns import Turn, turns_on
 from ._undeclared import Undeclared
+from ._variation import Key, Variation
 from ._verify import Verdict, verified
 
 WARM_UP = "warm-up"
@@ -78,7 +80,7 @@ class Report:
         bytes: device memory that only graphs use: their pool and static inputs.
         per_graph: the graphs that are alive, the least recently used first.
         skipped: optimizer steps that the loss scale skipped.
-        failure: why capture was given up, or None.
+        failure: why capture was given up, or why no graph was replayed in the last calls; None if there is no reason.
         eager_ms: what an eager step took: median over warm-up calls that are neither the first of their input nor the
             last, which are slower than others. None where there was none, as with `warmup=2`. On CUDA it is the time
             from the first work of the call on its stream to the last, waiting for the host included.
@@ -164,12 +166,6 @@ def check_at_least(where: str, name: str, value: object, least: int, why: str) -
         raise ValueError(f"{where}({name}={value!r}): expected an int of at least {least}; {why}.")
 
 
-class _Key(NamedTuple):
-    spec: Spec
-    phase: Hashable
-    settings: int
-
-
 class _Layout:
     """What is known of a key that has no graph."""
 
@@ -206,6 +202,7 @@ class Engine:
         captured: what a graph records: `fn`, or something that leaves the same bits.
         watching: a context to be entered around the call of `fn` that precedes a capture.
         declared: whether the user has declared what `fn` may change, so that nothing else may be.
+        one_argument: whether every call has one argument, the batch.
     """
 
     def __init__(
@@ -221,6 +218,7 @@ class Engine:
         captured: Callable[..., Any] | None = None,
         watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
         declared: bool = False,
+        one_argument: bool = False,
     ) -> None:
         if options.verify and ranks.wrappers:
             raise NotImplementedError(
@@ -252,10 +250,9 @@ class Engine:
         self._failure: str | None = None
         self._warned: set[str] = set()
         self._cache = Cache(options.max_graphs, options.memory_budget)
-        self._layouts: OrderedDict[_Key, _Layout] = OrderedDict()
-        self._generation: Generation | None = None
-        self._settings: list[Settings] = []
-        self._setting = 0  # the index of the present ones
+        self._layouts: OrderedDict[Key, _Layout] = OrderedDict()
+        self._surroundings = Surroundings(state)
+        self._variation = Variation(device, self._warmup, one_argument)
         self._reason = WARM_UP  # of an input that was warm under other settings
         self._seen: set[int] = set()  # inputs that were, by hash: the inputs may hold what is the user's
         self._eager: Counter[str] = Counter()
@@ -296,11 +293,15 @@ class Engine:
             return self.run(self._refused, lambda: self._fn(phase, *args, **kwargs))
         if is_recording():  # what it would launch can be no part of the other's graph
             return self.run("within the capture of another", lambda: self._fn(phase, *args, **kwargs))
-        key = _Key(spec, phase, self._observe())
+        if (change := self._surroundings.observe()) is not None:
+            self._adapt(change)
+        key = Key(spec, phase, self._surroundings.number)
         captured = self._cache.get(key)
-        layout = self._layout(key) if captured is None else None
-        wants = layout is not None and not layout.eager and self._is_warm(layout)
-        problem = layout.problem if layout is not None and wants else ""
+        layout, wants, problem = None, False, ""
+        if captured is None:
+            layout = self._layout(key)
+            wants = not layout.eager and self._is_warm(layout)
+            problem = (layout.problem if wants else "") or self._note(key, layout)
         all_want, all_can = self._ranks.decide(wants, not problem, captured is not None)
         if self._ranks.wrappers and start is not None:
             start = self._clock.now()  # behind a vote, which waits for the device
@@ -316,6 +317,8 @@ class Engine:
             if captured is None:
                 reason = self._refused or layout.eager or "the ranks have not agreed to capture yet"
                 return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
+        elif not all_can and self._options.on_failure == "raise":  # or the rank that raises would be waited for
+            raise CaptureError(f"{self._name}: {self._ranks.other_found}")
         self.replays += 1
         captured.timing.replays += 1
         if self._unverified:
@@ -367,6 +370,7 @@ class Engine:
 
     def _report(self, skipped: int) -> Report:
         saving = self._cache.saving()
+        self._variation.follow(self.replays, self.captures)
         return Report(
             graphs=len(self._cache),
             captures=self.captures,
@@ -378,7 +382,7 @@ class Engine:
                 GraphReport(str(key.spec), captured.nbytes, *captured.timing.saving()) for key, captured in self._cache
             ),
             skipped=skipped,
-            failure=self._failure,
+            failure=self._failure or self._variation.text or None,
             eager_ms=saving.eager_ms,
             replay_ms=saving.replay_ms,
             saved_s=saving.seconds,
@@ -393,40 +397,29 @@ class Engine:
         """Drop all graphs and give their memory back. The next call warms up and captures again."""
         self._cache.clear()
         self._layouts.clear()
-        self._settings.clear()
-        self._generation = None
+        self._surroundings.forget()
+        self._variation.restart()
 
     # ------------------------------------------------------------------------------------------------------- the key
 
-    def _observe(self) -> int:
-        """Return a number for the settings around this call, having dropped the graphs that the state outlived."""
-        now, before = self._state.generation(), self._generation
-        if now is before:
-            return self._setting
-        if now == before:
-            self._generation = now
-            return self._setting
-        if before is not None:
-            replaced = before.replaced_in(now)
-            changes = replaced or before.settings.changes(now.settings)
-            if replaced or len(self._settings) > _MAX_SETTINGS:
-                self.close()
-            if now.settings not in self._settings:
-                self._reason = f"{WARM_UP} again: {changes}"
-                self._warn_once(
-                    "changes", f"{changes}. Each such change takes {self._warmup} eager steps and a new capture."
-                )
-        self._generation = now
-        if now.settings not in self._settings:
-            self._settings.append(now.settings)
-        self._setting = self._settings.index(now.settings)
-        return self._setting
+    def _adapt(self, change: Change) -> None:
+        """Drop the graphs that the state outlived, and say once what a change costs."""
+        if change.outdates:
+            self._cache.clear()
+            self._layouts.clear()
+        self._reason = f"{WARM_UP} again: {change.reason}"
+        text = f"{change.text}. Each such change takes {self._warmup} eager steps and a new capture."
+        if self._warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
+            self._variation.follow(self.replays, self.captures)
+            self._variation.say(change.advice)
 
-    def _layout(self, key: _Key) -> _Layout:
+    def _layout(self, key: Key) -> _Layout:
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) == _MAX_LAYOUTS:
-                self._say_that_inputs_vary(key)
+                if "variation" not in self._warned:
+                    around = self._surroundings.around
+                    self._warn_once("variation", self._variation.text_of([(known, around) for known in self._layouts]))
                 self._layouts.popitem(last=False)
             seen = hash((key.spec, key.phase))
             layout = self._layouts[key] = _Layout(self._reason if seen in self._seen else WARM_UP, self._lenient)
@@ -434,14 +427,24 @@ class Engine:
                 self._seen.add(seen)
         return layout
 
-    def _say_that_inputs_vary(self, key: _Key) -> None:
-        other = next(reversed(self._layouts))
-        self._warn_once(
-            "layouts",
-            f"{_MAX_LAYOUTS} different inputs so far, the last of them because {describe_change(other.spec, key.spec)}."
-            " Each takes eager steps and a capture of its own. Pass numbers that vary as tensors, and pad shapes that "
-            "vary with ampkit.Buckets.",
-        )
+    def _note(self, key: Key, layout: _Layout) -> str:
+        """Take note that there is no graph for this call. Return why the ranks must give up, "" if there is no reason.
+
+        Without `on_failure="raise"` they go on: capture works as soon as nothing varies any more.
+        """
+        if layout.eager:
+            return ""
+        self._variation.follow(self.replays, self.captures)
+        kept = min(self._cache.limit, _MAX_LAYOUTS)
+        cause = self._variation.note(key, self._surroundings.around, self.captures, kept)
+        if cause is None:
+            return ""
+        if self._options.on_failure == "raise":
+            return self._variation.text
+        layout.reason = f"{WARM_UP}: {cause.reason}"
+        if not self._variation.is_said:
+            self._warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
+        return ""
 
     # ---------------------------------------------------------------------------------------------- warm-up, capture
 
@@ -460,8 +463,7 @@ class Engine:
             self._leaves = ()
         layout.problem = "\n".join(filter(None, (layout.problem, self._undeclared.take_problem())))
         if self._undeclared.adopt():
-            self._generation = self._state.generation()
-            self._settings[self._setting] = self._generation.settings
+            self._surroundings.accept()
 
     def _warm_up(
         self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
@@ -519,9 +521,9 @@ class Engine:
                 modes.enter_context(torch.no_grad())
             return fn()
 
-    def _capture(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
+    def _capture(self, key: Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
         """Capture for this key; on failure leave everything as before the call and return None, or raise."""
-        if layout.evictions:
+        if layout.evictions and "variation" not in self._warned:  # which has said more
             self._warn_once(
                 "evictions",
                 f"a graph that was dropped to make room for others is captured again ({key.spec}). Raise max_graphs "
@@ -556,7 +558,7 @@ class Engine:
             captured if self._ranks.agree(not self._cache.over_budget()) else self._within_budget(key, layout, leaves)
         )
 
-    def _compare(self, key: _Key, layout: _Layout, outputs: Any) -> None:
+    def _compare(self, key: Key, layout: _Layout, outputs: Any) -> None:
         """Compare what was just captured, and replayed once, with the rehearsal; give it up if it differs.
 
         Behind the replay: whatever the host chose for this call is what the graph has. To call the user's code again
@@ -582,7 +584,7 @@ class Engine:
             raise DoneError(f"{self._name}: {failure} This step was done, as eager computes it.", outputs)
         self._give_up(layout, "capture failed", failure)
 
-    def _within_budget(self, key: _Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
+    def _within_budget(self, key: Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
         """Capture again into a pool that fewer graphs share; give this key up if its graph alone is too large."""
         budget = self._options.memory_budget
         assert budget is not None  # or nothing would be over it
@@ -603,7 +605,7 @@ class Engine:
     def _evicted(self, keys: Sequence[Hashable]) -> None:
         self.evictions += len(keys)
         for key in keys:
-            assert isinstance(key, _Key)  # what _capture adds
+            assert isinstance(key, Key)  # what _capture adds
             layout = self._layout(key)
             # Shapes that take turns in too few graphs would be captured over and over: each time after twice the wait.
             layout.warm, layout.evictions = 0, layout.evictions + 1
@@ -612,6 +614,7 @@ class Engine:
 
     def _give_up(self, layout: _Layout, reason: str, error: CaptureError) -> None:
         if self._options.on_failure == "raise":
+            self._variation.restart()  # the caller may go on with batches that do not vary
             raise CaptureError(f"{self._name}: {error}") from error
         self._failure = str(error)
         layout.eager = reason
@@ -654,10 +657,13 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------------- messages
 
-    def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            self._warn(message)
+    def _warn_once(self, kind: str, message: str) -> bool:
+        """Warn unless there was a warning of this kind; return whether there was none."""
+        if kind in self._warned:
+            return False
+        self._warned.add(kind)
+        self._warn(message)
+        return True
 
     def _warn(self, message: str) -> None:
         warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())
@@ -667,7 +673,6 @@ _LOOKED_AT_FIRST = 8  # layouts; more come from inputs that vary
 _MAX_SEEN = 4096
 _MAX_LAYOUTS = 256  # without a graph; a batch that holds a step number makes one per call
 _MARKS = 64  # after a call that is to be timed: inputs may take turns
-_MAX_SETTINGS = 32  # OneCycleLR's momentum makes one per call
 
 
 def _refuse_rebound(paths: list[str]) -> None:

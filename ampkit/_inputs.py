@@ -124,21 +124,16 @@ _MAX_TREES = 256  # a dict with other keys in each batch makes one per call
 _trees: dict[Hashable, TreeSpec] = {}
 
 
-def path(tree: TreeSpec, leaf: int) -> str:
-    """Return how the user wrote the given leaf: `batch[0]`, `batch['image']`, `batch[1]['mask'][2]`."""
+def paths(tree: TreeSpec) -> list[str]:
+    """Return how the user wrote each leaf: `batch[0]`, `batch['image']`, `batch[1]['mask'][2]`."""
     whole = tree_unflatten(range(tree.num_leaves), tree)
-    keys = tree_flatten_with_path(whole)[0][leaf][0]
-    return f"batch{keystr(keys[1:])}"  # keys[0] chooses between args and kwargs
+    # keys[0] chooses between args and kwargs.
+    return [f"batch{keystr(keys[1:])}" for keys, _ in tree_flatten_with_path(whole)[0]]
 
 
-def describe_change(old: Spec, new: Spec) -> str:
-    """Return in words the first difference between two specs."""
-    if old.tree != new.tree:
-        return f"the batch had {old.tree.num_leaves} leaves at capture, now {new.tree.num_leaves} in another tree"
-    for i, (before, after) in enumerate(zip(old.leaves, new.leaves, strict=True)):
-        if before != after:
-            return f"{path(old.tree, i)} was {before} at capture, now {after}"
-    return "nothing changed"
+def path(tree: TreeSpec, leaf: int) -> str:
+    """Return how the user wrote the given leaf."""
+    return paths(tree)[leaf]
 
 
 class StaticInputs:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._inputs import Constant
+
 _IN_A_HOOK = "Do it in a hook that fires after each replay, such as on_train_batch_end."
 # What Lightning changes between two batches on the host.
 _MOVING = {
@@ -73,7 +75,7 @@ _OWN = {"training"}  # part of what the engine tells graphs apart by
 
 
 def _value(held: Any) -> Hashable:
-    return _Identity(held) if isinstance(held, Tensor) else (type(held), held)
+    return _Identity(held) if isinstance(held, Tensor) else Constant(type(held), held)
 
 
 class _Identity:

@@ -18,6 +18,7 @@ from ._recipe import Phase, Recipe, StepOutput
 from ._scaler import GradScaler
 from ._state import TrainingState
 from ._torch import tree_flatten
+from ._variation import Part
 
 
 class Clip(NamedTuple):
@@ -48,7 +49,12 @@ class _Place(NamedTuple):
 
     phase: Phase
     divisor: int
-    host: Hashable  # what training_step may read
+    host: tuple[tuple[str, Hashable], ...]  # what training_step may read, by name
+
+    def parts(self) -> list[Part]:
+        """Return what messages name if it varies from call to call."""
+        read = [Part(f"self.{name}", value, _IN_A_BUFFER) for name, value in self.host]
+        return [*self.phase.parts(), Part("accumulate_grad_batches", self.divisor, _SAME_WINDOW), *read]
 
 
 class NoStepError(Exception):
@@ -128,6 +134,7 @@ class TrainerStep:
             name="AmpkitCallback",
             captured=self._run_captured,
             watching=self._recipe.watching,
+            one_argument=True,
         )
         self._rest: tuple[Any, ...] = ()
         self._held: tuple[int, ...] = ()
@@ -290,6 +297,8 @@ class TrainerStep:
                 self._give_up(reason)
 
 
+_IN_A_BUFFER = "Keep what training_step reads in a buffer, and change that in place."
+_SAME_WINDOW = "Keep accumulate_grad_batches the same."
 _MAX_CONSTANTS = 64  # a number that is another one in each eager step must not fill the memory
 _READ_BY_THE_BAR = (
     "AmpkitCallback: self.log({0!r}, ..., prog_bar=True) makes Lightning read the value on every batch, so that each "

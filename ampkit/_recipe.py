@@ -13,6 +13,7 @@ from ._optim import CapturableGroups
 from ._policy import Policy
 from ._scaler import GradScaler
 from ._torch import foreach_copy_, tree_flatten, tree_unflatten
+from ._variation import Part
 from ._working import WorkingWeights
 
 
@@ -46,6 +47,10 @@ class Phase(NamedTuple):
     last: bool
     held: tuple[int, ...]
     observed: bool = False
+
+    def parts(self) -> list[Part]:
+        """Return what messages name if it varies from call to call. `last` and `observed` cannot vary much."""
+        return [Part("the set of parameters with gradients from earlier micro-batches", self.held, _SAME_PARAMETERS)]
 
 
 class Recipe:
@@ -254,6 +259,9 @@ class Recipe:
     def _output(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         return tensor.to(self._policy.output) if self._policy is not None and tensor.is_floating_point() else tensor
+
+
+_SAME_PARAMETERS = "Have the loss of each micro-batch depend on the same parameters."
 
 
 def _name(parameter: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ._text import value_text
 from ._torch import (
     SETTINGS,
     DeviceContext,
@@ -51,19 +52,43 @@ class Settings(NamedTuple):
     host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, autocast around the call, by name
     torch_settings: tuple[Any, ...]  # those of torch that decide which kernels run, in the order of `SETTINGS`
 
-    def changes(self, new: "Settings") -> str:
-        """Return in words what differs from `new`, or "" if nothing does."""
+    def named(self) -> dict[str, Any]:
+        """Return every setting by the name that messages use."""
+        read = zip(SETTINGS, self.torch_settings, strict=True)
+        return {MODES: self.modes, GRADIENTS: self.gradients, **dict(self.host), **dict(read)}
+
+    def changed(self, new: "Settings") -> list[str]:
+        """Return the names of what differs from `new`."""
+        old, now = self.named(), new.named()
+        return [name for name in {**old, **now} if name not in old or name not in now or old[name] != now[name]]
+
+    def changes(self, new: "Settings", values: bool = False) -> str:
+        """Return in words what differs from `new`, or "" if nothing does.
+
+        Args:
+            new: the later ones.
+            values: whether hyperparameters come with their values.
+        """
         if self.modes != new.modes:
-            return "train/eval mode or requires_grad changed"
+            return f"{MODES} changed"
         if self.gradients != new.gradients:
             return "gradients were made, replaced or set to None outside of the step"
         if len(self.host) != len(new.host):
             return "the options of a param group changed"
         pairs = zip(self.host, new.host, strict=True)
-        changed = [f"{name} changed" for (name, old), (_, now) in pairs if old != now]
+        changed = [f"{name} changed{_from_to(old, now) * values}" for (name, old), (_, now) in pairs if old != now]
         read = zip(SETTINGS, self.torch_settings, new.torch_settings, strict=True)
         changed += [f"{name} changed from {old!r} to {now!r}" for name, old, now in read if old != now]
         return ", ".join(changed)
+
+
+MODES, GRADIENTS = "train/eval mode or requires_grad", "gradients outside of the step"
+
+
+def _from_to(old: Any, now: Any) -> str:
+    """Return two values in words, "" if they are none that a user would recognise."""
+    before, after = value_text(old), value_text(now)
+    return f" from {before} to {after}" if before and after else ""
 
 
 class _Objects:
@@ -275,12 +300,14 @@ class TrainingState:
         named.append(("the policy around the step", policies))
         named.append(("torch.get_default_device()", _default_devices(modes)))
         named.append(("the policy on the model", tuple(map(type, walk.modules))))
-        for optimizer in self.optimizers:
+        for k, optimizer in enumerate(self.optimizers):
+            owner = f"optimizers[{k}]" if len(self.optimizers) > 1 else "the optimizer"
+            prefix = f"{owner}." if len(self.optimizers) > 1 else ""
             for i, group in enumerate(optimizer.param_groups):
                 # A float learning rate is fed through a tensor (_optim.py).
                 frozen = (key for key in group if key not in _NOT_FROZEN)
-                named.extend((f"param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
-            named.append(("the optimizer's step hooks", tuple(step_hooks(optimizer))))
+                named.extend((f"{prefix}param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
+            named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))
         if self.scaler is not None and self.scaler.is_enabled():
             named.extend((f"the scaler's {name}", value) for name, value in self.scaler.rule().items())
         return tuple(named)

@@ -88,7 +88,8 @@ def graphed_step(
             eleven steps' time where kernels are not deterministic: what replays differ by from each other is allowed.
         numerics: what `ampkit.debug.numerics(model)` returned: it measures in some of the steps, which get graphs of
             their own, warmed up in the same way, and changes no bit of any step.
-        on_failure: "eager": if the step cannot be captured, warn once and go on eagerly. "raise": raise `CaptureError`.
+        on_failure: "eager": if the step cannot be captured, or never is because the batch or a setting was new in each
+            of 32 calls, warn once and go on eagerly. "raise": raise `CaptureError`.
         graph: "auto": a CUDA graph if the model is on CUDA. "emulate": the same engine, re-running `loss_fn` instead
             of a graph, on any device. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.

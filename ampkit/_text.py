@@ -1,6 +1,7 @@
 """How what ampkit prints is written: amounts of memory, names of dtypes and types, the columns of a table."""
 
 from collections.abc import Sequence
+from numbers import Number
 
 import torch
 
@@ -30,6 +31,18 @@ def type_text(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"
     return type(value).__name__
+
+
+def value_text(value: object) -> str:
+    """Return a number, a text, a dtype, a device, None or a tuple of these as Python writes it, cut in the middle where
+    it is long; "" for anything else.
+    """
+    parts = value if type(value) is tuple else (value,)
+    return _cut(repr(value), _LONGEST) if all(isinstance(part, _PLAIN) for part in parts) else ""
+
+
+_LONGEST = 60
+_PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def grid(

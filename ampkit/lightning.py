@@ -49,7 +49,8 @@ class AmpkitCallback(Callback):
         max_graphs: how many graphs are kept.
         memory_budget: bytes that all graphs may take together, None without limit.
         verify: compare the first so many replays with eager steps, bit by bit.
-        on_failure: "eager": if nothing can be captured, warn and go on. "raise": raise `CaptureError`.
+        on_failure: "eager": if nothing can be captured, or nothing is because the batch or a setting was new in each of
+            32 calls, warn and go on. "raise": raise `CaptureError`.
         numerics: measure in each so-manieth optimizer step what `ampkit.debug.numerics` does; None in none.
         memory: record who holds the memory in one of the eager steps at the beginning, as `ampkit.debug.memory` does.
 

@@ -172,10 +172,11 @@ class Job:
             max_norm=args.max_norm,
             accumulate=args.accumulate,
             graph=graph,
+            on_failure=args.on_failure,
         )
         KEPT.append(self.step)
 
-    def loss_fn(self, model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Tensor:
+    def loss_fn(self, model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor, number: int = 0) -> Tensor:
         """Return the loss; on the rank that is to fail, with a line that no graph can hold."""
         loss = F.cross_entropy(model(images), labels) * boost
         if self.rank == self.args.failing_rank and self.graph != "torch":
@@ -185,17 +186,19 @@ class Job:
                 raise ValueError("a mistake of the user")
         return loss
 
-    def batch(self, call: int = -1) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a new batch of this rank's own, with infinite gradients or of another size where the options say."""
+    def batch(self, call: int = -1) -> tuple[Any, ...]:
+        """Return a new batch of this rank's own, with infinite gradients, of another size, or with a number of Python
+        that varies, where the options say."""
         odd = call in self.args.odd_calls and self.rank == 1
         size = self.args.batch - 1 if odd else self.args.batch
         images = torch.randn(size, 3, self.size, self.size, generator=self.made)
         labels = torch.randint(10, (size,), generator=self.made)
         overflows = call in self.args.overflows and self.rank == 1
         boost = torch.tensor(float("inf") if overflows else 1.0)
-        return images.to(self.device), labels.to(self.device), boost.to(self.device)
+        varies = self.args.varies_from is not None and call >= self.args.varies_from and self.rank == 1
+        return images.to(self.device), labels.to(self.device), boost.to(self.device), *([call] if varies else [])
 
-    def __call__(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def __call__(self, batch: tuple[Any, ...]) -> Tensor:
         """Do the step of one batch; return its loss."""
         return self._with_torch(batch) if self.graph == "torch" else self.step(*batch).loss
 
@@ -208,7 +211,7 @@ class Job:
             dist.all_reduce(param.grad.div_(dist.get_world_size()))
         self._update()
 
-    def _with_torch(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def _with_torch(self, batch: tuple[Any, ...]) -> Tensor:
         self.micro += 1
         last = self.micro % self.args.accumulate == 0
         with nullcontext() if last else self.model.no_sync():
@@ -239,15 +242,20 @@ def train(args: argparse.Namespace, device: torch.device, graph: str) -> dict[st
     """Return digests of all state by name, the counts, and what was warned of."""
     job = Job(args, device, graph)
     torch.manual_seed(5 + job.rank)
-    losses = []
+    losses, raised = [], None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for call in range(args.calls):
-            losses.append(job(job.batch(call)))
+            try:
+                losses.append(job(job.batch(call)))
+            except ampkit.CaptureError as error:
+                raised = str(error)
+                break
         if args.flush:
             job.flush()
     row: dict[str, Any] = {
         "losses": torch.stack(losses).tolist(),
+        "raised": raised,
         "parameters": digests(dict(job.model.named_parameters())),
         "messages": [str(w.message) for w in caught if issubclass(w.category, ampkit.AmpkitWarning)],
     }
@@ -452,6 +460,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--graph", choices=["auto", "emulate", "off", "torch"], nargs="+", default=["auto"])
     parser.add_argument("--overflows", type=int, nargs="*", default=[], help="calls that overflow on rank 1")
     parser.add_argument("--odd-calls", type=int, nargs="*", default=[], help="calls with a smaller batch on rank 1")
+    parser.add_argument("--varies-from", type=int, help="call from which batches of rank 1 hold the call's number")
+    parser.add_argument("--on-failure", choices=["eager", "raise"], default="eager")
     parser.add_argument("--failing-rank", type=int, default=-1)
     parser.add_argument("--failure", choices=["item", "capture"], default="item")
     parser.add_argument("--end", choices=[*ENDS, "all"], default="close")

@@ -116,24 +116,6 @@ def test_the_least_recently_used_graph_goes(engine: Engine) -> None:
     assert step.report().eager == {"warm-up": 9, "warm-up again: its graph made room for another": 6}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_number_that_varies_is_pointed_out(engine: Engine) -> None:
-    """A step counter passed as a Python number makes a layout per call: said once, after many, with the remedy."""
-
-    def loss_fn(model: nn.Module, x: Tensor, number: int) -> Tensor:
-        return model(x).square().mean() * (number % 3)
-
-    step, _, _ = make(engine, model=nn.Linear(4, 4).to(engine[0]), loss_fn=loss_fn)
-    x = torch.ones(2, 4, device=engine[0])
-    for i in range(256):
-        step(x, i)
-    with pytest.warns(ampkit.CaptureWarning, match=r"256 different inputs .* batch\[1\] was 255 at capture, now 256"):
-        step(x, 256)
-    for i in range(257, 300):
-        step(x, i)
-    assert step.report().eager == {"warm-up": 300}
-
-
 def test_a_budget_below_one_graph() -> None:
     """A layout whose graph alone is over memory_budget trains eagerly, others that fit are captured."""
     step, _, _ = make(("cpu", "emulate"), memory_budget=4096)

@@ -148,8 +148,9 @@ class Cache:
         return evicted
 
     def drop(self, key: Hashable) -> None:
-        """Reset one graph."""
-        self._drop(self._graphs.pop(key))
+        """Reset one graph, if it is there."""
+        if key in self._graphs:
+            self._drop(self._graphs.pop(key))
 
     def _drop(self, captured: Captured) -> None:
         captured.reset()  # waits for the device, as the next line would
@@ -181,9 +182,8 @@ class Cache:
 
     def clear(self) -> None:
         """Reset all graphs. The pool goes with the last."""
-        for captured in self._graphs.values():
-            self._drop(captured)
-        self._graphs.clear()
+        while self._graphs:
+            self._drop(self._graphs.popitem()[1])  # first out of the cache: one that is reset must not serve
 
     def saving(self) -> Saving:
         """Return what all graphs so far have saved, those that were dropped too. Sync: waits for the calls that were

@@ -4,7 +4,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from numbers import Number
 from pathlib import Path
@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 
 from ._blame import line_text, running_place
-from ._torch import UnseenFunctionMode, enter_mark, execution_trace, exit_mark, tree_flatten, unseen_function_mode
+from ._torch import (
+    UnseenFunctionMode,
+    enter_mark,
+    execution_trace,
+    exit_mark,
+    leave,
+    tree_flatten,
+    unseen_function_mode,
+)
+from ._undo import Undo
 
 
 class _Call(NamedTuple):
@@ -78,38 +87,42 @@ class Recorder:
         self.record: Record | None = None
         self._lenient = lenient
         self._calls = _Calls() if numbers else None
-        self._entered = ExitStack()
-        self._folder = ""
-        self._works = False
+        self._context: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> "Recorder":
-        self.record = None
-        with ExitStack() as entered:
-            self._folder = entered.enter_context(tempfile.TemporaryDirectory(prefix="ampkit-"))
-            entered.callback(self._read)
-            self._works = entered.enter_context(execution_trace(str(self._file)))
-            if self._works:
-                exit_mark(enter_mark(_FIRST))  # tells which thread this is
-                if self._calls is not None:
-                    self._calls.made.clear()
-                    entered.enter_context(unseen_function_mode(self._calls))
-                    entered.enter_context(self._calls)
-            self._entered = entered.pop_all()
+        self._context = self._recording()
+        self._context.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-        if error[0] is not None:
-            self.record = None
+        self._context.__exit__(*error)
 
-    @property
-    def _file(self) -> Path:
-        return Path(self._folder, "trace.json")
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        self.record = None
+        with tempfile.TemporaryDirectory(prefix="ampkit-") as folder:
+            file = Path(folder, "trace.json")
+            with execution_trace(str(file)) as works:
+                if works:
+                    exit_mark(enter_mark(_FIRST))  # tells which thread this is
+                with self._calls_noted() if works else nullcontext():
+                    yield
+            if works:
+                calls = [] if self._calls is None else self._calls.made
+                self.record = _parsed(list(_entries(file.read_text(errors="replace"))), calls, self._lenient)
 
-    def _read(self) -> None:
-        if self._works:
-            calls = [] if self._calls is None else self._calls.made
-            self.record = _parsed(list(_entries(self._file.read_text(errors="replace"))), calls, self._lenient)
+    @contextmanager
+    def _calls_noted(self) -> Iterator[None]:
+        if self._calls is None:
+            yield
+            return
+        self._calls.made.clear()
+        with Undo() as undo:
+            undo.note(self._calls.end_marks)
+            undo.note(leave, self._calls)
+            with unseen_function_mode(self._calls):
+                self._calls.__enter__()  # type: ignore[no-untyped-call]
+                yield
 
 
 class _Calls(UnseenFunctionMode):
@@ -118,6 +131,12 @@ class _Calls(UnseenFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[_Call] = []
+        self._marks: list[Any] = []  # entered; none may end in another trace, where torch would crash
+
+    def end_marks(self) -> None:
+        """Exit the marks that an interrupt has left entered."""
+        while self._marks:
+            exit_mark(self._marks.pop())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -127,12 +146,13 @@ class _Calls(UnseenFunctionMode):
         leaves = tree_flatten((args, kwargs))[0]
         numbers = tuple(_in_words(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         parameters = tuple(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
-        mark = enter_mark(f"{_MARK}{len(self.made)}")
-        self.made.append(_Call(func, numbers, parameters, running_place(sys._getframe(1))))
+        call = _Call(func, numbers, parameters, running_place(sys._getframe(1)))
+        self._marks.append(enter_mark(f"{_MARK}{len(self.made)}"))
         try:
+            self.made.append(call)
             return func(*args, **kwargs)
         finally:
-            exit_mark(mark)
+            exit_mark(self._marks.pop())
 
 
 _FIRST = "ampkit: first"

@@ -27,9 +27,11 @@ from ._torch import (
     has_legacy_backward_hooks,
     hook_tables,
     in_backward,
+    modes,
     tree_flatten,
     tree_unflatten,
 )
+from ._undo import Undo, call
 
 _MAX_CAPTURES = 32  # per callable, in its life: a shape or a constant that always varies captures in every call
 
@@ -148,7 +150,7 @@ class GraphedCallable:
         if self._recorder not in (None, threading.get_ident()) and not in_backward():
             raise AmpkitError(_RECORDED)
         with self._lane.call():
-            return self._call(args, kwargs)
+            return call(self._call, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = self.blocker or self._why_not_now()
@@ -181,7 +183,7 @@ class GraphedCallable:
         """Capture for a sample. Warns of what cannot be captured; raises if inputs are unused or the callable fails."""
         if not self.blocker:
             with torch.inference_mode(False), torch.enable_grad():
-                self._find(*tree_flatten((args, kwargs)), is_sample=True)
+                call(self._find, *tree_flatten((args, kwargs)), is_sample=True)
 
     def install(self) -> Any:
         """Return the graphed callable: this object for a function, and for a module the module with a new `forward`."""
@@ -251,17 +253,18 @@ class GraphedCallable:
 
     def _capture(self, key: "_Key", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
         """Return graphs for this key, or None if it cannot be captured."""
-        self._recorder = threading.get_ident()
         try:
-            passes = self._record(key, leaves)
+            with Undo() as undo:
+                undo.note(setattr, self, "_recorder", None)
+                undo.note(modes())
+                self._recorder = threading.get_ident()
+                passes = self._record(key, leaves)
         except Exception as error:
             refused = isinstance(error, CaptureError)
             if is_sample and (isinstance(error, UnusedError) or not refused):
                 raise  # if it was not refused, the callable itself does not work
             self._warn(f"{error} Calls are eager." if refused else f"{describe_failure(error)} The call is eager.")
             return None
-        finally:
-            self._recorder = None
         self.captures += 1
         return passes
 

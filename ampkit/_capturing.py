@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ._torch import capturing_builtin, replace_capturing_builtin
+from ._undo import Undo
 
 # Libraries take another branch in a capture (transformers/masking_utils.py builds another mask and so reaches another
 # attention kernel): the graph would hold another step than the eager one. torch's own callers must know the truth: the
@@ -23,7 +24,7 @@ class _Captures(threading.local):
 
 
 _captures = _Captures()
-_streams: dict[int, int] = {}  # captures of ampkit's that are under way, by the handle of their stream
+_streams: dict[object, int] = {}  # the handles of the streams of ampkit's captures that are under way
 _lock = threading.Lock()
 _is_capturing = capturing_builtin()
 
@@ -31,11 +32,10 @@ _is_capturing = capturing_builtin()
 @contextmanager
 def recording() -> Iterator[None]:
     """Context of a capture, or of the eager call that one is compared with."""
-    _captures.recorded += 1
-    try:
+    with Undo() as undo:
+        undo.note(setattr, _captures, "recorded", _captures.recorded)
+        _captures.recorded += 1
         yield
-    finally:
-        _captures.recorded -= 1
 
 
 def is_recording() -> bool:
@@ -50,23 +50,23 @@ def hidden_capture(stream: torch.cuda.Stream) -> Iterator[None]:
     Other threads are told the truth of their own streams. The stream decides, not the thread alone, for checkpointing
     calls user code again on autograd's threads.
     """
-    handle = stream.cuda_stream
-    with _lock:
-        if not _streams:
+    with Undo() as undo:
+        capture = object()
+        undo.note(_end, capture)
+        undo.note(setattr, _captures, "inside", _captures.inside)
+        with _lock:
+            _streams[capture] = stream.cuda_stream
             replace_capturing_builtin(_answer)
-        _streams[handle] = _streams.get(handle, 0) + 1
-    _captures.inside += 1
-    try:
+        _captures.inside += 1
         with recording():
             yield
-    finally:
-        _captures.inside -= 1
-        with _lock:
-            _streams[handle] -= 1
-            if not _streams[handle]:
-                del _streams[handle]
-            if not _streams:
-                replace_capturing_builtin(_is_capturing)
+
+
+def _end(capture: object) -> None:
+    with _lock:
+        _streams.pop(capture, None)
+        if not _streams:
+            replace_capturing_builtin(_is_capturing)
 
 
 def _answer() -> bool:
@@ -74,6 +74,6 @@ def _answer() -> bool:
     if not _is_capturing():
         return False
     # In the capturing thread also a stream that was forked off is part of the capture.
-    ours = _captures.inside > 0 or torch.cuda.current_stream().cuda_stream in _streams
+    ours = _captures.inside > 0 or torch.cuda.current_stream().cuda_stream in _streams.copy().values()
     caller = sys._getframe(2).f_globals.get("__name__", "")
     return not ours or caller.partition(".")[0] in _TOLD_THE_TRUTH

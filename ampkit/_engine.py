@@ -25,9 +25,10 @@ from ._segments import no_recompile
 from ._state import TrainingState
 from ._surroundings import Change, Surroundings
 from ._timing import Clock, Timing
-from ._torch import settle_attention_priority, tree_flatten, tree_unflatten, version
+from ._torch import modes, settle_attention_priority, tree_flatten, tree_unflatten, version
 from ._turns import Turn, turns_on
 from ._undeclared import Undeclared
+from ._undo import Undo
 from ._variation import Key, Variation
 from ._verify import Verdict, verified
 
@@ -313,23 +314,30 @@ class Engine:
                 with self._noting(layout, leaves):
                     return self._warm_up(layout, phase, args, kwargs, start)
             if not layout.eager and all_want:
-                captured = self._capture(key, layout, leaves)
-            if captured is None:
-                reason = self._refused or layout.eager or "the ranks have not agreed to capture yet"
-                return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
-        elif not all_can and self._options.on_failure == "raise":  # or the rank that raises would be waited for
+                with Undo() as undo:
+                    undo.note(self._cache.drop, key)  # a graph that has not been compared must not serve
+                    undo.note(modes())
+                    captured = self._capture(key, layout, leaves)
+                    if captured is not None:
+                        outputs = self._replay(captured, phase, leaves, None)
+                        if not self._refused:
+                            self._compare(key, layout, outputs)
+                        undo.forget()
+                        return outputs
+            reason = self._refused or layout.eager or "the ranks have not agreed to capture yet"
+            return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
+        if not all_can and self._options.on_failure == "raise":  # or the rank that raises would be waited for
             raise CaptureError(f"{self._name}: {self._ranks.other_found}")
+        return self._replay(captured, phase, leaves, start)
+
+    def _replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         self.replays += 1
         captured.timing.replays += 1
         if self._unverified:
-            outputs = self._verified(captured, phase, leaves)
-        elif captured.timing.replay.wanted():
-            outputs = self._timed_replay(captured, leaves, start if layout is None else None)
-        else:
-            outputs = captured.replay(leaves)
-        if layout is not None and not self._refused:
-            self._compare(key, layout, outputs)
-        return outputs
+            return self._verified(captured, phase, leaves)
+        if captured.timing.replay.wanted():
+            return self._timed_replay(captured, leaves, start)
+        return captured.replay(leaves)
 
     def _mark(self) -> Any:
         """Return a mark of this moment, as long as calls are being timed, else None."""
@@ -352,6 +360,13 @@ class Engine:
         return self._on_stream(fn, nullcontext() if around is None else around)
 
     def _on_stream(self, fn: Callable[[], Any], around: AbstractContextManager[Any]) -> Any:
+        with Undo() as undo:
+            undo.note(modes())
+            outputs = self._aside(fn, around)
+            undo.forget()
+        return outputs
+
+    def _aside(self, fn: Callable[[], Any], around: AbstractContextManager[Any]) -> Any:
         if self._stream is None:
             with around:
                 return _copied(fn())
@@ -455,15 +470,21 @@ class Engine:
     @contextmanager
     def _noting(self, layout: _Layout, leaves: Sequence[Any]) -> Iterator[None]:
         """Context for a warm-up call with these inputs, which shows what it changes and what it has not declared."""
-        self._leaves = leaves
-        try:
-            with nullcontext() if layout.warm else layout.writes.noted(self._state):
-                yield
-        finally:
-            self._leaves = ()
-        layout.problem = "\n".join(filter(None, (layout.problem, self._undeclared.take_problem())))
+        with Undo() as undo:
+            undo.note(setattr, self, "_leaves", ())
+            self._leaves = leaves
+            with Undo() as entered:
+                entered.note(modes())
+                with nullcontext() if layout.warm else layout.writes.noted(self._state):
+                    yield
+                entered.forget()
+        layout.problem = self._with_undeclared(layout.problem)
+
+    def _with_undeclared(self, problem: str) -> str:
+        """Return a problem, and what must be declared; take what need not be into the state."""
         if self._undeclared.adopt():
             self._surroundings.accept()
+        return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
 
     def _warm_up(
         self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
@@ -504,10 +525,12 @@ class Engine:
             layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
         made = self._state.is_undecided() or self._state.tensors().keys() != before
         again = bool(preflight.findings) and (first or made)
-        layout.warm += first or not again
         if again:
+            layout.warm += first
             return outputs
-        layout.looked, layout.problem = True, describe(preflight.findings)
+        layout.problem = self._with_undeclared(describe(preflight.findings))
+        layout.looked = True  # behind it, or an interrupt could hide the problem
+        layout.warm += 1
         return outputs
 
     def _looked_at(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
@@ -537,15 +560,19 @@ class Engine:
         failure: CaptureError | None = None
         # An emulated graph keeps what it is given: with self in it, a cycle would keep the graphs alive.
         fn = self._captured
-        try:
-            with no_recompile:
-                graph.capture(lambda: fn(key.phase, *inputs.args, **inputs.kwargs), layout.rehearsal.capturing)
-            _refuse_rebound(self._state.rebound_since(before))
-        except CaptureError as error:
-            failure = error
-        if not self._ranks.agree(failure is None):
-            graph.reset()
-            self._state.rebind(before)
+        with Undo() as undo:
+            undo.note(self._state.rebind, before)
+            undo.note(graph.reset)
+            try:
+                with no_recompile():
+                    graph.capture(lambda: fn(key.phase, *inputs.args, **inputs.kwargs), layout.rehearsal.capturing)
+                _refuse_rebound(self._state.rebound_since(before))
+            except CaptureError as error:
+                failure = error
+            agreed = self._ranks.agree(failure is None)
+            if agreed:
+                undo.forget()
+        if not agreed:
             self._give_up(layout, "capture failed", failure or CaptureError(self._ranks.other_failed))
             return None
         if self._stream is not None:
@@ -626,7 +653,6 @@ class Engine:
 
     def _verified(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
         captured.refuse_shared(leaves)  # of which the graph will be given copies
-        self._unverified -= 1
         given = _with_versions(leaves)
         last: list[Any] = []
 
@@ -641,6 +667,7 @@ class Engine:
         verdict: Verdict = self._on_stream(
             lambda: verified(replay, eager, self._state, self._options.generators), nullcontext()
         )
+        self._unverified -= 1
         for leaf, used in zip(leaves, last, strict=True):
             if isinstance(leaf, Tensor) and version(used):  # changed in place
                 leaf.copy_(used)

@@ -14,8 +14,9 @@ from ._blame import user_line
 from ._capturing import hidden_capture
 from ._errors import CaptureError, CaptureWarning
 from ._segments import growing_segments, growth, no_collection
-from ._torch import drop_capture_from_allocator
+from ._torch import drop_capture_from_allocator, modes
 from ._turns import within_capture
+from ._undo import Undo
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -127,10 +128,10 @@ class CudaGraph:
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
         graph, handle = self._new_graph(), self._pool.enter(self)
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), no_collection, within_capture():
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), no_collection(), within_capture():
             try:
                 torch.cuda.current_blas_handle()  # one per thread, and this thread may not have warmed up
-                with growing_segments:
+                with growing_segments():
                     # thread_local: a data loader or another thread may allocate and pin memory meanwhile.
                     graph.capture_begin(pool=handle, capture_error_mode="thread_local")
                     with hidden_capture(self._stream), around():
@@ -207,11 +208,13 @@ class EmulatedGraph:
     def replay(self) -> Any:
         """Run the function."""
         assert self._fn is not None  # set by capture
-        if self._around is None:
-            return self._fn()
-        around, self._around = self._around, None
-        with around():
-            return self._fn()
+        around, self._around = self._around or nullcontext, None
+        with Undo() as undo:
+            undo.note(modes())
+            with around():
+                outputs = self._fn()
+            undo.forget()
+        return outputs
 
     def reset(self) -> None:
         """Forget the function."""

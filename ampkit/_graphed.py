@@ -16,6 +16,7 @@ from ._scaler import GradScaler
 from ._sparse import why_not_dense
 from ._state import TrainingState
 from ._torch import cudagraphs_of_its_own, tensors_in, tree_flatten, tree_unflatten
+from ._undo import Undo
 
 
 def graphed(
@@ -225,19 +226,21 @@ class _Body:
     def __call__(self, phase: object, *args: Any, **kwargs: Any) -> Any:
         params = [param for module in self._modules for param in module.parameters()]
         given = [param.grad for param in params]
-        torch.clear_autocast_cache()  # of an autocast around the call, which has casts that an optimizer outdated
-        try:
-            with ExitStack() as stack:
-                if self._scaler is not None:
-                    stack.enter_context(self._scaler.unwatched())
-                for groups in self._groups:
-                    stack.enter_context(groups.applied())
-                return self._detached(self._fn(*args, **kwargs))
-        finally:
+        with Undo() as undo, ExitStack() as stack:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
-            for param, grad in zip(params, given, strict=True):
-                param.grad = grad
-            torch.clear_autocast_cache()
+            undo.note(torch.clear_autocast_cache)
+            undo.note(_give_back, params, given)
+            torch.clear_autocast_cache()  # of an autocast around the call, which has casts that an optimizer outdated
+            if self._scaler is not None:
+                stack.enter_context(self._scaler.unwatched())
+            for groups in self._groups:
+                stack.enter_context(groups.applied())
+            with Undo() as steps:
+                if self._scaler is not None:
+                    steps.note(self._scaler.forgetting())
+                outputs = self._fn(*args, **kwargs)
+                steps.forget()
+            return self._detached(outputs)
 
     def _detached(self, outputs: Any) -> Any:
         leaves, tree = tree_flatten(outputs)
@@ -248,6 +251,11 @@ class _Body:
                     "Return tensors."
                 )
         return tree_unflatten([leaf if leaf is None else leaf.detach() for leaf in leaves], tree)
+
+
+def _give_back(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
 
 
 def _device(modules: Sequence[nn.Module]) -> torch.device | None:

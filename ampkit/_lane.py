@@ -2,14 +2,17 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from ._graph import CudaGraph, EmulatedGraph, Graph, Pool, capture_stream
 from ._turns import StreamOrder
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Lane:
@@ -36,9 +39,8 @@ class Lane:
         parameters, so that threads must not meet in it."""
         return _lock if self._pool is None else _NO_CONTEXT
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Context in which graphs are launched, all of one pass or none, behind those that were launched before.
+    def in_turn(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Return what `fn` returns, which launches graphs: all of one pass or none, behind those launched before.
 
         What cuBLAS keeps for the capture stream is part of the graphs: two of them must not run at a time. User code
         has no place in here. It could wait for another thread, or for autograd's, which takes turns here as well.
@@ -48,7 +50,7 @@ class Lane:
                 if self.device not in _orders:
                     _orders[self.device] = StreamOrder(self.device)
                 _orders[self.device].follow()
-            yield
+            return fn(*args, **kwargs)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -56,8 +58,7 @@ class Lane:
         if self._pool is None:
             yield
             return
-        with self.turn():
-            current, stream = torch.cuda.current_stream(self.device), capture_stream(self.device, _USE)
+        current, stream = self.in_turn(torch.cuda.current_stream, self.device), capture_stream(self.device, _USE)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):

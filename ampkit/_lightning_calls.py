@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._torch import tree_flatten, tree_unflatten
+from ._undo import Undo
 
 
 class LogCall(NamedTuple):
@@ -53,14 +54,13 @@ def recorded(module: nn.Module) -> Iterator[list[LogCall]]:
     """
     recorder = _Recorder()
     before = vars(module).get("log")
-    vars(module)["log"] = recorder
-    try:
-        yield recorder.calls
-    finally:
+    with Undo() as undo:
         if before is None:
-            del vars(module)["log"]
+            undo.note(vars(module).pop, "log", None)
         else:
-            vars(module)["log"] = before
+            undo.note(vars(module).update, {"log": before})
+        vars(module)["log"] = recorder
+        yield recorder.calls
 
 
 class _Recorder:

@@ -172,18 +172,16 @@ class TrainerStep:
 
     def _do(self, window: Window, batch: Any, *rest: Any) -> Any:
         self._rest, self.stepped = rest, False
-        self._held = () if window.first else self._held
+        before, self._held = () if window.first else self._held, ()  # until the call has come to its end
         if window.first:
             self._observed = self._recipe.begins_observed()
-        place = _Place(Phase(window.last, self._held, self._observed), window.divisor, self._reads.values(window.epoch))
+        place = _Place(Phase(window.last, before, self._observed), window.divisor, self._reads.values(window.epoch))
         self._recipe.groups.refresh()
         try:
             out, held = self._watch(place, batch) if self._watched else self._call(place, batch)
         except NoStepError as none:
+            self._held = before
             return self._without_step(none, window)
-        except BaseException:
-            self._held = ()
-            raise
         # Under an autocast of the caller's, torch would keep the casts of weights that this step has changed.
         torch.clear_autocast_cache()
         self._held = () if window.last else held

@@ -11,6 +11,7 @@ from ._graph import Graph
 from ._lane import Lane
 from ._passes import Passes
 from ._torch import foreach_copy_, keeps_graph, version
+from ._undo import call
 
 PENDING: Any = object()  # what a call returns that was not made
 
@@ -41,14 +42,17 @@ class GraphedPasses:
     def __call__(self, leaves: list[Any]) -> Any:
         """Replay the forward graph on this input, or return `PENDING` and do nothing, for activations that a backward
         pass may still need are in it. Sync: none. Aliasing: none."""
-        with self._lane.turn():  # another thread may look at it and launch it at the same time
-            if self.pending:
-                return PENDING
-            call = _Call(self)
-            entries = [leaves[i] for i in self._passes.entries]
-            results = _node(call, leaves, *entries, *self._passes.params)
-            self._last = weakref.ref(call)
-        return self._passes.rebuild(results)
+        results = self._lane.in_turn(self._launched, leaves)  # another thread may launch it at the same time
+        return PENDING if results is PENDING else self._passes.rebuild(results)
+
+    def _launched(self, leaves: list[Any]) -> Any:
+        if self.pending:
+            return PENDING
+        launch = _Call(self)
+        entries = [leaves[i] for i in self._passes.entries]
+        results = _node(launch, leaves, *entries, *self._passes.params)
+        self._last = weakref.ref(launch)
+        return results
 
     def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return copies of the outputs, and those of them that are not differentiable. To be called in a turn."""
@@ -58,26 +62,25 @@ class GraphedPasses:
         pairs = zip(results, self._passes.differentiable, strict=True)
         return results, [result for result, differentiable in pairs if not differentiable]
 
-    def backward(self, call: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    def backward(self, launch: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Return copies of the gradients for these gradients of the outputs."""
-        with self._lane.turn():
-            return self._backward_of(call, grads, wanted)
+        return self._lane.in_turn(call, self._backward_of, launch, grads, wanted)
 
     def _backward_of(
-        self, call: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]
+        self, launch: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
-        if self._last is None or self._last() is not call:
+        if self._last is None or self._last() is not launch:
             raise RuntimeError(_OVERWRITTEN)
         if Passes.recording:  # in another thread, for in this one no graph is launched meanwhile
             raise RuntimeError(_RECORDING)
-        if call.versions != self.versions():
+        if launch.versions != self.versions():
             raise RuntimeError(_MODIFIED)
         passes = self._passes
         given = [grad for grad, differentiable in zip(grads, passes.differentiable, strict=True) if differentiable]
         for seed, grad in zip(passes.seeds, given, strict=True):
             _ = seed.zero_() if grad is None else seed.copy_(grad, non_blocking=True)
         self._backward.replay()
-        call.done = not keeps_graph()
+        launch.done = not keeps_graph()
         reached = {i for i, grad in enumerate(given) if grad is not None}
         # Where the loss leaves out all that a gradient depends on there is none, rather than zeros.
         found = {

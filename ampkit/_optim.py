@@ -5,6 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ._torch import (
     step_hooks,
     supports_amp_scaling,
 )
+from ._undo import Undo
 
 # Their fused kernels divide by `optimizer.grad_scale`, return if `optimizer.found_inf` is 1, and take a tensor learning
 # rate.
@@ -303,11 +305,11 @@ def kernel_scaling(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor 
     Both are float32 tensors of shape () or None. found_inf must be 0 or 1: the kernels test for 1, and on 2 Adam
     applies the step and lets its step count fall (seen on torch 2.11, CUDA).
     """
-    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
-    try:
+    with Undo() as undo:
+        undo.note(vars(optimizer).pop, "grad_scale", None)
+        undo.note(vars(optimizer).pop, "found_inf", None)
+        optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
         yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
 
 
 def seed_momentum(optimizer: Optimizer) -> bool:
@@ -336,6 +338,19 @@ def seed_momentum(optimizer: Optimizer) -> bool:
 _REPLACED = ("lr", "capturable", "foreach")  # in the groups, for the step alone
 
 
+@dataclass
+class _Rate:
+    """The learning rate of a group.
+
+    Attributes:
+        tensor: that the step reads.
+        filled: what is in it, None if that is not known.
+    """
+
+    tensor: Tensor
+    filled: float | None = None
+
+
 class CapturableGroups:
     """What a captured step must find in `optimizer.param_groups`, put there for the step alone.
 
@@ -351,8 +366,7 @@ class CapturableGroups:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._rates: list[Tensor] = []
-        self._filled: list[float | None] = []
+        self._rates: list[_Rate] = []
         if device.type == "cuda" and any(map(self._reads_rate, optimizer.param_groups)):
             name = type(optimizer).__name__
             warnings.warn(
@@ -369,23 +383,22 @@ class CapturableGroups:
     def refresh(self) -> None:
         """Bring the tensors up to date with `group["lr"]`. One kernel per group whose rate changed; no sync."""
         groups = self._optimizer.param_groups
-        del self._rates[len(groups) :], self._filled[len(groups) :]
+        del self._rates[len(groups) :]
         for i, group in enumerate(groups):
             if i == len(self._rates):
                 # What the kernels read: float32 on CUDA; on the CPU they take any, and float64 is what a float is.
                 dtype = torch.float32 if self._device.type == "cuda" else torch.float64
                 with torch.inference_mode(False):  # what is made in it could never be filled outside of it
-                    self._rates.append(torch.empty((), dtype=dtype, device=self._device))
-                self._filled.append(None)
+                    self._rates.append(_Rate(torch.empty((), dtype=dtype, device=self._device)))
             rate = group.get("lr")
             if rate is None:
                 continue
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
-                self._rates[i].copy_(rate.detach().reshape(()))
-                self._filled[i] = None
-            elif float(rate) != self._filled[i]:
-                self._filled[i] = float(rate)
-                self._rates[i].fill_(float(rate))
+                self._rates[i].filled = None
+                self._rates[i].tensor.copy_(rate.detach().reshape(()))
+            elif float(rate) != self._rates[i].filled:
+                self._rates[i].tensor.fill_(float(rate))
+                self._rates[i].filled = float(rate)  # behind it, for an interrupt may come between
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -397,19 +410,18 @@ class CapturableGroups:
         if on_cuda:
             self._move_step_counts()
         given: list[dict[str, Any]] = [{k: group[k] for k in _REPLACED if k in group} for group in groups]
-        for group, rate in zip(groups, self._rates, strict=True):
-            # On the CPU, torch takes a tensor in a loop or in a fused kernel.
-            if group.get("lr") is not None and (on_cuda or not group.get("foreach")):
-                group["lr"] = rate
-            if on_cuda and self._reads_rate(group):
-                group["foreach"] = True
-            if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
-                group["capturable"] = True
-        try:
-            yield
-        finally:
+        with Undo() as undo:
             for group, values in zip(groups, given, strict=True):
-                group.update(values)
+                undo.note(group.update, values)
+            for group, rate in zip(groups, self._rates, strict=True):
+                # On the CPU, torch takes a tensor in a loop or in a fused kernel.
+                if group.get("lr") is not None and (on_cuda or not group.get("foreach")):
+                    group["lr"] = rate.tensor
+                if on_cuda and self._reads_rate(group):
+                    group["foreach"] = True
+                if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
+                    group["capturable"] = True
+            yield
 
     def _move_step_counts(self) -> None:
         """Put step counts on the device that were made, or loaded, without the flag. They are float32 either way."""

@@ -13,6 +13,7 @@ from ._errors import InputMismatch
 from ._inputs import StaticInputs, span
 from ._state import TrainingState
 from ._torch import version, without_dispatch_modes, without_torch_function
+from ._undo import Undo
 
 
 class Writes:
@@ -75,8 +76,11 @@ class _Copy:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """Context for operations of ampkit's own, which are none of the user's to see in a mode that is entered."""
-    with without_dispatch_modes(), without_torch_function(), torch.no_grad():
-        yield
+    with Undo() as undo:
+        undo.note(torch.set_grad_enabled, torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+        with without_dispatch_modes(), without_torch_function():
+            yield
 
 
 class StateMemory:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ._torch import (
     tree_flatten,
     tree_unflatten,
 )
+from ._undo import Undo
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
@@ -56,7 +57,7 @@ class Passes:
         read: parameters and buffers that autograd saved, so that backward reads them where they are.
     """
 
-    recording = 0  # how many passes run right now: a graphed callable below is part of what is recorded
+    recording: ClassVar[set[object]] = set()  # what runs now: a graphed callable below is part of what is recorded
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Passes:
             warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
             known = self._warm_up(warmup, allow_unused)
             self._outputs, self.grads = [], ()  # so that nothing is freed in mid-capture
-            with no_recompile:
+            with no_recompile():
                 forward.capture(self.forward)
                 forward.replay()  # an emulated graph has no outputs before
                 self._check_same(known)
@@ -174,15 +175,15 @@ class Passes:
         """Context in which the modules have the aliases for parameters, and nothing is in autocast's cache before or
         after: a cast that a capture made is memory of the graph, and one that it found would be frozen into it."""
         params = [(module, key, module_tables(module)[0][key]) for module, key, _ in self._cells]
-        torch.clear_autocast_cache()
-        Passes.recording += 1
-        try:
+        with Undo() as undo:
+            run = object()
+            undo.note(torch.clear_autocast_cache)
+            undo.note(Passes.recording.discard, run)
+            undo.note(_set, params)
+            torch.clear_autocast_cache()
+            Passes.recording.add(run)
             _set(self._cells)
             yield
-        finally:
-            _set(params)
-            Passes.recording -= 1
-            torch.clear_autocast_cache()
 
     # --------------------------------------------------------------------------------------------------------- checks
 
@@ -258,14 +259,18 @@ def undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[Calla
             if isinstance(value, Tensor) and value is not before.get(key)
         ]
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield rebound
-        finally:
-            for _, table, before in tables:
-                for key in table.keys() - before.keys():
-                    del table[key]
-                table.update(before)
-            for tensor, value in values:
-                # By .data: the bits are what they were, so autograd need not take the tensor for changed.
-                tensor.data.copy_(value)
+    def put_back() -> None:
+        for _, table, before in tables:
+            for key in table.keys() - before.keys():
+                del table[key]
+            table.update(before)
+        for tensor, value in values:
+            # By .data: the bits are what they were, so autograd need not take the tensor for changed.
+            tensor.data.copy_(value)
+
+    with Undo() as undo:
+        undo.note(torch.set_rng_state, torch.get_rng_state())
+        if device.type == "cuda":
+            undo.note(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+        undo.note(put_back)
+        yield rebound

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from ._problems import (
     sets_generator,
 )
 from ._reseeding import GeneratorWatch, getters, setters
+from ._undo import Undo
 
 _Key = tuple[str, str]  # of a finding: line and what
 
@@ -111,7 +112,7 @@ class Preflight(_torch.TorchDispatchMode):
         self._announced = False  # a call that is a finding runs
         self._sets = False  # a generator, at the moment
         self._seeds_on = False  # and another one behind it, in the same call
-        self._left = ExitStack()
+        self._undo = Undo()
 
     @property
     def findings(self) -> list[Finding]:
@@ -123,37 +124,46 @@ class Preflight(_torch.TorchDispatchMode):
         self._blame = Blame(sys._getframe(1), lenient=self._watched.device.type == "cpu")
         self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
         self._set_generators = GeneratorWatch(*self._watched)
-        with ExitStack() as entered:
-            self._watch_warnings(entered)
-            self._watch_backward(entered)
-            self._watch_calls(entered)
-            self._watch_seeds(entered)
-            self._left = entered.pop_all()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._undo = Undo()
+        try:
+            self._undo.__enter__()
+            self._watch_warnings(self._undo)
+            self._watch_backward(self._undo)
+            self._watch_calls(self._undo)
+            self._watch_seeds(self._undo)
+            self._undo.note(_torch.leave, self)
+            super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._undo.close()
+            raise
         return self
 
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        with self._left:
-            super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            _torch.leave(self)
             if kind is None:
                 self._look_for_draws()
+        finally:
+            self._undo.close()
 
     # ------------------------------------------------------------------------------------------------------- detectors
 
-    def _watch_warnings(self, entered: ExitStack) -> None:
+    def _watch_warnings(self, undo: Undo) -> None:
         """Have torch warn of each wait for the device, and take these warnings, and no others, from the user."""
-        entered.enter_context(warnings.catch_warnings())
+        caught = warnings.catch_warnings()
+        undo.note(_stop_catching, caught)
+        caught.__enter__()
         if not torch.is_anomaly_enabled():
             warnings.filterwarnings("ignore", _ANOMALY)
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         warnings.filterwarnings("always", module=re.escape(__name__) + "$")  # see `_on_warning`
         warnings.filterwarnings("always", _WAIT)
         self._show = warnings.showwarning
-        _replace(entered, warnings, "showwarning", self._on_warning)
+        _replace(undo, warnings, "showwarning", self._on_warning)
         before = torch.cuda.get_sync_debug_mode() if self._watched.device.type == "cuda" else None
         self._told = before == 1  # the user asked to be warned of waits; with 2, a wait raises, as the user wants it
         if before == 0:
-            entered.callback(self._stop_telling)
+            undo.note(self._stop_telling)
             torch.cuda.set_sync_debug_mode("warn")
 
     def _stop_telling(self) -> None:
@@ -166,29 +176,31 @@ class Preflight(_torch.TorchDispatchMode):
             torch.cuda.synchronize(self._watched.device)
             time.sleep(0.01)  # gives them the interpreter
 
-    def _watch_backward(self, entered: ExitStack) -> None:
+    def _watch_backward(self, undo: Undo) -> None:
         """Have the backward run in this thread, where modes see it, and its nodes know where they were made."""
         self._checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         if self._checks_nan:
             reads = "torch.autograd.detect_anomaly() reads every gradient on the host"
             self._add(Problem(reads, "Switch it off, or pass check_nan=False."), Place())
-        entered.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=self._checks_nan))
-        entered.enter_context(torch.autograd.set_multithreading_enabled(False))
+        undo.note(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        torch.set_anomaly_enabled(True, self._checks_nan)
+        undo.note(_torch.let_autograd_use_threads, _torch.uses_autograd_threads())
+        _torch.let_autograd_use_threads(False)
         for owner, name in _torch.ENGINE_ENTRIES:
-            _replace(entered, owner, name, self._backward_by(getattr(owner, name)))
+            _replace(undo, owner, name, self._backward_by(getattr(owner, name)))
 
-    def _watch_calls(self, entered: ExitStack) -> None:
+    def _watch_calls(self, undo: Undo) -> None:
         """Have the functions call here that neither a dispatch mode nor the sync debug mode sees."""
-        self._announce(entered, *_torch.PRINT_ENTRY, PRINT)
+        self._announce(undo, *_torch.PRINT_ENTRY, PRINT)
         if self._watched.device.type == "cuda":
             for name, owner, attribute in _torch.host_waits():
-                self._announce(entered, owner, attribute, host_wait(name))
+                self._announce(undo, owner, attribute, host_wait(name))
         else:  # of a tensor on CUDA these are operations, or copies that the sync debug mode sees
             for owner, name in _torch.HOST_COPIES:
-                _replace(entered, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
+                _replace(undo, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
             for owner, name, place in _torch.LIST_READS:
                 lists = (list, tuple)
-                _replace(entered, owner, name, self._reading_from(lists, getattr(owner, name), list_read(name), place))
+                _replace(undo, owner, name, self._reading_from(lists, getattr(owner, name), list_read(name), place))
 
     def _reading_from(
         self, kind: Any, original: Callable[..., Any], problem: Problem, place: int
@@ -207,12 +219,12 @@ class Preflight(_torch.TorchDispatchMode):
         _torch.never_compile_by_itself(reported)  # compiled code calls it too
         return reported
 
-    def _watch_seeds(self, entered: ExitStack) -> None:
+    def _watch_seeds(self, undo: Undo) -> None:
         """Have the functions call here that read and set the state of generators."""
         for owner, name in getters():
-            _replace(entered, owner, name, self._reading(getattr(owner, name)))
+            _replace(undo, owner, name, self._reading(getattr(owner, name)))
         for name, owner, attribute in setters():
-            _replace(entered, owner, attribute, self._setting(getattr(owner, attribute), name))
+            _replace(undo, owner, attribute, self._setting(getattr(owner, attribute), name))
 
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -248,7 +260,7 @@ class Preflight(_torch.TorchDispatchMode):
         _torch.never_compile_by_itself(announced)
         return announced
 
-    def _announce(self, entered: ExitStack, owner: Any, name: str, problem: Problem) -> None:
+    def _announce(self, undo: Undo, owner: Any, name: str, problem: Problem) -> None:
         original = getattr(owner, name)
 
         def announced(*args: Any, **kwargs: Any) -> Any:
@@ -262,7 +274,7 @@ class Preflight(_torch.TorchDispatchMode):
                 self._announced = outer
                 self._spent(key, time.perf_counter() - start)
 
-        _replace(entered, owner, name, announced)
+        _replace(undo, owner, name, announced)
 
     # ---------------------------------------------------------------------------------------------------------- events
 
@@ -391,13 +403,23 @@ class Preflight(_torch.TorchDispatchMode):
             self._found[key] = known._replace(ms=(known.ms or 0.0) + 1e3 * seconds)
 
 
-def _replace(entered: ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Replace an attribute until the contexts are left."""
+def _replace(undo: Undo, owner: Any, name: str, new: Any) -> None:
+    """Replace an attribute until that is undone."""
     if name in vars(owner):
-        entered.callback(setattr, owner, name, vars(owner)[name])
+        undo.note(setattr, owner, name, vars(owner)[name])
     else:  # a base class has it
-        entered.callback(delattr, owner, name)
+        undo.note(_remove, owner, name)
     setattr(owner, name, new)
+
+
+def _remove(owner: Any, name: str) -> None:
+    if name in vars(owner):
+        delattr(owner, name)
+
+
+def _stop_catching(caught: "warnings.catch_warnings[None]") -> None:
+    with suppress(RuntimeError, AttributeError):  # not entered, or not to the end
+        caught.__exit__(None, None, None)
 
 
 # What the sync debug mode and anomaly mode say (c10/cuda/CUDAFunctions.cpp, csrc/autograd/python_anomaly_mode.cpp).

@@ -13,6 +13,7 @@ from ._optim import CapturableGroups
 from ._policy import Policy
 from ._scaler import GradScaler
 from ._torch import foreach_copy_, tree_flatten, tree_unflatten
+from ._undo import Undo
 from ._variation import Part
 from ._working import WorkingWeights
 
@@ -128,18 +129,23 @@ class Recipe:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context for one call before a capture, which learns what `captured` may do."""
-        self._watched = True
-        try:
+        with Undo() as undo:
+            undo.note(setattr, self, "_watched", False)
+            self._watched = True
             yield
-        finally:
-            self._watched = False
 
     def _run(
         self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], weights: AbstractContextManager[None]
     ) -> tuple[StepOutput, tuple[int, ...]]:
-        params = self._take_up(phase.held)
-        torch.clear_autocast_cache()  # of an autocast around the step, which has casts that an optimizer outdated
-        try:
+        params = list(self._model.parameters())
+        with Undo() as undo:
+            # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
+            undo.note(torch.clear_autocast_cache)
+            undo.note(self._drop, params)
+            self._take_up(params, phase.held)
+            torch.clear_autocast_cache()  # of an autocast around the step, which has casts that an optimizer outdated
+            for wrapper in () if phase.last else self._ranks.wrappers:
+                undo.note(setattr, wrapper, "require_backward_grad_sync", wrapper.require_backward_grad_sync)
             with weights, self._observing(phase), ExitStack() as stack:
                 for wrapper in () if phase.last else self._ranks.wrappers:
                     stack.enter_context(wrapper.no_sync())
@@ -148,20 +154,17 @@ class Recipe:
                 scaled.backward()
             held: tuple[int, ...] = () if phase.last else self._hold(params, phase.held)
             norm, skipped = self._finish(phase.observed) if phase.last else (None, self._never)
-        finally:
-            # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
-            self._drop(params)
-            torch.clear_autocast_cache()
         return StepOutput(self._output(loss), self._outputs(aux), norm, skipped), held
 
     def flush(self, held: tuple[int, ...], observed: bool = False) -> tuple[Tensor | None, Tensor]:
         """Step the optimizer on what is held; return gradient norm and whether the step was skipped."""
-        params = self._take_up(held)
-        self._ranks.average([self.gradients[_name(i)] for i in held])  # DDP does it in the last backward of a window
-        try:
+        params = list(self._model.parameters())
+        with Undo() as undo:
+            undo.note(self._drop, params)
+            self._take_up(params, held)
+            # DDP does it in the last backward of a window.
+            self._ranks.average([self.gradients[_name(i)] for i in held])
             return self._finish(observed)
-        finally:
-            self._drop(params)
 
     def begins_observed(self) -> bool:
         """Return whether the optimizer step that begins now is to be observed. Called once for each."""
@@ -201,14 +204,17 @@ class Recipe:
         if observed:
             assert self.observer is not None  # likewise
             self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
-        if self._max_value is not None:
-            self.scaler.unscale_(self._optimizer)
-            params = [param for group in self._optimizer.param_groups for param in group["params"]]
-            nn.utils.clip_grad_value_(params, self._max_value)
-        with self.groups.applied() if self._capturable else ExitStack():
-            self.scaler.step(self._optimizer, max_norm=self._max_norm)
-        with self.scaler.unwatched():
-            self.scaler.update()
+        with Undo() as undo:
+            undo.note(self.scaler.forgetting())
+            if self._max_value is not None:
+                self.scaler.unscale_(self._optimizer)
+                params = [param for group in self._optimizer.param_groups for param in group["params"]]
+                nn.utils.clip_grad_value_(params, self._max_value)
+            with self.groups.applied() if self._capturable else ExitStack():
+                self.scaler.step(self._optimizer, max_norm=self._max_norm)
+            with self.scaler.unwatched():
+                self.scaler.update()
+            undo.forget()
         if self._after_step is not None:
             with torch.no_grad():
                 self._after_step(self._model)
@@ -217,13 +223,11 @@ class Recipe:
 
     # ------------------------------------------------------------------------------------------------ accumulation
 
-    def _take_up(self, held: tuple[int, ...]) -> list[nn.Parameter]:
-        """Give the held parameters their gradients and the others none; return all parameters."""
-        params = list(self._model.parameters())
+    def _take_up(self, params: list[nn.Parameter], held: tuple[int, ...]) -> None:
+        """Give the held parameters their gradients and the others none."""
         self._drop(params)
         for i in held:
             params[i].grad = self.gradients[_name(i)]
-        return params
 
     def _hold(self, params: list[nn.Parameter], held: tuple[int, ...]) -> tuple[int, ...]:
         """Move gradients that are not kept yet to where they stay; return the indices of all that are."""

@@ -4,7 +4,7 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from ._optim import (
 from ._scale_rule import SMALLEST, check_limits, read_arguments, read_number, read_state
 from ._skip_watch import SkipWatch
 from ._torch import foreach_add_, is_capturing, supports_amp_scaling
+from ._undo import Undo, call
 from ._written import Writes
 
 
@@ -221,7 +222,7 @@ class GradScaler(upstream.GradScaler):
         check_positive("GradScaler.step", "max_norm", max_norm, "None to disable clipping")
         check_positive("GradScaler.step", "norm_type", norm_type, "inf for the largest magnitude")
         if not self._enabled:
-            result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, *args, **kwargs)
+            result, self.grad_norm = call(step_clipped, optimizer, max_norm, norm_type, *args, **kwargs)
             return result  # type: ignore[no-any-return]  # the optimizer's own type
         _refuse_closure(optimizer, args, kwargs)
         self._undecided = False
@@ -235,7 +236,7 @@ class GradScaler(upstream.GradScaler):
         if any(grad.is_sparse for grad in grads) or skips_by_itself(optimizer):
             return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
         divisor = self._check(optimizer, grads, state, norm_type)
-        stepped = self._step_on_device(optimizer, grads, divisor, max_norm, *args, **kwargs)
+        stepped = call(self._step_on_device, optimizer, grads, divisor, max_norm, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         self._count()
         return stepped
@@ -375,6 +376,15 @@ class GradScaler(upstream.GradScaler):
         """
         if not self._enabled:
             return
+        try:
+            self._update(new_scale)
+        except Exception:
+            raise
+        except BaseException:
+            self._per_optimizer_states.clear()  # an interrupt ends the iteration, or every later `step` would raise
+            raise
+
+    def _update(self, new_scale: float | Tensor | None) -> None:
         states = self._per_optimizer_states.values()
         if new_scale is None and states and all(state.get(_WITHOUT_GRADIENT) for state in states):
             self._per_optimizer_states.clear()
@@ -426,11 +436,23 @@ class GradScaler(upstream.GradScaler):
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Context in which `update` leaves `watch_skips` to the caller: what is captured must be what runs eagerly."""
-        watch, self._skip_watch = self._skip_watch, None
-        try:
+        with Undo() as undo:
+            undo.note(setattr, self, "_skip_watch", self._skip_watch)
+            self._skip_watch = None
             yield
-        finally:
-            self._skip_watch = watch
+
+    def forgetting(self) -> Callable[[], None]:
+        """Return what forgets each `step` and `unscale_` from now on that no `update` has followed: for a call that
+        does not come to its end."""
+        before = {key: dict(state) for key, state in self._per_optimizer_states.items()} if self._enabled else {}
+
+        def forget() -> None:
+            if not self._enabled:
+                return
+            self._per_optimizer_states.clear()
+            self._per_optimizer_states.update(before)
+
+        return forget
 
     def stats(self) -> ScalerStats:
         """Return the counters as host numbers. Waits for the device, once."""

@@ -1,54 +1,64 @@
 """What holds for the process while a graph is captured: which segments of memory it takes, what must not happen."""
 
-import contextlib
 import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 
 import torch
 
 from ._torch import allocator_settings, fail_on_recompile, set_allocator_settings
+from ._undo import Undo
 
 
 class _Overlapping:
-    """Context of something that holds for the process, and that threads may be in at the same time: the first of them
-    makes it so, the last one undoes it."""
+    """Something that holds for the process, and that threads may ask for at the same time: the first of them makes it
+    so, the last one undoes it.
 
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+    Args:
+        make: makes it so, having noted how to undo that.
+    """
+
+    def __init__(self, make: Callable[[Undo], None]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._inside = 0
-        self._undo = contextlib.ExitStack()
+        self._holders: set[object] = set()
+        self._undo = Undo()
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Context in which it holds."""
+        with Undo() as undo:
+            holder = object()
+            undo.note(self._leave, holder)
+            with self._lock:
+                first = not self._holders
+                self._holders.add(holder)
+                if first:
+                    self._make(self._undo)
+            yield
+
+    def is_held(self) -> bool:
+        """Return whether somebody has asked for it."""
+        return bool(self._holders)
+
+    def _leave(self, holder: object) -> None:
         with self._lock:
-            if not self._inside:
-                self._undo.enter_context(self._make())
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._undo.close()
+            self._holders.discard(holder)
+            if not self._holders:
+                self._undo.undo()
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def _stop_collection(undo: Undo) -> None:
+    if gc.isenabled():
+        undo.note(gc.enable)
+        gc.disable()
 
 
 # A cycle freed in mid-capture would free its tensors, or a graph, into it. A collection before the capture would do as
 # well, but takes 0.1 s and more.
-no_collection = _Overlapping(_without_collection)
+no_collection = _Overlapping(_stop_collection)
 
 
 # torch.compile's stance is of the process.
@@ -65,32 +75,27 @@ class _Growth:
         self._tried = False
         self._impossible = False
 
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """Context in which a pool takes one segment that grows, unless the user has said which kind to take.
+    def begin(self, undo: Undo) -> None:
+        """Have pools take one segment that grows, unless the user has said which kind to take.
 
         Not where processes talk to each other: NCCL registers the memory that it finds in a capture, takes it for one
         allocation, and hangs (pytorch#158029).
         """
         settings = None if self._impossible or _excluded() else _changeable_settings()
         if settings is None:
-            yield
             return
         rest = settings.strip(" ,")
         rest = f"{rest}," if rest else ""
+        # What a text leaves out keeps its value, or gets its default, by option: so first off, then as it was.
+        undo.note(set_allocator_settings, settings)
+        undo.note(set_allocator_settings, f"{rest}expandable_segments:False")
         try:
             set_allocator_settings(f"{rest}expandable_segments:True")
         except ValueError:  # torch took the text, but not with more behind it
+            undo.forget()
             set_allocator_settings(settings)
-            yield
-            return
-        self._tried = True
-        try:
-            yield
-        finally:
-            # What a text leaves out keeps its value, or gets its default, by option: so first off, then as it was.
-            set_allocator_settings(f"{rest}expandable_segments:False")
-            set_allocator_settings(settings)
+        else:
+            self._tried = True
 
     def gave_up(self, error: BaseException | None) -> bool:
         """Return whether a capture failed since this machine cannot map memory. Then no segment grows from now on.
@@ -117,4 +122,4 @@ def _changeable_settings() -> str | None:
 
 
 growth = _Growth()
-growing_segments = _Overlapping(growth.context)
+growing_segments = _Overlapping(growth.begin)

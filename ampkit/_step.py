@@ -210,19 +210,19 @@ class GraphedStep:
         if self._micro == 0:
             self._observed = self._recipe.begins_observed()
         self._recipe.groups.refresh()
-        failure = None
+        failure, before = None, (self._micro, self._held)
+        # Until this call has come to its end: an exception or an interrupt ends the window.
+        self._micro, self._held = 0, ()
         try:
-            out, held = self._engine(args, kwargs, Phase(last, self._held, self._observed))
+            out, held = self._engine(args, kwargs, Phase(last, before[1], self._observed))
         except DoneError as error:
             (out, held), failure = error.outputs, error
         except (InputMismatch, CaptureError):
+            self._micro, self._held = before
             raise  # before anything was done
-        except BaseException:
-            self._micro, self._held = 0, ()
-            raise
         # Under an autocast of the caller's, torch would keep the casts of weights that this step has changed.
         torch.clear_autocast_cache()
-        self._micro, self._held = (0, ()) if last else (self._micro + 1, held)
+        self._micro, self._held = (0, ()) if last else (before[0] + 1, held)
         if last:
             self._stepped(out.grad_norm)
         if failure is not None:

@@ -10,10 +10,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import FrameType
+from types import BuiltinFunctionType, FrameType
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device, _foreach_utils, _python_dispatch, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from ._undo import Undo
 
 _MISSING = object()
 
@@ -142,12 +144,12 @@ def autocast_without_cuda() -> Iterator[None]:
     """Context in which `torch.autocast("cuda")` works without a CUDA device, where it would switch itself off."""
     common = _private(torch.cuda.amp, "common")
     before = _private(common, "amp_definitely_not_available"), torch.cuda.is_bf16_supported
-    common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
-    try:
+    with Undo() as undo:
+        undo.note(setattr, common, "amp_definitely_not_available", before[0])
+        undo.note(setattr, torch.cuda, "is_bf16_supported", before[1])
+        common.amp_definitely_not_available = lambda: False
+        torch.cuda.is_bf16_supported = lambda including_emulation=True: True
         yield
-    finally:
-        common.amp_definitely_not_available, torch.cuda.is_bf16_supported = before
 
 
 @contextmanager
@@ -340,28 +342,45 @@ def execution_trace(path: str) -> Iterator[bool]:
     csrc/profiler/standalone/execution_trace_observer.cpp). Nested tensors must not occur: they bring its lists out of
     step, to the same effect.
     """
-    if os.environ.get(_READS_TENSORS, "0") != "0" or _others_run() or not _one_trace.acquire(blocking=False):
-        yield False
-        return
-    try:
-        with _less_logging():
-            _add_trace(path)
-        if not os.path.exists(path):  # whatever it returns: the file is there if the observer is this one
+    with Undo() as undo:
+        trace = _Trace(path)
+        undo.note(trace.end)
+        impossible = os.environ.get(_READS_TENSORS, "0") != "0" or _others_run()
+        if impossible or _one_trace.setdefault("trace", trace) is not trace:
             yield False
             return
         with _less_logging():
-            _enable_trace()
-        try:
-            yield True
-        finally:
+            _add_trace(path)
+            if trace.has_begun():
+                _enable_trace()
+        yield trace.begun
+
+
+class _Trace:
+    """One that is written to a file, or is about to be."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.begun = False
+        # Each is to be called once, whatever is interrupted: torch crashes where it has no observer to disable.
+        self._ends = iter((_disable_trace, _remove_trace))
+
+    def has_begun(self) -> bool:
+        """Return whether torch's observer is this one: whatever torch returns, the file is there then."""
+        self.begun = self.begun or os.path.exists(self._path)  # which may be deleted before the end
+        return self.begun
+
+    def end(self) -> None:
+        """Stop writing."""
+        if _one_trace.get("trace") is not self:
+            return
+        if self.has_begun():
             with _less_logging():
-                _disable_trace()
-                _remove_trace()
-    finally:
-        _one_trace.release()
+                _call_each(self._ends)
+        _one_trace.pop("trace", None)
 
 
-_one_trace = threading.Lock()
+_one_trace: dict[str, _Trace] = {}  # at most one; `setdefault` is one step for all threads
 
 
 def _others_run() -> bool:
@@ -391,11 +410,10 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
             called.append(True)
         return enter(callback)
 
-    dynamo._maybe_set_eval_frame = noticed
-    try:
+    with Undo() as undo:
+        undo.note(setattr, dynamo, "_maybe_set_eval_frame", enter)
+        dynamo._maybe_set_eval_frame = noticed
         yield lambda: bool(called)
-    finally:
-        dynamo._maybe_set_eval_frame = enter
 
 
 class UnseenFunctionMode(TorchFunctionMode):
@@ -409,11 +427,10 @@ def _less_logging() -> Iterator[None]:
     if level is None:
         yield
         return
-    before, level.value = level.value, 3  # c10/util/logging_is_not_google_glog.h: fatal
-    try:
+    with Undo() as undo:
+        undo.note(setattr, level, "value", level.value)
+        level.value = 3  # c10/util/logging_is_not_google_glog.h: fatal
         yield
-    finally:
-        level.value = before
 
 
 @functools.cache
@@ -445,11 +462,10 @@ def unseen_function_mode(mode: object) -> Iterator[None]:
         with _private(torch.overrides, "_pop_mode_temporarily")():
             return asked(tensors)
 
-    torch.overrides.has_torch_function = has_torch_function  # type: ignore[assignment]  # in its place
-    try:
+    with Undo() as undo:
+        undo.note(setattr, torch.overrides, "has_torch_function", asked)
+        torch.overrides.has_torch_function = has_torch_function  # type: ignore[assignment]  # in its place
         yield
-    finally:
-        torch.overrides.has_torch_function = asked
 
 
 def can_init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -522,6 +538,12 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [hook for table in tables for hook in table.values() if not _is_observer(hook)]
 
 
+def remove_step_hook(hook: Any) -> None:
+    """Remove what `register_optimizer_step_pre_hook` was given, if it is there."""
+    for key in [key for key, held in _HOOKS_OF_ALL[0].items() if held is hook]:
+        _HOOKS_OF_ALL[0].pop(key, None)
+
+
 def _is_observer(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampkit")
 
@@ -554,17 +576,15 @@ def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
 
 
-@contextmanager
-def fail_on_recompile() -> Iterator[None]:
-    """Context in which torch.compile raises where it would compile: a capture must not hold that."""
+def fail_on_recompile(undo: Undo) -> None:
+    """Have torch.compile raise where it would compile, until that is undone: a capture must not hold that."""
     if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and the import takes a second
-        yield
         return
-    if _private(_private(torch, "_dynamo").eval_frame, "_stance").stance == "force_eager":  # nothing compiles
-        yield
-        return
-    with torch.compiler.set_stance("fail_on_recompile"):
-        yield
+    dynamo = _private(torch, "_dynamo").eval_frame
+    before = _private(dynamo, "_stance")
+    if before.stance != "force_eager":  # or nothing compiles
+        undo.note(_private(dynamo, "_set_stance"), before)
+        torch.compiler.set_stance("fail_on_recompile")
 
 
 def cudagraphs_of_its_own(compiled: object) -> bool:
@@ -693,6 +713,18 @@ def graph_nodes(outputs: Sequence[Any]) -> Iterator[Any]:
             left += [following for following, _ in node.next_functions]
 
 
+def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
+    """Take a dispatch mode or a function mode off, and those of its kind that were entered in it, if it is on.
+
+    `mode.__exit__` takes off whichever is on: in a generator that is closed late, one of somebody else.
+    """
+    dispatch = isinstance(mode, TorchDispatchMode)
+    kind: Any = TorchDispatchMode if dispatch else TorchFunctionMode
+    entered = _dispatch_modes if dispatch else _function_modes
+    while any(other is mode for other in entered()):
+        kind.__exit__(entered()[-1], None, None, None)
+
+
 def step_aside(mode: TorchDispatchMode) -> None:
     """Take a dispatch mode off, where it is the innermost one, until autograd has run the node that it is about to."""
     if _private(_python_dispatch, "_get_current_dispatch_mode")() is mode:
@@ -734,6 +766,71 @@ def forget_compiled_code() -> None:
     inductor = sys.modules.get("torch._inductor.utils")
     if inductor is not None:
         _private(inductor, "clear_caches")()
+
+
+_FLAGS_OF_DISPATCH_MODES = tuple(
+    name
+    for name in (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    )
+    if hasattr(_python_dispatch, name)
+)
+_dispatch_modes = _private(_python_dispatch, "_get_current_dispatch_mode_stack")
+_pop_dispatch_mode, _pop_function_mode = _private(_python_dispatch, "_pop_mode"), _private(torch.overrides, "_pop_mode")
+_tell_of_dispatch_modes = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+uses_autograd_threads: Callable[[], bool] = _private(torch._C, "_is_multithreading_enabled")
+let_autograd_use_threads: Callable[[bool], None] = _private(torch._C, "_set_multithreading_enabled")
+
+
+def modes() -> Callable[[], None]:
+    """Return what puts this thread's modes back to what they are now: gradients, autocast, anomaly mode, threads of
+    autograd, the stream; and what takes off the dispatch and function modes that were entered since.
+
+    For what an interrupt has left on: torch's contexts are Python, too, and one that is interrupted in `__enter__` or
+    `__exit__` leaves its mode as it is.
+    """
+    set_modes: list[Callable[[], object]] = [
+        functools.partial(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        functools.partial(let_autograd_use_threads, uses_autograd_threads()),
+        functools.partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+        functools.partial(_private(torch._C, "_set_grad_enabled"), torch.is_grad_enabled()),
+    ]
+    for kind in ("cpu", "cuda"):
+        set_modes.append(functools.partial(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind)))
+        set_modes.append(functools.partial(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind)))
+    if torch.cuda.is_initialized():
+        set_modes.append(functools.partial(torch.cuda.set_stream, torch.cuda.current_stream()))
+    dispatch, functions, nesting = len(_dispatch_modes()), len(_function_modes()), _autocast_nesting()
+    flags = {name: getattr(_python_dispatch, name) for name in _FLAGS_OF_DISPATCH_MODES}
+
+    def put_back() -> None:
+        while len(_function_modes()) > functions:  # first: they see what is called below
+            _pop_function_mode()
+        while len(_dispatch_modes()) > dispatch:
+            _pop_dispatch_mode()
+        vars(_python_dispatch).update(flags)
+        if _tell_of_dispatch_modes is not None and flags:
+            _tell_of_dispatch_modes(flags["_is_in_any_mode_without_ignore_compile_internals"])
+        for set_mode in set_modes:
+            set_mode()
+        while _autocast_nesting() > nesting:
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+    return put_back
+
+
+def _autocast_nesting() -> int:
+    """Return how many autocast contexts are entered."""
+    return int(_call_each((torch.autocast_increment_nesting, torch.autocast_decrement_nesting))[1])
+
+
+def _call_each(functions: Iterable[Any]) -> list[Any]:
+    """Call functions of C's one behind the other, in one step of the interpreter: no interrupt comes between them, nor
+    between taking one from an iterator and calling it."""
+    return [*map(BuiltinFunctionType.__call__, functions)]
 
 
 def activate_gpu_trace() -> dict[str, Any] | None:
@@ -895,11 +992,10 @@ _graph_tasks = itertools.count(1 << 40)  # far from those that autograd gives
 def graph_task() -> Iterator[None]:
     """Context that passes for a backward where Python asks: checkpointing recomputes once per such number."""
     before, number = _private(torch._C, "_current_graph_task_id"), next(_graph_tasks)
-    torch._C._current_graph_task_id = lambda: number
-    try:
+    with Undo() as undo:
+        undo.note(setattr, torch._C, "_current_graph_task_id", before)
+        torch._C._current_graph_task_id = lambda: number
         yield
-    finally:
-        torch._C._current_graph_task_id = before
 
 
 # What `Tensor.item` comes down to.

@@ -9,6 +9,7 @@ import torch
 
 from ._errors import AmpkitError
 from ._torch import in_backward, raw_stream
+from ._undo import Undo, call
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -95,11 +96,14 @@ class Turn:
             if self._running:
                 raise AmpkitError(_NESTED.format(self._name))
             try:  # in this frame, so that an interrupt at any moment leaves a step that can be called again
-                self._running = True
-                self._turns.begin(self._name)
-                return fn(*args, **kwargs)
+                try:
+                    self._running = True
+                    self._turns.begin(self._name)
+                    return call(fn, *args, **kwargs)
+                finally:
+                    self._running = False
             finally:
-                self._running = False
+                self._running = False  # an interrupt may come right before the one above
 
 
 class _Here(threading.local):
@@ -123,11 +127,10 @@ def turns_on(device: torch.device) -> Turns:
 @contextmanager
 def within_capture() -> Iterator[None]:
     """Context in which this thread captures, so that no step may be called."""
-    before, _here.captures = _here.captures, True
-    try:
+    with Undo() as undo:
+        undo.note(setattr, _here, "captures", _here.captures)
+        _here.captures = True
         yield
-    finally:
-        _here.captures = before
 
 
 _NESTED = (

@@ -19,11 +19,13 @@ from ._torch import (
     LIFT_FRESH,
     is_fake,
     module_tables,
+    remove_step_hook,
     storage_address,
     tensors_in,
     without_torch_function,
     written_arguments,
 )
+from ._undo import Undo
 
 
 class Undeclared:
@@ -56,11 +58,10 @@ class Undeclared:
             if threading.get_ident() == thread and not self._declares(optimizer):
                 self._problems.append(_OPTIMIZER.format(_at(running_line(sys._getframe(1))), type(optimizer).__name__))
 
-        hook = register_optimizer_step_pre_hook(on_step)
-        try:
+        with Undo() as undo:
+            undo.note(remove_step_hook, on_step)
+            register_optimizer_step_pre_hook(on_step)
             yield touched
-        finally:
-            hook.remove()
         if touched.uses:
             with without_torch_function():
                 self._look_at(touched)

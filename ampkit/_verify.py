@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from ._state import TrainingState
-from ._torch import TorchDispatchMode, keystr, storage_address, tree_flatten, tree_flatten_with_path, written_arguments
+from ._torch import (
+    TorchDispatchMode,
+    keystr,
+    let_autograd_use_threads,
+    storage_address,
+    tree_flatten,
+    tree_flatten_with_path,
+    uses_autograd_threads,
+    written_arguments,
+)
+from ._undo import Undo
 
 NOISE = 10.0  # some replays of a nondeterministic kernel are a sample of its noise; an eager step may lie further out
 _REPLAYS = (2, 6)  # replays beside the first, where something differs; the six only where something is about to fail
@@ -50,6 +60,20 @@ def verified(
     device.
     """
     start = _Snapshot(state, generators)
+    with Undo() as undo:
+        undo.note(start.restore)
+        verdict = _compared(start, replay, eager, state, generators)
+        undo.forget()
+    return verdict
+
+
+def _compared(
+    start: "_Snapshot",
+    replay: Callable[[], Any],
+    eager: Callable[[], Any],
+    state: TrainingState,
+    generators: Sequence[torch.Generator],
+) -> Verdict:
     replayed = _results(replay(), state, generators)
     start.restore()
     with _WriteWatch(state) as watch:
@@ -175,7 +199,6 @@ class _WriteWatch(TorchDispatchMode):
         self._state = state
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, tuple[Tensor, Tensor]] = {}
-        self._threads: Any = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -183,13 +206,14 @@ class _WriteWatch(TorchDispatchMode):
         return True
 
     def __enter__(self) -> "_WriteWatch":
-        self._threads = torch.autograd.set_multithreading_enabled(False)  # the mode sees this thread only
+        self._had_threads = uses_autograd_threads()
+        let_autograd_use_threads(False)  # the mode sees this thread only
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)  # type: ignore[no-untyped-call]
-        self._threads.__exit__(*args)
+        let_autograd_use_threads(self._had_threads)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -15,10 +15,12 @@ from ._torch import (
     foreach_copy_,
     graph_nodes,
     has_gradient_hooks,
+    leave,
     module_tables,
     output_dtype,
     tree_flatten,
 )
+from ._undo import Undo
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -47,7 +49,10 @@ class WorkingWeights:
     @contextmanager
     def watching(self) -> Iterator["_Uses"]:
         """Context for a forward, whose loss `learn` is to be given then."""
-        with _Uses() as uses:
+        uses = _Uses()
+        with Undo() as undo:
+            undo.note(leave, uses)
+            uses.__enter__()  # type: ignore[no-untyped-call]
             yield uses
 
     def learn(self, uses: "_Uses", loss: Tensor) -> None:
@@ -63,8 +68,8 @@ class WorkingWeights:
                 self._refused.add(param)
                 self._copies.pop(param, None)
             elif param not in self._copies or self._copies[param].dtype is not dtype:
-                self._copies[param] = nn.Parameter(torch.empty_like(param, dtype=dtype))
-                self._all.append(self._copies[param])
+                self._all.append(nn.Parameter(torch.empty_like(param, dtype=dtype)))
+                self._copies[param] = self._all[-1]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -76,15 +81,17 @@ class WorkingWeights:
         with torch.no_grad():
             if present:
                 foreach_copy_(list(masters), present)
-        self._exchange(self._copies)
-        try:
+        with Undo() as undo:
+            undo.note(self._put_back, masters)
+            self._exchange(self._copies)
             yield
             with torch.no_grad():
                 _hand_over(masters)
-        finally:
-            self._exchange(masters)
-            for copy in masters:
-                copy.grad = None
+
+    def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
+        self._exchange(masters)
+        for copy in masters:
+            copy.grad = None
 
     def _exchange(self, new: "dict[nn.Parameter, nn.Parameter]") -> None:
         for module in self._model.modules():

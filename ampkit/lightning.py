@@ -28,6 +28,7 @@ from ._module_rules import ModuleRules, why_not_applied
 from ._policy import Policy
 from ._scaler import GradScaler
 from ._torch import tree_flatten
+from ._undo import Undo
 from .debug._numerics import Numerics
 from .debug._profile import MemoryProfile
 
@@ -436,11 +437,10 @@ def _next_step_is_the_closure(optimizer: Any) -> Iterator[None]:
             if own is not None:
                 optimizer.step = own
 
-    optimizer.step = step
-    try:
+    with Undo() as undo:
+        undo.note(put_back)
+        optimizer.step = step
         yield
-    finally:
-        put_back()
 
 
 def _scaler_for(given: GradScaler | None, lightning: upstream.GradScaler | None, device: torch.device) -> GradScaler:

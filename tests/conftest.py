@@ -62,6 +62,7 @@ def sections() -> dict[str, list[str]]:
         "autocast_samples": "operations with an autocast kernel that ran",
         "setups": "random training set-ups, graphed and eager",
         "hostile": "random set-ups that try to make a graph differ from eager",
+        "interrupts": "interrupts at lines of ampkit",
     }
     # Imported by the tests that ran, if any did.
     return {title: list(sys.modules[name].summary()) for name, title in modules.items() if name in sys.modules}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit import _torch, debug
+from ampkit import _segments, debug
 
 F32 = 4  # bytes
 
@@ -469,10 +469,10 @@ def test_compiled_code_in_a_capture_within():
     """P1: nothing compiles while memory is recorded, so a capture then has nothing to refuse; behind it, it has."""
     model, _, x = parts()
     compiled = Compiled(model)
-    with debug.memory(model), _torch.fail_on_recompile():
+    with debug.memory(model), _segments.no_recompile():
         compiled.module(x)
     assert compiled.compiles == 0
-    with pytest.raises(RuntimeError, match="fail_on_recompile"), _torch.fail_on_recompile():
+    with pytest.raises(RuntimeError, match="fail_on_recompile"), _segments.no_recompile():
         compiled.module(x)
 
 

@@ -13,6 +13,7 @@ from ampkit._errors import CaptureError
 from ampkit._graph import CudaGraph
 from ampkit._segments import _Growth, _Overlapping
 from ampkit._torch import allocator_settings, set_allocator_settings
+from ampkit._undo import Undo
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def test_segments_grow_and_nothing_else_changes(settings: str) -> None:
     before = all_settings()
 
     def capture() -> None:
-        with _Growth().context():
+        with _Overlapping(_Growth().begin)():
             assert {**all_settings(), "PYTORCH_CUDA_ALLOC_CONF": settings} == {**before, "expandable_segments": True}
             raise KeyError
 
@@ -60,7 +61,7 @@ def test_what_the_user_has_set_stays(settings: str) -> None:
     """G4: to either value; a text with a backend is for the start of the process."""
     set_allocator_settings(settings)
     before = all_settings()
-    with _Growth().context():
+    with _Overlapping(_Growth().begin)():
         assert all_settings() == before
     assert all_settings() == before
 
@@ -69,7 +70,7 @@ def test_an_option_that_the_last_text_does_not_name_stays() -> None:
     """G4: torch keeps expandable_segments:True behind a text without it."""
     set_allocator_settings("expandable_segments:True")
     set_allocator_settings("max_split_size_mb:512")
-    with _Growth().context():
+    with _Overlapping(_Growth().begin)():
         pass
     assert allocator_settings() == ("max_split_size_mb:512", True)
 
@@ -83,7 +84,7 @@ def test_segments_do_not_grow_where_they_cannot(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr("sys.platform", "win32")
     else:
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: why)
-    with _Growth().context():
+    with _Overlapping(_Growth().begin)():
         assert not allocator_settings()[1]
 
 
@@ -98,7 +99,7 @@ def test_a_text_that_takes_no_more_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(_segments, "allocator_settings", lambda: ("a:1", False))
     monkeypatch.setattr(_segments, "set_allocator_settings", refuse)
-    with _Growth().context():
+    with _Overlapping(_Growth().begin)():
         assert told == ["a:1,expandable_segments:True", "a:1"]
     assert len(told) == 2
 
@@ -114,7 +115,7 @@ def test_a_machine_that_cannot_map_memory(monkeypatch: pytest.MonkeyPatch, messa
     graph, grew = CudaGraph.__new__(CudaGraph), []
 
     def capture(self: CudaGraph, fn: Any, around: Any) -> None:
-        with growth.context():
+        with _Overlapping(growth.begin)():
             grew.append(allocator_settings()[1])
             if grew[-1]:
                 raise CaptureError("capture failed") from RuntimeError(message)
@@ -141,14 +142,14 @@ def test_captures_of_two_threads_overlap() -> None:
 
     def second() -> None:
         first_is_in.wait(10)
-        with collection:
+        with collection():
             second_is_in.set()
             first_is_out.wait(10)
             seen.append(gc.isenabled())
 
     thread = threading.Thread(target=second)
     thread.start()
-    with collection:
+    with collection():
         first_is_in.set()
         second_is_in.wait(10)
     first_is_out.set()
@@ -160,15 +161,15 @@ def test_an_error_in_the_making_leaves_nothing_held() -> None:
     """G12: the next one that enters makes it."""
     made = []
 
-    def make() -> Any:
+    def make(undo: Undo) -> None:
         made.append(1)
         if len(made) == 1:
             raise KeyError
-        return _segments._without_collection()
+        _segments._stop_collection(undo)
 
     context = _Overlapping(make)
-    with pytest.raises(KeyError), context:
+    with pytest.raises(KeyError), context():
         pass
-    with context:
+    with context():
         assert not gc.isenabled()
     assert gc.isenabled()

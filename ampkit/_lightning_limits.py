@@ -1,7 +1,6 @@
 """What of a Lightning fit is left to Lightning, why, and what to write instead. Imported by lightning.py alone."""
 
 import inspect
-import warnings
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,8 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ._distributed import why_not_sharded
-from ._errors import AmpkitWarning
-from ._lightning_reads import HostReads, names_in
+from ._lightning_reads import HostReads
 from ._optim import broken_kernel, why_not_called, why_not_capturable
 from ._torch import cudagraphs_of_its_own
 
@@ -68,7 +66,6 @@ _STEPS = {
     "configure_gradient_clipping": "Use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...).",
     "optimizer_zero_grad": "Leave it out: gradients are None before each backward.",
 }
-_SEE_GRADIENTS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
 def _why_not_hooks(trainer: Trainer, module: LightningModule) -> str:
@@ -81,19 +78,6 @@ def _why_not_hooks(trainer: Trainer, module: LightningModule) -> str:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
         return "StochasticWeightAveraging ends with an epoch without backward. EMAWeightAveraging can be captured."
-    quiet = []
-    for owner in (module, *callbacks):
-        for hook in (hook for hook in _SEE_GRADIENTS if is_overridden(hook, owner)):
-            where = f"{type(owner).__name__}.{hook}"
-            if any("grad" in word for word in names_in(getattr(owner, hook))):
-                return (
-                    f"{where} looks at gradients, which a replay leaves nowhere. ampkit logs their norm; what changes "
-                    "them belongs into training_step, as a hook of the tensor (tensor.register_hook)."
-                )
-            quiet.append(where)
-    if quiet:
-        message = f"AmpkitCallback: {', '.join(quiet)}: called as ever, but behind the step; param.grad is None there."
-        warnings.warn(message, AmpkitWarning, stacklevel=3)
     return ""
 
 

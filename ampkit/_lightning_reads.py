@@ -204,12 +204,6 @@ def _named_in(cls: type, method: str, base: type) -> dict[str, str]:
     return named
 
 
-def names_in(function: Any) -> set[str]:
-    """Return the names in the code of a function or method: what it calls, reads and writes; empty if it has none."""
-    function = _function(function)
-    return set() if function is None else {name for code in _codes(function.__code__) for name in code.co_names}
-
-
 def _function(member: Any) -> Any:
     """Return the function behind a method, a property or a decorated function, None if there is none."""
     member = getattr(member, "fget", None) or getattr(member, "__func__", member)

@@ -2,8 +2,8 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ try:
 except ImportError as error:
     raise ImportError("ampkit.lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
 
+from ._distributed import Ranks
 from ._engine import Options, Report
-from ._errors import CaptureError, CaptureWarning
+from ._errors import AmpkitWarning, CaptureError, CaptureWarning
+from ._lightning_gradients import GradientUses
 from ._lightning_limits import why_not, why_not_optimizer, why_not_parameters
+from ._lightning_precision import StepPrecision, plugin_for
 from ._lightning_reads import HostReads
 from ._lightning_stats import Meter, Reading
 from ._lightning_step import Clip, TrainerStep, Window
@@ -27,8 +30,7 @@ from ._lightning_watch import Watch
 from ._module_rules import ModuleRules, why_not_applied
 from ._policy import Policy
 from ._scaler import GradScaler
-from ._torch import tree_flatten
-from ._undo import Undo
+from ._torch import supports_amp_scaling, tree_flatten
 from .debug._numerics import Numerics
 from .debug._profile import MemoryProfile
 
@@ -37,8 +39,8 @@ class AmpkitCallback(Callback):
     """Runs the training step of a Lightning Trainer as one CUDA graph: `Trainer(callbacks=[AmpkitCallback()])`.
 
     Forward, backward, loss scale, clipping and optimizer are captured; hooks, `self.log`, `global_step`, schedulers,
-    checkpoints and accumulation stay Lightning's. Hooks see no gradients (`param.grad` is None). Where a model or a
-    Trainer does something that a graph cannot hold, a warning says what, and training goes on without one.
+    checkpoints and accumulation stay Lightning's. Where a model or a Trainer does something that a graph cannot hold,
+    such as a hook that uses gradients, a warning says what, and training goes on without one.
 
     Args:
         policy: None takes that of `Trainer(precision=...)`. One that is given must have the same dtypes; its rules for
@@ -108,7 +110,7 @@ class AmpkitCallback(Callback):
         """Put ampkit's step into the Trainer, when `fit` begins."""
         if stage != "fit":
             return
-        if isinstance(trainer.strategy.precision_plugin, _Precision):
+        if isinstance(trainer.strategy.precision_plugin, StepPrecision):
             raise ValueError("Trainer(callbacks=[...]): there are two AmpkitCallbacks. Pass one.")
         if self._options.verify and isinstance(trainer.strategy, DDPStrategy):
             raise NotImplementedError(
@@ -182,7 +184,8 @@ class _Fit:
         policy: of the user, None if there is none.
         scaler: takes the place of Lightning's.
         meter: takes the readings.
-        plain: Lightning does everything, for a reason that showed late.
+        problem: why Lightning does everything, which showed late; "" while it does not.
+        looking: Lightning does the first step, so that hooks between backward and step find the gradients they may use.
         in_optimizer_step: Lightning is within the optimizer's step, which it enters for the last batch of a window.
     """
 
@@ -203,20 +206,24 @@ class _Fit:
         self._watch = watch
         self._give_up = give_up
         self._reads = HostReads(module, LightningModule)
+        several = isinstance(strategy, DDPStrategy)  # one of several ranks cannot turn to Lightning's step by itself
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        self._uses = GradientUses(module, callbacks, strict=several or options.on_failure == "raise")
+        self.looking = several or bool(self._uses.amid)  # callbacks of one rank alone may have such hooks
         self.device = strategy.root_device
         self._step: TrainerStep | None = None
         self._made_for: tuple[Any, ...] = ()
         self._shown: dict[str, float] = {}
         self.policy = policy
         self.meter = Meter(self.device, trainer.world_size)
-        self.plain = False
+        self.problem = ""
         self.in_optimizer_step = False
         self._ended_window = False
         # What is put in the place of what.
         self._lightning_plugin = strategy.precision_plugin
         self._lightning_scaler: upstream.GradScaler | None = getattr(self._lightning_plugin, "scaler", None)
         self.scaler = _scaler_for(scaler, self._lightning_scaler, self.device)
-        self._plugin = _plugin_for(self, self._lightning_plugin)
+        self._plugin = plugin_for(self, self._lightning_plugin)
         strategy.precision_plugin = self._plugin
         self._lightning_step = strategy.training_step
         vars(strategy)["training_step"] = self._training_step
@@ -229,6 +236,7 @@ class _Fit:
         """Put everything back and release the graphs."""
         self._trainer.strategy.precision_plugin = self._lightning_plugin
         vars(self._trainer.strategy).pop("training_step", None)
+        self._uses.leave()
         if self._bar is not None:
             vars(self._bar).pop("get_metrics", None)
         if self.policy is not None and self.policy.modules and not why_not_applied(self._module, _rules(self.policy)):
@@ -247,9 +255,15 @@ class _Fit:
 
     def report(self) -> Report:
         """Return what happened to the batches so far."""
-        return _nothing_captured(None) if self._step is None else self._step.report()
+        report = _nothing_captured(None) if self._step is None else self._step.report()
+        return replace(report, failure=self.problem) if self.problem else report
 
     # ------------------------------------------------------------------------------------------------------ one batch
+
+    @property
+    def plain(self) -> bool:
+        """Whether Lightning does everything."""
+        return bool(self.problem)
 
     @property
     def stepped(self) -> bool:
@@ -258,24 +272,41 @@ class _Fit:
 
     def begin(self) -> bool:
         """Return whether ampkit does the step of this batch, having made what does it."""
-        if self.plain:
-            return False
         trainer = self._trainer
+        self.looking = self.looking and not _refuses_to_clip(trainer)
+        if self._uses.late and self._begins_window and not self.plain:
+            self._leave_to_lightning(self._uses.problem)
+        if self.plain or self.looking:
+            return False
         made_for = (trainer.optimizers[0], trainer.strategy.model, _clip(trainer))
         if made_for != self._made_for:
             self._make(*made_for)
             self._made_for = made_for
         return not self.plain
 
+    @property
+    def _begins_window(self) -> bool:
+        """Whether Lightning calls zero_grad for this batch."""
+        return bool(self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0)
+
     def _make(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, clip: Clip) -> None:
         if self._step is not None:
             self._step.close()
-        problem = why_not_optimizer(optimizer) or why_not_parameters(self._module, optimizer, self.device)
+        agreed = Ranks(model, self.device).agree(not self._uses.problem)
+        problem = (
+            ("" if agreed else self._uses.problem or Ranks.other_found)
+            or why_not_optimizer(optimizer)
+            or why_not_parameters(self._module, optimizer, self.device)
+        )
         if problem:
-            self.plain = True
-            self._give_scaler_back()
+            self._leave_to_lightning(problem)
             self._give_up(f"{problem} Training goes on as Lightning does it.")
             return
+        if self._uses.there and self._uses.amid:
+            message = f"AmpkitCallback: {', '.join(self._uses.amid)}: called as ever, but from now on behind the step."
+            warnings.warn(message, AmpkitWarning, stacklevel=2)
+        self._uses.there = False
+        self._uses.strict = self._uses.strict or _refuses_to_clip(self._trainer)
         assert model is not None  # Lightning sets it up before the first batch
         self._step = TrainerStep(
             self._lightning_step,
@@ -291,6 +322,13 @@ class _Fit:
             give_up=lambda text: self._give_up(f"{text} Training goes on eagerly."),
         )
 
+    def _leave_to_lightning(self, problem: str) -> None:
+        self.problem = problem
+        self._uses.leave()
+        self._give_scaler_back()
+        if self._step is not None:
+            self._step.close()
+
     def _training_step(self, *args: Any) -> Any:
         """Take the place of `Strategy.training_step`."""
         self._ended_window = self.in_optimizer_step
@@ -299,8 +337,7 @@ class _Fit:
         assert self._step is not None  # made by begin
         trainer = self._trainer
         every = trainer.accumulate_grad_batches
-        first = trainer.fit_loop.batch_idx % every == 0  # where Lightning calls zero_grad
-        window = Window(first, self.in_optimizer_step, every, trainer.current_epoch)
+        window = Window(self._begins_window, self.in_optimizer_step, every, trainer.current_epoch)
         with self._watch.recording(self._module, trainer.optimizers[0], args[0], window.last):
             return self._step(window, *args)
 
@@ -341,108 +378,6 @@ _IN_THE_BAR = {
 }
 
 
-class _Precision(Precision):
-    """Stands in front of the class of a Trainer's precision plugin: does nothing in a batch that was stepped."""
-
-    ampkit: _Fit
-
-    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # as upstream
-        """Call the hooks of on_before_backward; leave out the loss scale."""
-        if self.ampkit.stepped:
-            return Precision.pre_backward(self, tensor, module)
-        return super().pre_backward(tensor, module)
-
-    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Do nothing."""
-        if not self.ampkit.stepped:
-            super().backward(tensor, model, *args, **kwargs)
-
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, nor refuse to clip the gradients of a fused optimizer."""
-        if not self.ampkit.stepped:
-            super().clip_gradients(*args, **kwargs)
-
-    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Call the closure, in which the step is done, and the hooks of on_before_optimizer_step."""
-        if not self.ampkit.begin():
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        self.ampkit.in_optimizer_step = True
-        try:
-            with _next_step_is_the_closure(optimizer):
-                return Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
-        finally:
-            self.ampkit.in_optimizer_step = False
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Enter the policy's rules for operations, too."""
-        policy = self.ampkit.policy
-        if policy is None or not policy.ops:
-            return super().forward_context()
-        return self._under(policy, super().forward_context())
-
-    @contextmanager
-    def _under(self, policy: Policy, context: AbstractContextManager[None]) -> Iterator[None]:
-        with context, policy.autocast(self.ampkit.device.type):
-            yield
-
-    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Apply the policy's rules for modules, too."""
-        module = super().convert_module(module)
-        policy = self.ampkit.policy
-        return policy.apply(module) if policy is not None and policy.modules else module
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what Lightning's own plugin would, and more only where the rule of the loss scale says more."""
-        scaler = self.ampkit.scaler
-        if self.ampkit.plain or not scaler.is_enabled():
-            return super().state_dict()
-        as_in_torch = scaler.rule().items() >= _RULE_OF_TORCH.items()
-        return upstream.GradScaler.state_dict(scaler) if as_in_torch else scaler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the loss scale, of this plugin or of Lightning's."""
-        if self.ampkit.plain or not self.ampkit.scaler.is_enabled():
-            super().load_state_dict(state_dict)
-        else:
-            self.ampkit.scaler.load_state_dict(state_dict)
-
-
-_RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
-
-
-def _plugin_for(fit: _Fit, plugin: Precision) -> Precision:
-    """Return the plugin as an object of a subclass of the same name, which checkpoints key the loss scale by."""
-    kind = type(plugin)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    new: _Precision = object.__new__(type(kind.__name__, (_Precision, kind), names))
-    vars(new).update(vars(plugin))
-    new.ampkit = fit
-    if isinstance(new, MixedPrecision) and fit.scaler.is_enabled():
-        new.scaler = fit.scaler
-    return new
-
-
-@contextmanager
-def _next_step_is_the_closure(optimizer: Any) -> Iterator[None]:
-    """Context in which the next `optimizer.step(closure)` only calls the closure, in which the step is the real one."""
-    own = vars(optimizer).get("step")  # a scheduler's, that counts
-
-    def step(closure: Callable[[], Any], **kwargs: Any) -> Any:
-        put_back()
-        return closure()
-
-    def put_back() -> None:
-        if vars(optimizer).get("step") is step:
-            del optimizer.step
-            if own is not None:
-                optimizer.step = own
-
-    with Undo() as undo:
-        undo.note(put_back)
-        optimizer.step = step
-        yield
-
-
 def _scaler_for(given: GradScaler | None, lightning: upstream.GradScaler | None, device: torch.device) -> GradScaler:
     """Return the given scaler, or one with the state of Lightning's; disabled where there is neither."""
     if given is not None:
@@ -460,6 +395,12 @@ def _clip(trainer: Trainer) -> Clip:
     if limit is None or limit <= 0:
         return Clip(None, None)
     return Clip(None, float(limit)) if trainer.gradient_clip_algorithm == "value" else Clip(float(limit), None)
+
+
+def _refuses_to_clip(trainer: Trainer) -> bool:
+    """Return whether Lightning, by itself, would refuse to clip the gradients of this optimizer."""
+    unscales = supports_amp_scaling(trainer.optimizers[0])
+    return unscales and isinstance(trainer.strategy.precision_plugin, MixedPrecision) and _clip(trainer) != (None, None)
 
 
 def _size(batch: Any) -> int:

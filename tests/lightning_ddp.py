@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from harness import bits, deterministic
-from lightning_harness import Hooks, Net, adamw, fused, halving, loader, precision
+from lightning_harness import HooksAmidAStep, Net, adamw, fused, halving, loader, precision
 
 from ampkit._job_end import keep_process_group
 from ampkit.lightning import AmpkitCallback
@@ -111,7 +111,7 @@ def main() -> None:
                 self.seen += 1
             return super().training_step(batch, batch_idx)
 
-    hooks = Hooks()
+    hooks = HooksAmidAStep()
     callback = (
         None
         if args.graph == "none"

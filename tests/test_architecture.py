@@ -87,8 +87,10 @@ LAYERS = {
     "debug/_forecast.py": 5,
     "debug/_oom.py": 6,
     "_lightning_calls.py": 1,
+    "_lightning_gradients.py": 2,
     "_lightning_reads.py": 2,
     "_lightning_limits.py": 4,
+    "_lightning_precision.py": 3,
     "_lightning_stats.py": 3,
     "_lightning_step.py": 5,
     "_lightning_watch.py": 7,
@@ -114,6 +116,8 @@ LAYERS = {
 PACKAGES = {"debug/__init__.py": 7, "__init__.py": 11}  # these re-export, from their own layer and below
 ORDER = {**LAYERS, **PACKAGES}
 OPTIONAL = {"lightning", "matplotlib", "rich", "sklearn", "torchvision", "tqdm", "triton"}
+# ampkit/lightning.py imports the others; nothing else does.
+IMPORT_LIGHTNING = {"lightning.py", "_lightning_limits.py", "_lightning_gradients.py", "_lightning_precision.py"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -173,7 +177,7 @@ def import_errors(tree: ast.AST, file: str) -> Iterator[str]:
         root = module.partition(".")[0]
         if nested and root not in OPTIONAL:
             yield f"{file}:{line}: import of {module} belongs to the top of the file"
-        home = root == "lightning" and file in {"lightning.py", "_lightning_limits.py"}  # the first imports the second
+        home = root == "lightning" and file in IMPORT_LIGHTNING
         if not nested and not home and root not in {"ampkit", "torch"} and root not in sys.stdlib_module_names:
             yield f"{file}:{line}: module-level import of {module}; `import ampkit` needs torch alone"
 

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 import ampkit
-from ampkit import _lightning_limits
+from ampkit import _lightning_gradients, _lightning_limits, _lightning_precision
 from ampkit import lightning as under_test
 from ampkit.lightning import AmpkitCallback
 
@@ -433,11 +433,6 @@ class OwnZero(Net):
         optimizer.zero_grad(set_to_none=False)
 
 
-class LooksAtGradients(Net):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("norm", torch.stack([param.grad.norm() for param in self.parameters()]).norm())
-
-
 class ReadsStep(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self._loss(batch) * (1.0 if self.global_step < 5 else 0.5)
@@ -468,7 +463,6 @@ LEFT_TO_LIGHTNING = [
     (OwnStep, {}, "OwnStep.optimizer_step changes what a step does"),
     (OwnClip, {}, "OwnClip.configure_gradient_clipping changes"),
     (OwnZero, {}, "OwnZero.optimizer_zero_grad changes"),
-    (LooksAtGradients, {}, "LooksAtGradients.on_before_optimizer_step looks at gradients"),
     (ReadsStep, {}, "ReadsStep.training_step reads self.global_step"),
     (LogsRate, {}, "LogsRate._shared reads self.optimizers"),
     (lambda: Net(lbfgs), {}, "LBFGS computes the loss several times"),
@@ -678,10 +672,10 @@ class QuietHooks(Net):
 
 
 def test_hooks_are_told(tmp_path: Path) -> None:
-    """Hooks behind a backward are called as ever; that they see no gradients is said once."""
-    with pytest.warns(ampkit.AmpkitWarning, match=r"QuietHooks\.on_after_backward.*param\.grad is None there"):
+    """Hooks behind a backward are called as ever; that the step is over by then is said once."""
+    with pytest.warns(ampkit.AmpkitWarning, match=r"QuietHooks\.on_after_backward: called as ever, but .* behind"):
         run = fit(tmp_path, "cpu", "emulate", make=QuietHooks)
-    assert run.report.replays == 19
+    assert run.report.replays == 18  # Lightning did the first step, to see whether the hook uses gradients
     assert run.module.backwards == 22
 
 
@@ -753,7 +747,7 @@ def test_two_processes() -> None:
     plain = lightning_ddp.launch("--graph", "none", *options)
     ours = lightning_ddp.launch("--graph", "emulate", *options)
     assert [row.pop("replays") for row in plain] == [0, 0]
-    assert [row.pop("replays") for row in ours] == [13, 13]
+    assert [row.pop("replays") for row in ours] == [10, 10]  # Lightning did the first of the windows
     assert plain == ours
     assert ours[0]["weights"] == ours[1]["weights"]
 
@@ -880,7 +874,10 @@ def test_private_names_of_lightning() -> None:
     """Every private name that is used is still there: a change upstream is noticed here, not in training."""
     assert set(_lightning_limits.PRIVATE_NAMES) == {"DDPStrategy._ddp_comm_state"}
     assert hasattr(DDPStrategy(), "_ddp_comm_state")
-    source = Path(under_test.__file__).read_text() + Path(_lightning_limits.__file__).read_text()
+    source = "".join(
+        Path(module.__file__).read_text()
+        for module in (under_test, _lightning_limits, _lightning_gradients, _lightning_precision)
+    )
     for name in set(
         re.findall(r"(?:trainer|strategy|pl_module|module|plugin|optimizer|fit_loop)\.(_[a-z]\w*)", source)
     ):

@@ -14,7 +14,7 @@ from ._blame import users_level
 from ._cache import Cache, Captured
 from ._capturing import is_recording
 from ._distributed import Ranks
-from ._errors import CaptureError, CaptureWarning
+from ._errors import CaptureError, CaptureWarning, InputMismatch
 from ._graph import capture_stream
 from ._inputs import StaticInputs, read_batch
 from ._overlaps import StateMemory, Writes
@@ -319,7 +319,11 @@ class Engine:
                     undo.note(modes())
                     captured = self._capture(key, layout, leaves)
                     if captured is not None:
-                        outputs = self._replay(captured, phase, leaves, None)
+                        try:
+                            outputs = self._replay(captured, phase, leaves, None)
+                        except InputMismatch:
+                            undo.forget()  # it is this batch that does not fit
+                            raise
                         if not self._refused:
                             self._compare(key, layout, outputs)
                         undo.forget()

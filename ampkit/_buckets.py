@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import wrong
 from ._errors import InputMismatch
-from ._inputs import path
+from ._inputs import check_plain, flatten, path
 from ._text import dtype_name
-from ._torch import TreeSpec, tree_flatten, tree_unflatten
+from ._torch import TreeSpec, tree_unflatten
 
 FillByPath = tuple[tuple[str, float], ...]
 
@@ -67,7 +68,7 @@ class Buckets:
             object.__setattr__(self, "length", _sizes("length", self.length))
         object.__setattr__(self, "pad", _fill(self.pad))
         if not isinstance(self.mask, str) or not self.mask.isidentifier() or keyword.iskeyword(self.mask):
-            raise ValueError(f"Buckets(mask={self.mask!r}): expected the name of a keyword argument of loss_fn.")
+            raise wrong("Buckets", "mask", self.mask, "the name of a keyword argument of loss_fn")
 
     def pad_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the batch padded to its bucket, and the mask among its keyword arguments.
@@ -84,8 +85,8 @@ class Buckets:
             kwargs: keyword arguments, likewise.
 
         Raises:
-            InputMismatch: the batch has no tensor to take the size from, or already an argument of the mask's name;
-                `pad` names a path that is not in the batch, or a number that the tensor's dtype does not have.
+            InputMismatch: a tensor is not plain; the batch has no tensor to take the size from, or already an argument of the
+                mask's name; `pad` names a path that is not in the batch, or a number that the tensor's dtype does not have.
 
         Sync: none. Aliasing: padded tensors, and those with gaps (`tokens[:, :-1]`), are copies without gaps in the
         same order of dimensions (channels_last stays so); all others are the caller's.
@@ -95,7 +96,10 @@ class Buckets:
                 f"Buckets: batch[{self.mask!r}] is there already, and the mask of real samples would replace it. "
                 f"Give the mask another name: Buckets(mask='real')."
             )
-        leaves, tree = tree_flatten((args, kwargs))
+        leaves, tree = flatten(args, kwargs)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                check_plain(leaf, tree, i)
         first, real = self._real(leaves)
         bucket = self._bucket(real)
         fills = _fills(self.pad, tree)
@@ -134,7 +138,7 @@ def _smallest(ladder: tuple[int, ...], size: int) -> int | None:
 
 
 def _to_bucket(leaf: Any, real: tuple[int, ...], bucket: tuple[int, ...], fill: float, tree: TreeSpec, i: int) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+    if not isinstance(leaf, Tensor):
         return leaf
     shape = list(leaf.shape)
     concerned = [dim for dim, size in enumerate(real) if dim < leaf.dim() and shape[dim] == size]
@@ -211,8 +215,11 @@ def _has(dtype: torch.dtype, value: float) -> bool:
         return value in (0, 1)
     if dtype.is_floating_point or dtype.is_complex:
         return abs(value) <= torch.finfo(dtype).max or value - value != 0  # the latter: inf and nan
-    whole = isinstance(value, int) or value.is_integer()
-    return whole and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+    try:
+        limits = torch.iinfo(dtype)
+    except TypeError:  # torch.bits8 and its kind, which hold no numbers
+        return False
+    return (isinstance(value, int) or value.is_integer()) and limits.min <= value <= limits.max
 
 
 def _unfit(fill: float, dtype: torch.dtype, where: str) -> str:
@@ -229,7 +236,7 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
     listed = list(sizes) if isinstance(sizes, (Sequence, set, frozenset)) and not isinstance(sizes, str) else []
     if not listed or not all(type(size) is int and size > 0 for size in listed):
         hint = f"({sizes},)" if type(sizes) is int and sizes > 0 else "(16, 32, 64)"
-        raise ValueError(f"Buckets({name}={sizes!r}): expected sizes, ints of at least 1. Pass {name}={hint}.")
+        raise wrong("Buckets", name, sizes, f"sizes, ints of at least 1. Pass {name}={hint}")
     return tuple(sorted(set(listed)))
 
 
@@ -242,7 +249,5 @@ def _fill(pad: Any) -> float | FillByPath:
         pairs = [(None, pad)]
     for named, value in pairs:
         if not isinstance(named, str) or not isinstance(value, (int, float)):
-            raise ValueError(
-                f"Buckets(pad={pad!r}): expected a number, or numbers by path such as {{\"batch['labels']\": -100}}."
-            )
+            raise wrong("Buckets", "pad", pad, "a number, or numbers by path such as {\"batch['labels']\": -100}")
     return tuple(pairs)

@@ -5,18 +5,19 @@ import functools
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ._arguments import check_at_least, check_callable, check_choice, check_flag, check_instance
 from ._blame import users_level
 from ._capturing import is_recording
 from ._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
 from ._graph import describe_failure
-from ._inputs import Spec, StaticInputs, read_batch
+from ._inputs import Spec, StaticInputs, flatten, is_plain, read_batch
 from ._lane import Lane, lane_of
 from ._node import PENDING, GraphedPasses
 from ._passes import Passes, UnusedError, undone
@@ -28,7 +29,6 @@ from ._torch import (
     hook_tables,
     in_backward,
     modes,
-    tree_flatten,
     tree_unflatten,
 )
 from ._undo import Undo, call
@@ -95,7 +95,7 @@ def make_graphed_callables(
     is new is captured by one thread; a call by another one meanwhile is an error.
     """
     functions, samples = _parse(callables, sample_args, sample_kwargs)
-    _check_options(num_warmup_iters, graph, pool)
+    _check_options(num_warmup_iters, allow_unused_input, graph, pool)
     handle = object() if pool is None else pool
     made = []
     for function, sample in zip(functions, samples, strict=True):
@@ -155,7 +155,7 @@ class GraphedCallable:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = self.blocker or self._why_not_now()
         if not reason:
-            leaves, tree = tree_flatten((args, kwargs))
+            leaves, tree = flatten(args, kwargs)
             passes = self._find(leaves, tree)
             if passes is not None and (results := passes(leaves)) is not PENDING:
                 self.replays += 1
@@ -183,7 +183,7 @@ class GraphedCallable:
         """Capture for a sample. Warns of what cannot be captured; raises if inputs are unused or the callable fails."""
         if not self.blocker:
             with torch.inference_mode(False), torch.enable_grad():
-                call(self._find, *tree_flatten((args, kwargs)), is_sample=True)
+                call(self._find, *flatten(args, kwargs), is_sample=True)
 
     def install(self) -> Any:
         """Return the graphed callable: this object for a function, and for a module the module with a new `forward`."""
@@ -238,7 +238,7 @@ class GraphedCallable:
     def _key(self, leaves: list[Any], tree: TreeSpec) -> "_Key":
         """Return what decides which graph serves a call, having dropped the graphs that the module outlived."""
         wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
-        plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        plain = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(plain, tree)
         spec, _ = read_batch(args, kwargs, self._lane.device)
         now, before = self._state.generation(), self._generation
@@ -333,6 +333,9 @@ def _parse(callables: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[
         sample_kwargs = None if sample_kwargs is None else (sample_kwargs,)
     if sample_kwargs is None:
         sample_kwargs = ({},) * len(callables)
+    where = "make_graphed_callables"
+    check_instance(where, "sample_args", sample_args, (tuple, list), "a tuple of arguments for each callable")
+    check_instance(where, "sample_kwargs", sample_kwargs, (tuple, list), "a dict of arguments for each callable")
     if not len(callables) == len(sample_args) == len(sample_kwargs):
         raise ValueError(
             f"make_graphed_callables: {len(callables)} callables, but {len(sample_args)} sample_args and "
@@ -344,25 +347,19 @@ def _parse(callables: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[
 
 
 def _check_sample(function: Any, args: Any, named: Any) -> None:
-    if not callable(function):
-        raise ValueError(
-            f"make_graphed_callables(callables): expected a module, a function or a tuple of them, got "
-            f"{type(function).__name__}."
-        )
-    if isinstance(args, Tensor) or not isinstance(args, Sequence) or not isinstance(named, dict):
-        raise ValueError(
-            f"make_graphed_callables: a sample is a tuple of arguments and a dict of keyword arguments, got "
-            f"{type(args).__name__} and {type(named).__name__}. For one argument write sample_args=(x,)."
-        )
+    check_callable("make_graphed_callables", "callables", function, "a module, a function or a tuple of them")
+    expected = "a tuple of arguments; for one argument write sample_args=(x,)"
+    check_instance("make_graphed_callables", "sample_args", args, (tuple, list), expected)
+    check_instance("make_graphed_callables", "sample_kwargs", named, dict, "a dict of keyword arguments")
     if isinstance(function, nn.Module) and has_legacy_backward_hooks(function):
         raise ValueError(f"make_graphed_callables: {_LEGACY_HOOK}")
 
 
-def _check_options(num_warmup_iters: object, graph: object, pool: object) -> None:
-    if isinstance(num_warmup_iters, bool) or not isinstance(num_warmup_iters, int) or num_warmup_iters < 0:
-        raise ValueError(f"make_graphed_callables(num_warmup_iters={num_warmup_iters!r}): expected an int, 0 or more.")
-    if graph not in ("auto", "emulate", "off"):
-        raise ValueError(f"make_graphed_callables(graph={graph!r}): expected one of 'auto', 'emulate', 'off'.")
+def _check_options(num_warmup_iters: object, allow_unused_input: object, graph: object, pool: object) -> None:
+    where = "make_graphed_callables"
+    check_at_least(where, "num_warmup_iters", num_warmup_iters, 0, "the number of passes before a capture")
+    check_flag(where, "allow_unused_input", allow_unused_input)
+    check_choice(where, "graph", graph, ("auto", "emulate", "off"))
     if pool is not None and not isinstance(pool, tuple):
         raise ValueError(
             f"make_graphed_callables(pool={type(pool).__name__}): expected a handle as torch.cuda.graph_pool_handle() "
@@ -372,7 +369,7 @@ def _check_options(num_warmup_iters: object, graph: object, pool: object) -> Non
 
 def _device(function: Any, sample: Any) -> torch.device:
     """Return the CUDA device of the sample and parameters, or another device if none is on CUDA."""
-    tensors = [leaf for leaf in tree_flatten(sample)[0] if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in flatten(*sample)[0] if isinstance(leaf, Tensor)]
     if isinstance(function, nn.Module):
         tensors += [*function.parameters(), *function.buffers()]
     devices = sorted({tensor.device for tensor in tensors}, key=lambda device: device.type != "cuda")

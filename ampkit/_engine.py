@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ._arguments import check_at_least, check_choice, read_all, read_positive
 from ._blame import users_level
 from ._cache import Cache, Captured
 from ._capturing import is_recording
@@ -20,7 +21,6 @@ from ._inputs import StaticInputs, read_batch
 from ._overlaps import StateMemory, Writes
 from ._preflight import Preflight, describe
 from ._rehearsal import Rehearsal
-from ._scaler import check_positive
 from ._segments import no_recompile
 from ._state import TrainingState
 from ._surroundings import Change, Surroundings
@@ -33,6 +33,7 @@ from ._variation import Key, Variation
 from ._verify import Verdict, verified
 
 WARM_UP = "warm-up"
+GRAPHS = ("auto", "emulate", "off")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -147,24 +148,22 @@ class Options(NamedTuple):
     max_graphs: int
     memory_budget: int | None
 
-    def check(self, where: str) -> None:
-        """Raise a `ValueError` that names the argument of the public function `where` that cannot work."""
-        for name, value, legal in (
-            ("graph", self.graph, ("auto", "emulate", "off")),
-            ("on_failure", self.on_failure, ("eager", "raise")),
-        ):
-            if value not in legal:
-                raise ValueError(f"{where}({name}={value!r}): expected one of {', '.join(map(repr, legal))}.")
+    def checked(self, where: str) -> "Options":
+        """Return them in plain numbers and tuples.
+
+        Raises:
+            ValueError: one cannot work. The message names it, as an argument of the public function `where`.
+        """
+        check_choice(where, "graph", self.graph, GRAPHS)
+        check_choice(where, "on_failure", self.on_failure, ("eager", "raise"))
         check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
         check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")
         check_at_least(where, "max_graphs", self.max_graphs, 1, "graph='off' is for none")
-        check_positive(where, "memory_budget", self.memory_budget, "None for no limit")
-
-
-def check_at_least(where: str, name: str, value: object, least: int, why: str) -> None:
-    """Raise a `ValueError` unless `value` is an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{where}({name}={value!r}): expected an int of at least {least}; {why}.")
+        budget = self.memory_budget
+        if budget is not None:
+            budget = read_positive(where, "memory_budget", budget, "None for no limit")
+        generators = read_all(where, "generators", self.generators, torch.Generator, "a sequence of torch.Generator")
+        return self._replace(memory_budget=budget, generators=generators)
 
 
 class _Layout:

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from . import _module_rules, _torch
+from ._arguments import check_choice, check_instance
 from ._blame import user_line
 from ._fake import can_save_for_backward, fake_copy, fake_device
-from ._policy import Policy
+from ._policy import Policy, read_policy
 from ._record import Recorder, Row, Totals
 from ._text import dtype_name, grid, size_text
 
@@ -144,10 +145,9 @@ def explain(
     Sync: none. A model that reads the value of a tensor (`.item()`, `if tensor:`) cannot go on without data; then the
     explanation has the rows up to there, and says where it stopped.
     """
-    if device_type not in ("cuda", "cpu"):
-        raise ValueError(f"explain(device_type={device_type!r}): expected 'cuda' or 'cpu'.")
-    if isinstance(policy, str):
-        policy = Policy.parse(policy)
+    check_instance("explain", "model", model, nn.Module, "a torch.nn.Module")
+    check_choice("explain", "device_type", device_type, ("cuda", "cpu"))
+    policy = read_policy("explain", policy)
     call = model, inputs, kwargs
     with fake_device(device_type):
         copied = _copied(call, device_type, None)

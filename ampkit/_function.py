@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
-from torch.amp.autocast_mode import is_autocast_available
 
+from ._arguments import check_callable, check_device_type, wrong
 from ._errors import AmpkitError
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -372,28 +372,16 @@ def _inferred(decorator: str, method: Callable[..., Any], tree: Any) -> str | No
 
 def _callable(decorator: str, argument: str, method: Any) -> Callable[..., Any]:
     method = method.__func__ if isinstance(method, staticmethod) else method
-    if not callable(method):
-        raise ValueError(
-            f"{decorator}({argument}={method!r}): expected a method to decorate; options are keywords, "
-            f"as in {decorator}(device_type='cuda')."
-        )
+    expected = f"a method to decorate; options are keywords, as in {decorator}(device_type='cuda')"
+    check_callable(decorator, argument, method, expected)
     return cast(Callable[..., Any], method)
 
 
 def _check_device_type(decorator: str, device_type: object) -> None:
-    if device_type is None:
-        return
-    try:
-        known = isinstance(device_type, str) and is_autocast_available(device_type)
-    except RuntimeError:  # torch knows no device of this name
-        known = False
-    if not known:
-        raise ValueError(
-            f"{decorator}(device_type={device_type!r}): expected the type of a device that has autocast, "
-            "as 'cuda' or 'cpu', or None for that of the tensors."
-        )
+    if device_type is not None:
+        check_device_type(decorator, device_type, ", or None for that of the tensors")
 
 
 def _check_dtype(argument: str, dtype: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"custom_fwd({argument}={dtype!r}): expected a floating torch.dtype, or None.")
+        raise wrong("custom_fwd", argument, dtype, "a floating torch.dtype, or None")

@@ -9,13 +9,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ._arguments import read_all
 from ._distributed import Ranks, why_not_sharded
 from ._engine import Engine, Options, Report
+from ._inputs import flatten
 from ._optim import CapturableGroups, broken_kernel, why_not_capturable
 from ._scaler import GradScaler
 from ._sparse import why_not_dense
 from ._state import TrainingState
-from ._torch import cudagraphs_of_its_own, tensors_in, tree_flatten, tree_unflatten
+from ._torch import cudagraphs_of_its_own, tree_flatten, tree_unflatten
 from ._undo import Undo
 
 
@@ -64,9 +66,11 @@ def graphed(
         ValueError: an argument that cannot work; the message says what to pass.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
     """
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget)
-    options.check("graphed")
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget).checked("graphed")
+    modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
     device = _device(modules)
+    expected = "a tuple of torch.optim.Optimizer"
+    optimizers = read_all("graphed", "optimizers", optimizers, torch.optim.Optimizer, expected)
     _check_optimizers(optimizers, modules)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ValueError(
@@ -260,8 +264,6 @@ def _give_back(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -
 
 def _device(modules: Sequence[nn.Module]) -> torch.device | None:
     """Return the one device of all parameters and buffers, None where there are none."""
-    if isinstance(modules, nn.Module) or not all(isinstance(module, nn.Module) for module in modules):
-        raise ValueError(f"graphed(modules={type(modules).__name__}): expected a tuple of torch.nn.Module.")
     devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
         found = ", ".join(map(str, devices))
@@ -273,13 +275,11 @@ def _device(modules: Sequence[nn.Module]) -> torch.device | None:
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Return the device of the first tensor among the arguments, the one where torch makes tensors if there is none."""
-    tensors = tensors_in((args, kwargs))
+    tensors = [leaf for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
     return tensors[0].device if tensors else torch.get_default_device()
 
 
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:
-    if isinstance(optimizers, torch.optim.Optimizer):
-        raise ValueError("graphed(optimizers): expected a tuple of optimizers, got one. Write optimizers=(optimizer,).")
     known = {param for module in modules for param in module.parameters()}
     for i, optimizer in enumerate(optimizers):
         if broken := broken_kernel(optimizer):

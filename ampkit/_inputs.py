@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ._arguments import shown
 from ._errors import InputMismatch
 from ._holders import holds_tensors, is_record
 from ._text import dtype_name
@@ -44,7 +45,7 @@ class Constant(NamedTuple):
     value: Any
 
     def __str__(self) -> str:
-        return repr(self.value)
+        return shown(self.value)
 
 
 class Spec(NamedTuple):
@@ -64,17 +65,18 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
     """Return the spec and the leaves of a batch.
 
     Raises:
-        InputMismatch: a tensor leaf is not strided, of a class of its own, on another device than `device`, or requires
-            grad; another leaf holds tensors, or is not hashable. The message has the leaf's path.
+        InputMismatch: a tensor leaf is not strided, quantized, of a class of its own, on another device than `device`,
+            or requires grad; another leaf holds tensors, or is not hashable; a container holds itself. The message has
+            the leaf's path.
 
     Sync: none. Aliasing: the leaves are the caller's objects.
     """
-    leaves, tree = _flat(args, kwargs)
+    leaves, tree = flatten(args, kwargs)
     keys: list[TensorSpec | Constant] = []
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             keys.append(_constant(leaf, tree, i))
-        elif type(leaf) not in _PLAIN or leaf.is_nested or leaf.layout is not torch.strided:
+        elif not is_plain(leaf):
             raise InputMismatch(_not_plain(leaf, path(tree, i)))
         elif leaf.device != device or leaf.requires_grad:
             raise InputMismatch(_unusable(leaf, path(tree, i), device))
@@ -83,13 +85,35 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
     return Spec(tree, tuple(keys)), leaves
 
 
-def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Return `tree_flatten((args, kwargs))`, whose trees of plain containers are made only once each."""
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a buffer can take the place of a tensor."""
+    plain = type(tensor) in _PLAIN and not tensor.is_nested and not tensor.is_quantized
+    return plain and tensor.layout is torch.strided
+
+
+def check_plain(leaf: Tensor, tree: TreeSpec, i: int) -> None:
+    """Raise an `InputMismatch` unless a buffer can take the place of this leaf of a batch."""
+    if not is_plain(leaf):
+        raise InputMismatch(_not_plain(leaf, path(tree, i)))
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Return `tree_flatten((args, kwargs))`, whose trees of plain containers are made only once each.
+
+    Raises:
+        InputMismatch: a container holds itself.
+    """
     leaves: list[Any] = []
     try:
-        structure = _structure(args, leaves), _structure(kwargs, leaves)
-    except _NotPlainError:
-        return tree_flatten((args, kwargs))
+        try:
+            structure = _structure(args, leaves), _structure(kwargs, leaves)
+        except _NotPlainError:
+            return tree_flatten((args, kwargs))
+    except RecursionError:
+        raise InputMismatch(
+            "the batch has a container that holds itself, or too many inside of one another. Pass tensors and "
+            "constants in tuples, lists and dicts."
+        ) from None
     tree = _trees.get(structure)
     if tree is None:
         by_torch, tree = tree_flatten((args, kwargs))
@@ -249,6 +273,8 @@ def _holder(leaf: object, where: str) -> str:
 def _not_plain(leaf: Tensor, where: str) -> str:
     if leaf.is_nested:
         return f"{where} is a nested tensor, which a step does not take. Pad it: {where}.to_padded_tensor(0)."
+    if leaf.is_quantized:
+        return f"{where} is quantized, which a step does not take. Pass {where}.dequantize()."
     if leaf.layout is not torch.strided:
         return f"{where} has layout {leaf.layout}; a step takes strided tensors. Pass {where}.to_dense()."
     advice = "a plain torch.Tensor" if is_wrapper(leaf) else f"{where}.as_subclass(torch.Tensor)"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._engine import check_at_least
+from ._arguments import check_at_least, check_flag
 from .debug._memory import memory
 from .debug._numerics import Numerics, numerics
 from .debug._profile import MemoryProfile
@@ -34,8 +34,7 @@ class Watch:
     def __init__(self, every: int | None, records: bool, warmup: int | None) -> None:
         if every is not None:
             check_at_least("AmpkitCallback", "numerics", every, 1, "measured is each so-manieth step; None for none")
-        if not isinstance(records, bool):
-            raise ValueError(f"AmpkitCallback(memory={records!r}): expected True or False.")
+        check_flag("AmpkitCallback", "memory", records)
         if records and warmup == 1:
             raise ValueError(
                 "AmpkitCallback(memory=True, warmup=1): recorded is an eager step before the last one of the warm-up. "

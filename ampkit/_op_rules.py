@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, get_overridable_functions, resolve_name
 
+from ._arguments import shortened, shown
 from ._torch import never_compile_by_itself, nn_builtin
 
 OpRule = torch.dtype | str  # the str is PROMOTE
@@ -106,16 +107,16 @@ def _spellings() -> dict[str, frozenset[Callable[..., Any]]]:
 
 
 def _unknown(key: object) -> str:
-    shown = key if isinstance(key, str) else getattr(key, "__name__", repr(key))
+    name = key if isinstance(key, str) else str(getattr(key, "__name__", "")) or shown(key)
     if isinstance(key, type) and issubclass(key, torch.nn.Module):
-        return f"{shown} is a module: give it a rule in Policy(modules=...)."
-    last = shown.rpartition(".")[2]
+        return f"{name} is a module: give it a rule in Policy(modules=...)."
+    last = name.rpartition(".")[2]
     plain = _ALIASES.get("__" + last.removeprefix("__i")) or last.rstrip("_")
     if last != plain and plain in _spellings():
-        return f"{shown} works in place, and a cast would make it write into a copy. {plain!r} is its other form."
+        return f"{name} works in place, and a cast would make it write into a copy. {plain!r} is its other form."
     close = difflib.get_close_matches(plain, _spellings(), n=3)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    return f"{shown} is no function or Tensor method of torch that can have a rule.{hint}"
+    return f"{shortened(name)} is no function or Tensor method of torch that can have a rule.{hint}"
 
 
 def define(ops: OpRules) -> None:

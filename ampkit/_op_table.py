@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import _torch
+from ._arguments import check_choice
 
 # Rules in the order in which they are printed, and what each does. Inputs are the floating ones, but not float64.
 RULES = {
@@ -194,8 +195,7 @@ def op_table(device_type: str = "cuda") -> OpTable:
 
     Sync: none. Autocast state and modes are as before afterwards.
     """
-    if device_type not in DEVICE_TYPES:
-        raise ValueError(f"op_table({device_type!r}): expected one of {', '.join(map(repr, DEVICE_TYPES))}.")
+    check_choice("op_table", "device_type", device_type, DEVICE_TYPES)
     rules: dict[str, str] = {}
     notes: dict[str, str] = {}
     for name in _torch.ops_with_kernel(DEVICE_TYPES[device_type]):

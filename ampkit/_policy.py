@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import _module_rules
+from ._arguments import check_device_type, check_instance, shortened, shown
 from ._module_rules import ModuleKey, ModuleRules, class_name, class_named, module_key
 from ._op_rules import PROMOTE, OpRule, OpRules, define, op_name, op_rules_context
 
@@ -120,7 +121,7 @@ class Policy:
         """
         if not isinstance(text, str):
             meant = f" Did you mean {_NAMES[text]!r}?" if isinstance(text, torch.dtype) and text in _NAMES else ""
-            raise ValueError(f"Policy.parse({text!r}): expected a string, got {type(text).__name__}.{meant}")
+            raise ValueError(f"Policy.parse({shown(text)}): expected a string, got {type(text).__name__}.{meant}")
         values: dict[str, Any] = {}
         parts = _split(text, text)
         if _plain(parts[0]) in _WHOLE:
@@ -129,7 +130,7 @@ class Policy:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             key = key.lower()
             if not equals or key not in _KEYS or key in values:
-                raise ValueError(f"Policy.parse({text!r}): {_problem(part, key, equals, values)} {_LEGAL}")
+                raise ValueError(f"Policy.parse({shown(text)}): {_problem(part, key, equals, values)} {_LEGAL}")
             values[key] = _rules(text, key, value) if key in _RULED else _dtype(key, value)
         return cls(**values)
 
@@ -152,12 +153,17 @@ class Policy:
         Args:
             device_type: "cuda", "cpu", as `torch.autocast` takes it.
 
+        Raises:
+            ValueError: autocast knows no such device.
+
         A policy without autocast (`compute` equal to `params`) returns a context that switches autocast *off*, so that
         the caller's own autocast does not leak into the step. Rules for operations hold either way.
 
         Like autocast the context belongs to the thread that enters it. Code that `torch.compile` compiled is compiled
         again for another policy.
         """
+        if not isinstance(device_type, str) or device_type not in ("cuda", "cpu"):
+            check_device_type("Policy.autocast", device_type)
         if self.compute is self.params:
             autocast = torch.autocast(device_type, enabled=False)
         else:
@@ -190,6 +196,7 @@ class Policy:
             ValueError: a rule matches no module, or two rules that disagree match one. The path of a module wins over
                 other rules; between a class and a regular expression, or two of a kind, nothing does.
         """
+        check_instance("Policy.apply", "model", model, nn.Module, "a torch.nn.Module")
         _module_rules.apply(model, self._rules_for_modules())
         return model
 
@@ -205,11 +212,26 @@ class Policy:
         Raises:
             ValueError: this policy is not applied to `model`.
         """
+        check_instance("Policy.remove", "model", model, nn.Module, "a torch.nn.Module")
         _module_rules.remove(model, self._rules_for_modules())
         return model
 
     def _rules_for_modules(self) -> ModuleRules:
         return ModuleRules(self.modules, self.params, self.output)
+
+
+def read_policy(where: str, value: Any) -> Policy | None:
+    """Return the policy that a public function `where` was given, as a policy, text or None.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if value is None or isinstance(value, Policy):
+        return value
+    try:
+        return Policy.parse(value)
+    except ValueError as error:
+        raise ValueError(f"{where}(policy={shown(value)}): {error}") from None
 
 
 _KEYS = tuple(field.name for field in fields(Policy))
@@ -223,10 +245,10 @@ _LEGAL = (
 
 def _problem(part: str, key: str, equals: str, seen: dict[str, Any]) -> str:
     if not equals:
-        return f"{part!r} is not a policy.{_meant(part, (*_WHOLE, 'half'))}"
+        return f"{shown(part)} is not a policy.{_meant(part, (*_WHOLE, 'half'))}"
     if key in seen:
         return f"{key!r} is given twice."
-    return f"{key!r} is not a field of Policy.{_meant(key, _KEYS)}"
+    return f"{shown(key)} is not a field of Policy.{_meant(key, _KEYS)}"
 
 
 def _plain(name: str) -> str:
@@ -245,14 +267,17 @@ def _dtype(field: str, value: object) -> torch.dtype:
     dtype = _DTYPES.get(_plain(value)) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in _NAMES:
         meant = _meant(value, (*_DTYPES, "half")) if isinstance(value, str) else ""
-        raise ValueError(f"Policy({field}={value!r}): expected one of {', '.join(_DTYPES)}.{meant} {_LEGAL}")
+        raise ValueError(f"Policy({field}={shown(value)}): expected one of {', '.join(_DTYPES)}.{meant} {_LEGAL}")
     return dtype
 
 
 def _pairs(field: str, rules: Any) -> list[tuple[Any, Any]]:
-    pairs = list(rules.items() if isinstance(rules, Mapping) else rules) if isinstance(rules, Iterable) else [rules]
+    try:
+        pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    except TypeError:  # it cannot be iterated over
+        pairs = [rules]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"Policy({field}={rules!r}): expected a dict of rules. {_LEGAL}")
+        raise ValueError(f"Policy({field}={shown(rules)}): expected a dict of rules. {_LEGAL}")
     return pairs
 
 
@@ -262,11 +287,11 @@ def _op_rules(pairs: list[tuple[Any, Any]]) -> OpRules:
         try:
             name = op_name(key)
         except ValueError as error:
-            raise ValueError(f"Policy(ops={{{key!r}: ...}}): {error}") from None
+            raise ValueError(f"Policy(ops={{{shown(key)}: ...}}): {error}") from None
         known = _DTYPES.get(_plain(value)) if isinstance(value, str) else value
         if value != PROMOTE and not (isinstance(known, torch.dtype) and known in _NAMES):
             legal = ", ".join((*_DTYPES, PROMOTE))
-            raise ValueError(f"Policy(ops={{{key!r}: {value!r}}}): expected one of {legal}.")
+            raise ValueError(f"Policy(ops={{{shown(key)}: {shown(value)}}}): expected one of {legal}.")
         rule = value if value == PROMOTE else _dtype("ops", value)
         if rules.setdefault(name, rule) != rule:
             raise ValueError(
@@ -282,9 +307,9 @@ def _module_rule_pairs(pairs: list[tuple[Any, Any]]) -> tuple[tuple[ModuleKey, t
         try:
             rule = rules.setdefault(module_key(key), _dtype("modules", value))
         except ValueError as error:
-            raise ValueError(f"Policy(modules={{{key!r}: {value!r}}}): {error}") from None
+            raise ValueError(f"Policy(modules={{{shown(key)}: {shown(value)}}}): {error}") from None
         if rule is not _dtype("modules", value):
-            raise ValueError(f"Policy(modules=...): {_NAMES[rule]} and {value} for {key!r}.")
+            raise ValueError(f"Policy(modules=...): {_NAMES[rule]} and {value} for {shown(key)}.")
     return tuple(sorted(rules.items(), key=lambda pair: _shown(pair[0])))
 
 
@@ -307,19 +332,20 @@ def _split(text: str, whole: str) -> list[str]:
         else:
             parts[-1] += char
     if depth or quoted:
-        raise ValueError(f"Policy.parse({whole!r}): {'a quote' if quoted else 'a brace'} is not closed. {_LEGAL}")
+        raise ValueError(f"Policy.parse({shown(whole)}): {'a quote' if quoted else 'a brace'} is not closed. {_LEGAL}")
     return [part.strip() for part in parts]
 
 
 def _rules(text: str, field: str, value: str) -> list[tuple[Any, str]]:
     """Return the rules in braces as pairs that `Policy` takes."""
     if not (value.startswith("{") and value.endswith("}")):
-        raise ValueError(f"Policy.parse({text!r}): {field}={value} is not a list of rules in braces. {_LEGAL}")
+        problem = f"{field}={shortened(value)} is not a list of rules in braces."
+        raise ValueError(f"Policy.parse({shown(text)}): {problem} {_LEGAL}")
     rules = []
     for part in _split(value[1:-1], text) if value[1:-1].strip() else []:
         key, colon, rule = (piece.strip() for piece in part.rpartition(":"))
         if not colon:
-            raise ValueError(f"Policy.parse({text!r}): {part!r} is not a rule. {_LEGAL}")
+            raise ValueError(f"Policy.parse({shown(text)}): {shown(part)} is not a rule. {_LEGAL}")
         rules.append((key if field == "ops" else _written_key(text, key), rule))
     return rules
 
@@ -330,4 +356,4 @@ def _written_key(text: str, key: str) -> ModuleKey:
     try:
         return class_named(key)
     except ValueError as error:
-        raise ValueError(f"Policy.parse({text!r}): {error} A path or a pattern stands in double quotes.") from None
+        raise ValueError(f"Policy.parse({shown(text)}): {error} A path or a pattern stands in double quotes.") from None

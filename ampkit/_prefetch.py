@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ._arguments import check_at_least, check_callable, read_device, wrong
 from ._errors import AmpkitError, AmpkitWarning
 from ._holders import holds_tensors, is_record, tensors_held, with_values
 from ._torch import tree_flatten, tree_unflatten
@@ -82,12 +83,13 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         depth: int = 2,
         transform: Callable[[Any], Batch] | None = None,
     ) -> None:
-        if not isinstance(depth, int) or depth < 1:
-            raise ValueError(f"prefetch(depth={depth!r}): expected an int of at least 1.")
-        if transform is not None and not callable(transform):
-            raise ValueError(f"prefetch(transform={transform!r}): expected a function of a batch, or None.")
+        check_at_least("prefetch", "depth", depth, 1, "it is how many steps the host may be ahead of the device")
+        if transform is not None:
+            check_callable("prefetch", "transform", transform, "a function of a batch, or None")
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise wrong("prefetch", "loader", loader, "an iterable of batches, such as a DataLoader")
         self.loader = loader
-        self.device = _indexed(torch.device(device))
+        self.device = _indexed(read_device("prefetch", "device", device))
         self.depth = depth
         self.transform = transform
 

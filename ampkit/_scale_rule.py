@@ -2,13 +2,14 @@
 
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
+
+from ._arguments import check_instance, real_number, shown, wrong
 
 SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126; of a smaller scale, 1 / scale is infinite or nearly so
 _LARGEST = torch.finfo(torch.float32).max
@@ -25,13 +26,8 @@ def _real(value: Any) -> float | None:
     """Return a number, or the one element of a tensor, as a float; None of anything else, and of nan."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype is not torch.bool and not value.is_complex():
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an int beyond what a float holds
-        return None
-    return None if math.isnan(number) else number
+    number = real_number(value)
+    return None if number is None or math.isnan(number) else number
 
 
 def _between(low: float, high: float, words: str) -> _Kind:
@@ -94,12 +90,15 @@ def read_number(where: str, name: str, value: Any, *, argument: str | None = Non
     Raises:
         ValueError: no such number is possible. The message quotes name and value.
     """
-    kind = _OF_TORCH.get(name) or _OWN[name]
     if value is None and name in _MAY_BE_NONE:
         return None
+    return _read(_OF_TORCH.get(name) or _OWN[name], where, argument or name, value)
+
+
+def _read(kind: _Kind, where: str, name: str, value: Any) -> Any:
     read = kind.read(value)
     if read is None:
-        raise ValueError(f"{where}({argument or name}={value!r}): expected {kind.words}.")
+        raise wrong(where, name, value, kind.words)
     return read
 
 
@@ -121,7 +120,7 @@ def read_state(state_dict: Any, rule: Mapping[str, Any]) -> dict[str, Any]:
         raise RuntimeError(f"{where}({{}}): the state dict is empty, as that of a disabled scaler. Load another one.")
     missing = [name for name in _OF_TORCH if name not in state_dict]
     if missing:
-        raise ValueError(f"{where}: the key {missing[0]!r} is missing; found {sorted(map(str, state_dict))}.")
+        raise ValueError(f"{where}: the key {missing[0]!r} is missing; found {shown([*state_dict])}.")
     own = {name: state_dict[name] for name in _OWN if name in state_dict}
     given = {**{name: state_dict[name] for name in _OF_TORCH}, **own}
     new = {name: read_number(where, name, value) for name, value in given.items()}
@@ -134,29 +133,33 @@ def check_limits(where: str, low: Any, high: Any) -> None:
     """Raise a `ValueError` unless both are limits, or None, and some scale is within them."""
     least, most = (SMALLEST if low is None else _LOW.read(low)), (_LARGEST if high is None else _HIGH.read(high))
     if least is None or most is None or least > most:
-        raise ValueError(f"{where}(min_scale={low!r}, max_scale={high!r}): expected 0 < min_scale <= max_scale.")
+        given = f"min_scale={shown(low)}, max_scale={shown(high)}"
+        raise ValueError(f"{where}({given}): expected 0 < min_scale <= max_scale.")
 
 
-_ARGUMENTS = {"init_scale": "scale", **{name: name for name in ("growth_factor", "backoff_factor", "growth_interval")}}
+_ARGUMENTS = {
+    "init_scale": _SCALE,
+    # torch refuses 1 for either, where the scale would not move. A setter and a state dict may say so.
+    "growth_factor": _between(math.nextafter(1.0, 2.0), _LARGEST, "a finite number above 1"),
+    "backoff_factor": _between(math.ulp(0.0), math.nextafter(1.0, 0.0), "a number above 0 and below 1"),
+    "growth_interval": _INTERVAL,
+}
 
 
 def read_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `torch.amp.GradScaler` by name, in plain numbers.
-
-    What torch itself refuses, a factor that does not grow or back off among it, is left to torch.
 
     Raises:
         ValueError: an argument makes no scale. The message names it.
         TypeError: torch has no such argument.
     """
     given = inspect.signature(upstream.GradScaler).bind(*args, **kwargs).arguments
-    for argument, name in _ARGUMENTS.items() if given.get("enabled", True) else ():
-        if argument in given and not _refused_by_torch(argument, _real(given[argument])):
-            given[argument] = read_number("GradScaler", name, given[argument], argument=argument)
+    check_instance("GradScaler", "device", given.get("device", "cuda"), (str, torch.device), "a string such as 'cuda'")
+    try:
+        given["enabled"] = bool(given.get("enabled", True))
+    except (RuntimeError, TypeError, ValueError):  # a tensor or an array of several elements
+        raise wrong("GradScaler", "enabled", given["enabled"], "True or False") from None
+    for argument, kind in _ARGUMENTS.items() if given["enabled"] else ():
+        if argument in given:
+            given[argument] = _read(kind, "GradScaler", argument, given[argument])
     return given
-
-
-def _refused_by_torch(argument: str, number: float | None) -> bool:
-    if number is None or argument not in ("growth_factor", "backoff_factor"):
-        return False
-    return number <= 1.0 if argument == "growth_factor" else number >= 1.0

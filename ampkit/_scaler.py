@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp import grad_scaler as upstream
 from torch.amp.grad_scaler import OptState
 
+from ._arguments import read_positive, wrong
 from ._blame import users_level
 from ._errors import AmpkitWarning, CaptureError
 from ._optim import (
@@ -138,15 +139,18 @@ class GradScaler(upstream.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set by what `update` multiplies the scale; 1 keeps it from growing."""
-        self._growth_factor = read_number("GradScaler.set_growth_factor", "growth_factor", new_factor)
+        where = "GradScaler.set_growth_factor"
+        self._growth_factor = read_number(where, "growth_factor", new_factor, argument="new_factor")
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set by what `update` multiplies the scale after an overflow; 1 keeps it from falling."""
-        self._backoff_factor = read_number("GradScaler.set_backoff_factor", "backoff_factor", new_factor)
+        where = "GradScaler.set_backoff_factor"
+        self._backoff_factor = read_number(where, "backoff_factor", new_factor, argument="new_factor")
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set how many iterations without an overflow it takes for the scale to grow."""
-        self._growth_interval = read_number("GradScaler.set_growth_interval", "growth_interval", new_interval)
+        where = "GradScaler.set_growth_interval"
+        self._growth_interval = read_number(where, "growth_interval", new_interval, argument="new_interval")
 
     def rule(self) -> dict[str, Any]:
         """Return what decides how the scale moves, by name: host values, which a captured step has frozen."""
@@ -189,6 +193,27 @@ class GradScaler(upstream.GradScaler):
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
 
+    def scale(self, outputs: Any) -> Any:
+        """Return a tensor, or each of those in an iterable, multiplied by the scale; as it is if disabled.
+
+        Raises:
+            ValueError: there is something else than tensors.
+        """
+        try:
+            return super().scale(outputs)
+        except (RecursionError, TypeError) as error:
+            raise wrong("GradScaler.scale", "outputs", outputs, "a tensor, or an iterable of tensors") from error
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, before `step`, for whoever reads or changes them there.
+
+        Raises:
+            ValueError: it is no optimizer.
+            RuntimeError: it was called already since the last `update`, or behind `step`.
+        """
+        _check_optimizer("GradScaler.unscale_", optimizer)
+        super().unscale_(optimizer)
+
     def step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -219,8 +244,10 @@ class GradScaler(upstream.GradScaler):
         Sync: none but for the last two kinds of optimizers above. A skipped step leaves parameters, moments and step
         counts as they were.
         """
-        check_positive("GradScaler.step", "max_norm", max_norm, "None to disable clipping")
-        check_positive("GradScaler.step", "norm_type", norm_type, "inf for the largest magnitude")
+        _check_optimizer("GradScaler.step", optimizer)
+        if max_norm is not None:
+            max_norm = read_positive("GradScaler.step", "max_norm", max_norm, "None to disable clipping")
+        norm_type = read_positive("GradScaler.step", "norm_type", norm_type, "inf for the largest magnitude")
         if not self._enabled:
             result, self.grad_norm = call(step_clipped, optimizer, max_norm, norm_type, *args, **kwargs)
             return result  # type: ignore[no-any-return]  # the optimizer's own type
@@ -385,13 +412,16 @@ class GradScaler(upstream.GradScaler):
             raise
 
     def _update(self, new_scale: float | Tensor | None) -> None:
+        if new_scale is not None and not isinstance(new_scale, Tensor):
+            new_scale = read_number("GradScaler.update", "scale", new_scale, argument="new_scale")
+        elif new_scale is not None and not self._is_scale(new_scale):
+            expected = f"a number above 0, or a tensor of one element on {self._device} without grad"
+            raise wrong("GradScaler.update", "new_scale", new_scale, expected)
         states = self._per_optimizer_states.values()
         if new_scale is None and states and all(state.get(_WITHOUT_GRADIENT) for state in states):
             self._per_optimizer_states.clear()
             raise ValueError(f"GradScaler.update: {_NO_GRADIENT}")
         self.watch_skips()
-        if isinstance(new_scale, float):
-            read_number("GradScaler.update", "scale", new_scale, argument="new_scale")
         if new_scale is not None:
             super().update(new_scale)
             return
@@ -410,6 +440,10 @@ class GradScaler(upstream.GradScaler):
         grew = ~overflow & (count + 1 == self._growth_interval)
         self._patience.copy_(torch.where(grew, self._hysteresis, self._patience))
         scale.clamp_(*self._bounds()) if self._dynamic else scale.copy_(before)
+
+    def _is_scale(self, new: Tensor) -> bool:
+        one = new.numel() == 1 and new.layout is torch.strided and not new.is_complex()
+        return one and new.device.type == self._device and not new.requires_grad
 
     def _plain(self) -> bool:
         return self._dynamic and self._hysteresis == 1 and self._min_scale is None and self._max_scale is None
@@ -508,10 +542,10 @@ class GradScaler(upstream.GradScaler):
         super().__setstate__({**state, "_skip_watch": SkipWatch()})
 
 
-def check_positive(where: str, name: str, value: float | None, otherwise: str) -> None:
-    """Raise a `ValueError` unless `value` is None or a number above 0 (inf included)."""
-    if value is not None and not (isinstance(value, (int, float)) and value > 0):
-        raise ValueError(f"{where}({name}={value!r}): must be a number > 0, or {otherwise}.")
+def _check_optimizer(where: str, optimizer: Any) -> None:
+    """Raise a `ValueError` unless this is an optimizer, of torch or of another maker."""
+    if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+        raise wrong(where, "optimizer", optimizer, "an optimizer, such as torch.optim.AdamW(model.parameters())")
 
 
 _IN_PLACE = "Keep its state in tensors on the device, and change them in place (copy_, add_)."

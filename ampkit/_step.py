@@ -6,17 +6,18 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from ._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
 from ._average import capturable
 from ._buckets import Buckets
 from ._distributed import Ranks, why_not_sharded
-from ._engine import DoneError, Engine, Options, Report, check_at_least
+from ._engine import DoneError, Engine, Options, Report
 from ._errors import CaptureError, InputMismatch
 from ._module_rules import ModuleRules, why_not_applied
 from ._observer import Observer
 from ._optim import broken_kernel, why_not_called, why_not_capturable
-from ._policy import Policy
+from ._policy import Policy, read_policy
 from ._recipe import Phase, Recipe, StepOutput
-from ._scaler import GradScaler, check_positive
+from ._scaler import GradScaler
 from ._sparse import refuse_sparse, why_not_dense
 from ._state import TrainingState
 from ._torch import cudagraphs_of_its_own
@@ -108,20 +109,18 @@ def graphed_step(
 
     Sync: none in a call, but one wait for the device when a graph is captured.
     """
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget)
-    options.check("graphed_step")
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget).checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
-    check_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
+    if max_norm is not None:
+        max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
     if buckets is not None and not isinstance(buckets, Buckets):
-        raise ValueError(f"graphed_step(buckets={buckets!r}): expected ampkit.Buckets(batch=(16, 32, 64)) or None.")
-    if not callable(loss_fn):
-        raise ValueError(f"graphed_step(loss_fn={loss_fn!r}): expected loss_fn(model, *batch) that returns the loss.")
+        raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
+    check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if numerics is not None and not isinstance(numerics, Observer):
-        raise ValueError(
-            f"graphed_step(numerics={numerics!r}): expected what ampkit.debug.numerics(model, every=100) returned, or "
-            "None."
+        raise wrong(
+            "graphed_step", "numerics", numerics, "what ampkit.debug.numerics(model, every=100) returned, or None"
         )
-    policy = _policy(policy)
+    policy = read_policy("graphed_step", policy)
     device = _device(model, policy)
     _check_optimizer(optimizer, model)
     _check_scheduler(scheduler, optimizer)
@@ -299,16 +298,9 @@ class GraphedStep:
         self.close()
 
 
-def _policy(policy: Policy | str | None) -> Policy | None:
-    if policy is None or isinstance(policy, Policy):
-        return policy
-    return Policy.parse(policy)
-
-
 def _device(model: nn.Module, policy: Policy | None) -> torch.device:
     """Return the one device of the parameters, having checked their dtype against the policy."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"graphed_step(model={type(model).__name__}): expected a torch.nn.Module.")
+    check_instance("graphed_step", "model", model, nn.Module, "a torch.nn.Module")
     devices = {param.device: name for name, param in model.named_parameters()}
     if len(devices) != 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "no parameters"
@@ -340,8 +332,7 @@ def _check_capturable(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"graphed_step(optimizer={type(optimizer).__name__}): expected a torch.optim.Optimizer.")
+    check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     if problem := why_not_called(optimizer) or broken_kernel(optimizer):
         raise ValueError(f"graphed_step(optimizer): {problem}")
     known = set(model.parameters())
@@ -364,10 +355,8 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
         )
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        raise ValueError(
-            f"graphed_step(scheduler={scheduler!r}): expected an object with a method step(), as in "
-            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), or None."
-        )
+        expected = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
+        raise wrong("graphed_step", "scheduler", scheduler, f"{expected}, or None")
     other = getattr(scheduler, "optimizer", optimizer)
     if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
         raise ValueError(

@@ -28,7 +28,7 @@ from ._lightning_stats import Meter, Reading
 from ._lightning_step import Clip, TrainerStep, Window
 from ._lightning_watch import Watch
 from ._module_rules import ModuleRules, why_not_applied
-from ._policy import Policy
+from ._policy import Policy, read_policy
 from ._scaler import GradScaler
 from ._torch import supports_amp_scaling, tree_flatten
 from .debug._numerics import Numerics
@@ -81,11 +81,11 @@ class AmpkitCallback(Callback):
         numerics: int | None = None,
         memory: bool = False,
     ) -> None:
-        self._options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget)
-        self._options.check("AmpkitCallback")
+        options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget)
+        self._options = options.checked("AmpkitCallback")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"AmpkitCallback(scaler={type(scaler).__name__}): pass an ampkit.GradScaler.")
-        self._policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        self._policy = read_policy("AmpkitCallback", policy)
         self._scaler = scaler
         self._watches = functools.partial(Watch, numerics, memory, None if graph == "off" else warmup)
         self._watch = self._watches()

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "ampkit"
 # A file imports only files of a smaller layer. Files that later issues add are listed already.
 LAYERS = {
     "_undo.py": -1,
+    "_arguments.py": 0,
     "_errors.py": 0,
     "_torch.py": 0,
     "_progress.py": 0,

@@ -383,7 +383,7 @@ def test_lazy_model():
 
 @pytest.mark.parametrize("kwargs", [{"policy": "fp8"}, {"device_type": "gpu"}])
 def test_wrong_argument(kwargs):
-    with pytest.raises(ValueError, match=r"Policy\.parse|explain\(device_type='gpu'\): expected 'cuda' or 'cpu'"):
+    with pytest.raises(ValueError, match=r"Policy\.parse|explain\(device_type='gpu'\): expected one of 'cuda', 'cpu'"):
         ampkit.explain(nn.Linear(4, 4), torch.randn(2, 4), **kwargs)
 
 

@@ -142,7 +142,7 @@ def test_operation_of_another_library():
 
 
 def test_unknown_device_type():
-    with pytest.raises(ValueError, match=r"op_table\('gpu'\): expected one of 'cuda', 'cpu'"):
+    with pytest.raises(ValueError, match=r"op_table\(device_type='gpu'\): expected one of 'cuda', 'cpu'"):
         ampkit.op_table("gpu")
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._arguments import check_callable, check_instance, read_all, real_number, wrong
 from .._state import TrainingState
 from .._text import dtype_name, grid
 from .._torch import is_compiled, keystr, tree_flatten_with_path, version
@@ -193,8 +194,17 @@ def compare(
 
     Sync: waits for the device. Memory: a copy of every recorded tensor on its device during a run, on the host after.
     """
+    for name, fn in {"fn_a": fn_a, "fn_b": fn_b}.items():
+        check_callable("compare", name, fn, "a function to run")
     models = model if isinstance(model, tuple) else (model, model)
-    start = _Start([part for part in dict.fromkeys((*models, *state)) if part is not None], generators)
+    if len(models) != 2 or not all(each is None or isinstance(each, nn.Module) for each in models):
+        raise wrong("compare", "model", model, "a torch.nn.Module, a tuple of two, or None")
+    if min_db is not None and real_number(min_db) is None:
+        raise wrong("compare", "min_db", min_db, "a number of decibels, or None for equal bits")
+    check_instance("compare", "state", state, (tuple, list), "a tuple of modules, optimizers and the like")
+    generators = read_all("compare", "generators", generators, torch.Generator, "a sequence of torch.Generator")
+    parts = {id(part): part for part in (*models, *state) if part is not None}
+    start = _Start([*parts.values()], generators)
     runs = []
     try:
         for fn, watched in zip((fn_a, fn_b), models, strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _torch
+from .._arguments import check_callable
 from .._text import size_text
 from ._references import NAMELESS, chain, lines_of, storage_of
 
@@ -147,6 +148,7 @@ def cycles(function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: 
     """
     found = Cycles()
     if function is not None:
+        check_callable("cycles", "function", function, "a function to call, or None for a context manager")
         with found:
             function(*args, **kwargs)
     return found

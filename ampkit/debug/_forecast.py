@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._arguments import check_at_least, check_callable, check_choice, check_instance
 from .._blame import user_line
 from .._fake import can_save_for_backward, fake_copy, fake_device
-from .._policy import Policy
+from .._policy import Policy, read_policy
 from .._text import type_text
 from ._allocator import Allocator
 from ._backward import without_engine
@@ -68,16 +69,18 @@ def forecast(
 
     Sync: none. Hooks on modules' gradients are not called, nor those on tensors that are no leaves.
     """
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f"debug.forecast(device={device!r}): expected 'cuda' or 'cpu'.")
+    check_callable("debug.forecast", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
+    check_instance("debug.forecast", "model", model, nn.Module, "a torch.nn.Module")
+    check_instance("debug.forecast", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    check_choice("debug.forecast", "device", device, ("cuda", "cpu"))
     if not can_save_for_backward(device):
         raise ValueError(
             "debug.forecast(device='cuda'): this torch was built without CUDA. Use one that was, or 'cpu'."
         )
-    if steps < 1:
-        raise ValueError(f"debug.forecast(steps={steps!r}): expected how many steps, 1 or more.")
+    check_at_least("debug.forecast", "steps", steps, 1, "the number of steps that are run")
+    check_instance("debug.forecast", "label", label, str, "a string")
     _check_closure(optimizer)
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    policy = read_policy("debug.forecast", policy)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
     label = label or ("autocast as it was" if policy is None else str(policy))

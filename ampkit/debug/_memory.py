@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._arguments import check_at_least, check_callable, check_instance, read_device
 from .._text import type_text
 from ._categories import Blocks, Ledger, Sizes
 from ._profile import MemoryProfile
@@ -161,14 +162,18 @@ def memory(
     Sync: none of its own. Aliasing: none; no tensor is kept alive.
     """
     optimizers = _optimizers(optimizer)
+    if model is not None:
+        check_instance("debug.memory", "model", model, nn.Module, "a torch.nn.Module")
+    if fn is not None:
+        check_callable("debug.memory", "fn", fn, "a function, a module, or None for a context manager")
+    check_instance("debug.memory", "label", label, str, "a string")
     model = fn if model is None and isinstance(fn, nn.Module) else model
     given = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
     if fn is None or (isinstance(fn, nn.Module) and len(given) == len(args) and not kwargs):
         _check_context(steps, [arg for arg in args if not isinstance(arg, torch.optim.Optimizer)], kwargs)
         return Recorded(model, [*given, *optimizers], inputs, _device(device, model, inputs), label)
     steps = 1 if steps is None else steps
-    if steps < 1:
-        raise ValueError(f"debug.memory(steps={steps!r}): expected how often to call the function, 1 or more.")
+    check_at_least("debug.memory", "steps", steps, 1, "how often the function is called")
     inputs = (args, kwargs) if inputs is None else inputs
     recorded = Recorded(model, optimizers, inputs, _device(device, model, inputs), label)
     with recorded.entered(sys._getframe(1)) as ledger:
@@ -205,7 +210,7 @@ def _device(device: torch.device | str | None, model: nn.Module | None, inputs: 
         leaves = _torch.tree_flatten(inputs)[0]
         tensors = [*(() if model is None else model.parameters()), *(x for x in leaves if isinstance(x, Tensor))]
         device = tensors[0].device if tensors else "cpu"
-    device = torch.device(device)
+    device = read_device("debug.memory", "device", device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._arguments import check_instance, check_path
 from .._text import size_text, unit_of
 from ._profile import CATEGORIES, MemoryProfile
 
@@ -40,6 +41,7 @@ def plot_memory(profile: MemoryProfile, *others: MemoryProfile, path: str | os.P
     except ImportError as error:
         raise ImportError("plot_memory needs matplotlib: pip install 'ampkit[plots]'") from error
     panels = _panels("plot_memory", (profile, *others))
+    check_path("plot_memory", "path", path)
     figure = Figure(figsize=(1.8 + 5.8 * len(panels), 4.6), dpi=130, layout="constrained")
     scale = _Scale.over(panels)
     for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
@@ -66,6 +68,7 @@ def memory_page(profile: MemoryProfile, *others: MemoryProfile, path: str | os.P
         ValueError: a profile holds no events.
     """
     panels = _panels("memory_page", (profile, *others))
+    check_path("memory_page", "path", path)
     scale = _Scale.over(panels)
     title = "Memory of " + ", ".join(map(_title, panels))
     body = [
@@ -123,6 +126,7 @@ class _Scale(NamedTuple):
 
 def _panels(caller: str, profiles: Sequence[MemoryProfile]) -> list[_Panel]:
     for profile in profiles:
+        check_instance(caller, "profile", profile, MemoryProfile, "what ampkit.debug.memory or forecast returned")
         if not profile.times_ms:
             raise ValueError(f"{caller}: profile {profile.label!r} holds no events. Record at least one step.")
     return [_panel(profile) for profile in profiles]

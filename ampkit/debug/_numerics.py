@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
+from .._arguments import check_at_least, check_instance
 from .._scaler import GradScaler
 from .._text import size_text
 from ._findings import NumericsFinding, NumericsRow, Reading, advice, safe_scale
@@ -60,10 +61,10 @@ def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | No
     Raises:
         ValueError: an argument that cannot work; a module that was compiled in place.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"numerics(model={type(model).__name__}): expected a torch.nn.Module.")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"numerics(every={every!r}): expected an int of at least 1, a number of steps.")
+    check_instance("numerics", "model", model, nn.Module, "a torch.nn.Module")
+    check_at_least("numerics", "every", every, 1, "the number of steps from one that is observed to the next")
+    if scaler is not None:
+        check_instance("numerics", "scaler", scaler, TorchGradScaler, "a torch.amp.GradScaler, or None")
     return Numerics(model, every, scaler)
 
 

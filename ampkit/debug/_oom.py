@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import _torch
+from .._arguments import check_at_least, check_instance, check_path
 from .._blame import user_line, users_level
 from .._errors import AmpkitWarning
 from .._text import size_text
@@ -70,6 +71,11 @@ def on_oom(
 
     Sync: none. Aliasing: none. Nothing is allocated on the device.
     """
+    check_path("debug.on_oom", "folder", folder)
+    if profile is not None:
+        kinds = (MemoryProfile, Recorded)
+        check_instance("debug.on_oom", "profile", profile, kinds, "what ampkit.debug.memory returned, or None")
+    check_at_least("debug.on_oom", "history", history, 1, "the number of events that are kept")
     with _history(history):
         try:
             yield
@@ -104,6 +110,8 @@ def snapshot(folder: str | os.PathLike[str], *, history: int = _HISTORY) -> Iter
 
     Without a CUDA device there is no such allocator: an `AmpkitWarning` says so, and nothing is written.
     """
+    check_path("debug.snapshot", "folder", folder)
+    check_at_least("debug.snapshot", "history", history, 1, "the number of events that are kept")
     if not torch.cuda.is_available():
         text = "debug.snapshot: no CUDA device, so nothing is written. ampkit.debug.memory records a CPU's memory too."
         warnings.warn(text, AmpkitWarning, stacklevel=users_level())

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from .._arguments import check_callable
 from .._preflight import Finding, Preflight
 
 _UNSEEN_ON_CPU = (
@@ -136,6 +137,7 @@ def find_syncs(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: An
     """
     found = Syncs()
     if fn is not None:
+        check_callable("find_syncs", "fn", fn, "a function to call, or None for a context manager")
         with found:
             found.result = fn(*args, **kwargs)
     elif args or kwargs:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _torch
+from .._arguments import check_at_least, check_callable, check_flag, wrong
 from .._blame import running_line, users_level
 from .._errors import AmpkitError, AmpkitWarning
 
@@ -62,7 +63,7 @@ class Trace:
         self._counting = threading.Lock()
         self._counts = Counter(dict.fromkeys(kinds, 0))
         self._lines: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
-        self._events: deque[TraceEvent] = deque(maxlen=max_events)
+        self._events: deque[TraceEvent] = deque(maxlen=min(max_events, sys.maxsize))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -244,11 +245,12 @@ def trace(
 
     Sync: none.
     """
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or isinstance(kinds, str):
-        raise ValueError(f"trace(kinds={kinds!r}): expected a sequence of {', '.join(KINDS)}.")
-    if max_events < 0:
-        raise ValueError(f"trace(max_events={max_events}): must be 0 or more.")
+    if listener is not None:
+        check_callable("trace", "listener", listener, "a function of a TraceEvent, or None")
+    if not isinstance(kinds, (tuple, list)) or not all(isinstance(kind, str) and kind in KINDS for kind in kinds):
+        raise wrong("trace", "kinds", kinds, f"a sequence of {', '.join(KINDS)}")
+    check_flag("trace", "lines", lines)
+    check_at_least("trace", "max_events", max_events, 0, "the number of events that are kept")
     return Trace(listener, tuple(dict.fromkeys(kinds)), lines, max_events)
 
 

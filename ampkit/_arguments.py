@@ -1,0 +1,132 @@
+"""What the arguments of public functions may be, and the error that names function, argument and value."""
+
+import numbers
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import is_autocast_available
+
+_LONGEST = 200  # characters of a value that a message quotes
+
+
+def shown(value: object) -> str:
+    """Return a value as a message quotes it: its repr, shortened in the middle, or its type if it has no repr."""
+    try:
+        text = repr(value)
+    except Exception:  # of a class of the user's, whose mistake is another one than the argument
+        return f"<{type(value).__name__}>"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """Return a text of the user's as a message quotes it."""
+    cut = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:cut]}...{text[-cut:]}"
+
+
+def wrong(where: str, name: str, value: object, expected: str) -> ValueError:
+    """Return the error that says what an argument of the public function `where` should have been."""
+    return ValueError(f"{where}({name}={shown(value)}): expected {expected}.")
+
+
+def check_instance(where: str, name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise a `ValueError`, with the type of the value, unless it is an object of this class."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}({name}={type(value).__name__}): expected {expected}.")
+
+
+def check_callable(where: str, name: str, value: object, expected: str) -> None:
+    """Raise a `ValueError` unless the value can be called."""
+    if not callable(value):
+        raise wrong(where, name, value, expected)
+
+
+def check_choice(where: str, name: str, value: object, legal: Iterable[str]) -> None:
+    """Raise a `ValueError` unless the value is one of these strings."""
+    if not (isinstance(value, str) and value in legal):
+        raise wrong(where, name, value, f"one of {', '.join(map(repr, legal))}")
+
+
+def check_flag(where: str, name: str, value: object) -> None:
+    """Raise a `ValueError` unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise wrong(where, name, value, "True or False")
+
+
+def check_at_least(where: str, name: str, value: object, least: int, why: str) -> None:
+    """Raise a `ValueError` unless the value is an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise wrong(where, name, value, f"an int of at least {least}; {why}")
+
+
+def read_positive(where: str, name: str, value: Any, otherwise: str) -> Any:
+    """Return a number above 0 (inf included) as an int or float of Python.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = real_number(value)
+    if number is None or not number > 0:
+        raise ValueError(f"{where}({name}={shown(value)}): must be a number > 0, or {otherwise}.")
+    return value if type(value) in (int, float) else number
+
+
+def real_number(value: object) -> float | None:
+    """Return a real number as a float; None of anything else, and of an int beyond what a float holds."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def read_all(where: str, name: str, values: Any, kind: type, expected: str) -> tuple[Any, ...]:
+    """Return the values as a tuple.
+
+    Raises:
+        ValueError: they are no objects of this class in a tuple, list or another iterable.
+    """
+    if isinstance(values, kind):
+        instead = f"Write {name}=({name.removesuffix('s')},)."
+        raise ValueError(f"{where}({name}={type(values).__name__}): expected {expected}. {instead}")
+    read: list[Any] = []
+    try:
+        for value in [values] if isinstance(values, (str, bytes)) else values:
+            if not isinstance(value, kind):
+                raise wrong(where, f"{name}[{len(read)}]", value, expected)
+            read.append(value)
+    except TypeError:  # they cannot be iterated over
+        raise wrong(where, name, values, expected) from None
+    return tuple(read)
+
+
+def check_device_type(where: str, value: object, otherwise: str = "") -> None:
+    """Raise a `ValueError` unless the value names a type of device that has autocast."""
+    try:
+        known = isinstance(value, str) and is_autocast_available(value)
+    except RuntimeError:  # torch knows no device of this name
+        known = False
+    if not known:
+        expected = f"the type of a device that has autocast, as 'cuda' or 'cpu'{otherwise}"
+        raise wrong(where, "device_type", value, expected)
+
+
+def check_path(where: str, name: str, value: object) -> None:
+    """Raise a `ValueError` unless the value can be the name of a file or folder."""
+    if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
+        raise wrong(where, name, value, "a path, as a string or a pathlib.Path")
+
+
+def read_device(where: str, name: str, value: Any) -> torch.device:
+    """Return the device that a string, an index or a `torch.device` stands for.
+
+    Raises:
+        ValueError: it stands for none.
+    """
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise wrong(where, name, value, "a torch.device, or text such as 'cuda', 'cuda:1', 'cpu'") from error

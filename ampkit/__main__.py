@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from . import __version__
-from ._bench_command import add_bench
-from ._bench_report import is_out_of_memory
-from ._blame import user_line, users_traceback
-from ._command import (
+from ._commands.bench.arguments import add_bench
+from ._commands.bench.report import is_out_of_memory
+from ._commands.doctor.doctor import RETURNED as DOCTOR_RETURNED
+from ._commands.doctor.doctor import RETURNED_LIGHTNING, diagnose
+from ._commands.environment import Environment
+from ._commands.output import (
     DONE,
     FOUND,
     INTERRUPTED,
@@ -30,15 +32,13 @@ from ._command import (
     policy,
     say,
 )
-from ._doctor import RETURNED as DOCTOR_RETURNED
-from ._doctor import RETURNED_LIGHTNING, diagnose
-from ._env import Environment
+from ._commands.users_function import users_function
 from ._errors import AmpkitError, UsageError
-from ._explain import explain
-from ._op_table import DEVICE_TYPES, OpTable, op_table
-from ._policy import Policy
+from ._precision.explain import explain
+from ._precision.op_table import DEVICE_TYPES, OpTable, op_table
+from ._precision.policy import Policy
 from ._text import type_text
-from ._users_function import users_function
+from ._user_line import user_line, users_traceback
 
 _CALL = "(model, inputs) or (model, inputs, keyword arguments): a torch.nn.Module, a tuple or one tensor, a dict"
 _JSON = "also write it to this file; -: print the JSON in place of the text"

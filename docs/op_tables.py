@@ -1,6 +1,6 @@
 """Write op-tables.md: what autocast does to every operation, as ampkit.op_table reads it from the installed torch.
 
-Run `python docs/op_tables.py` after a change of torch; tests/test_op_table.py tells when it is due. The page is
+Run `python docs/op_tables.py` after a change of torch; tests/precision/test_op_table.py tells when it is due. The page is
 committed, not made by the documentation build, so that a diff shows what an upgrade of torch changed.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import ampkit
-from ampkit._op_table import RULES
+from ampkit._precision.op_table import RULES
 
 PAGE = Path(__file__).with_name("op-tables.md")
 VERSION = ".".join(torch.__version__.split(".")[:2])

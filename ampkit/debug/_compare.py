@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import check_callable, check_instance, read_all, real_number, wrong
-from .._state import TrainingState
+from .._capture.state import TrainingState
 from .._text import dtype_name, grid
-from .._torch import is_compiled, keystr, tree_flatten_with_path, version
+from .._torch.compile import is_compiled
+from .._torch.tensors import version
+from .._torch.tree import keystr, tree_flatten_with_path
 
 _SHOWN = 20  # rows of a table that does not show all
 _HOOKLESS = "a graph that is replayed, and compiled code, call no hooks"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .._arguments import check_callable
-from .._preflight import Finding, Preflight
+from .._capture.preflight import Finding, Preflight
 
 _UNSEEN_ON_CPU = (
     "copies between host and device",

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _torch
 from .._arguments import check_at_least, check_callable, check_flag, wrong
-from .._blame import running_line, users_level
 from .._errors import AmpkitError, AmpkitWarning
+from .._torch.autograd import current_node
+from .._torch.streams import GPU_TRACE_KINDS, activate_gpu_trace
+from .._user_line import running_line, users_level
 
-KINDS = tuple(_torch.GPU_TRACE_KINDS)
+KINDS = tuple(GPU_TRACE_KINDS)
 _SHOWN = 5  # lines per kind in the printed table
 
 
@@ -167,7 +168,7 @@ class Trace:
             return
         try:
             line = _line_of(frame) if self._blames else ""
-            named = dict(zip(_torch.GPU_TRACE_KINDS[kind], handles, strict=True))
+            named = dict(zip(GPU_TRACE_KINDS[kind], handles, strict=True))
             event = TraceEvent(kind, line, time.perf_counter(), threading.get_ident(), **named)
             self._heard.append(event)
             if self._counting.acquire(blocking=False):
@@ -275,7 +276,7 @@ def _register() -> None:
     callback of someone else's, and a list that is replaced loses one that is added meanwhile.
     """
     built = torch.backends.cuda.is_built()
-    registries = _torch.activate_gpu_trace() if built else None
+    registries = activate_gpu_trace() if built else None
     if registries is None:
         why = "has no GPU trace callbacks" if built else "was built without CUDA, and has no GPU trace"
         raise AmpkitError(
@@ -289,5 +290,5 @@ def _register() -> None:
 
 
 def _line_of(frame: FrameType) -> str:
-    node = _torch.current_node()
+    node = current_node()
     return running_line(frame) or (f"backward of {node.name()}" if node is not None else "")

@@ -1,0 +1,1 @@
+"""How batches come in: padded to few shapes, copied ahead of their step."""

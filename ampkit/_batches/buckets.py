@@ -1,0 +1,253 @@
+"""Padding: which few shapes stand for all that a loader yields, and the mask that tells what is real in them."""
+
+import keyword
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._arguments import wrong
+from .._capture.inputs import check_plain, flatten, path
+from .._errors import InputMismatch
+from .._text import dtype_name
+from .._torch.tree import TreeSpec, tree_unflatten
+
+FillByPath = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes to pad batches to, so that one CUDA graph per size serves every batch. Hashable.
+
+    Dimension 0 of a batch is padded to the smallest size in `batch` that holds it and, with `length`, dimension 1 to
+    the smallest in `length`. `loss_fn` gets a mask as one more keyword argument, always, so that it is written once::
+
+        def loss_fn(model, images, labels, *, mask):
+            losses = F.cross_entropy(model(images), labels, reduction="none")
+            return (losses * mask).sum() / mask.sum()
+
+    The mask is a bool tensor, True where the batch is real: of shape (B,), with `length` (B, L). Everything that is
+    reduced over samples must go through it, metrics too: `.mean()` would count the padding. The model still computes
+    the padding, so pad with values for which the loss is finite: `nan * 0` is nan.
+
+    Padding changes what layers that look at several samples compute. BatchNorm in train mode takes its mean and
+    variance over the padding too, and so do its running statistics: prefer GroupNorm or LayerNorm, or let the usual
+    batch size be a bucket so that only the last batch of an epoch is padded. Attention needs the mask of `length` as
+    its key padding mask. Dropout draws other random numbers than for the batch as it came.
+
+    Args:
+        batch: sizes of dimension 0, such as (16, 32, 64).
+        length: sizes of dimension 1, such as (128, 256); None leaves dimension 1 alone.
+        pad: what padding is filled with: one number for all tensors, or a dict of numbers by the tensor's path as
+            messages write it, `{"batch[1]": -100}` for the second positional argument, `{"batch['labels']": -100}` for
+            a keyword. Tensors that it does not name get 0.
+        mask: keyword by which `loss_fn` gets the mask.
+
+    Attributes:
+        batch: the sizes, ascending.
+        length: the sizes, ascending, or None.
+        pad: the number, or sorted pairs of path and number; `dict(buckets.pad)` is a dict.
+        mask: the keyword.
+
+    Raises:
+        ValueError: an argument that cannot work; the message says what to pass.
+    """
+
+    batch: tuple[int, ...]
+    length: tuple[int, ...] | None = None
+    pad: float | Mapping[str, float] | FillByPath = 0
+    mask: str = "mask"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch", _sizes("batch", self.batch))
+        if self.length is not None:
+            object.__setattr__(self, "length", _sizes("length", self.length))
+        object.__setattr__(self, "pad", _fill(self.pad))
+        if not isinstance(self.mask, str) or not self.mask.isidentifier() or keyword.iskeyword(self.mask):
+            raise wrong("Buckets", "mask", self.mask, "the name of a keyword argument of loss_fn")
+
+    def pad_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the batch padded to its bucket, and the mask among its keyword arguments.
+
+        The batch size is that of the first tensor with a dimension, and every tensor of that size in dimension 0 is
+        padded there. The length is dimension 1 of the first tensor with two dimensions, and every tensor of that size
+        in dimension 1 is padded there. Size alone tells: a tensor that is not per sample, such as class weights,
+        belongs into `loss_fn`, not into the batch.
+
+        A batch that is larger than the largest bucket, in either dimension, is not padded; its mask is all True.
+
+        Args:
+            args: positional arguments of a step, trees of tensors and constants.
+            kwargs: keyword arguments, likewise.
+
+        Raises:
+            InputMismatch: a tensor is not plain; the batch has no tensor to take the size from, or already an argument of the
+                mask's name; `pad` names a path that is not in the batch, or a number that the tensor's dtype does not have.
+
+        Sync: none. Aliasing: padded tensors, and those with gaps (`tokens[:, :-1]`), are copies without gaps in the
+        same order of dimensions (channels_last stays so); all others are the caller's.
+        """
+        if self.mask in kwargs:
+            raise InputMismatch(
+                f"Buckets: batch[{self.mask!r}] is there already, and the mask of real samples would replace it. "
+                f"Give the mask another name: Buckets(mask='real')."
+            )
+        leaves, tree = flatten(args, kwargs)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                check_plain(leaf, tree, i)
+        first, real = self._real(leaves)
+        bucket = self._bucket(real)
+        fills = _fills(self.pad, tree)
+        for i, (leaf, fill) in enumerate(zip(leaves, fills, strict=True)):
+            leaves[i] = _to_bucket(leaf, real, bucket, fill, tree, i)
+        args, kwargs = tree_unflatten(leaves, tree)
+        return args, {**kwargs, self.mask: _mask(real, bucket, first.device)}
+
+    def _real(self, leaves: Sequence[Any]) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the tensor that gives the batch size, and the sizes of this batch: (B,) or (B, L)."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        dims = range(1 if self.length is None else 2)
+        givers = [next((tensor for tensor in tensors if tensor.dim() > dim), None) for dim in dims]
+        for dim, giver in enumerate(givers):
+            if giver is None:
+                raise InputMismatch(
+                    f"Buckets({'length' if dim else 'batch'}=...): the batch has no tensor of {dim + 1} or more "
+                    f"dimensions to pad. Pass one{', or length=None' if dim else ', or no buckets'}."
+                )
+        assert givers[0] is not None  # refused above
+        return givers[0], tuple(giver.shape[dim] for dim, giver in enumerate(givers) if giver is not None)
+
+    def _bucket(self, real: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the smallest bucket that holds these sizes, or the sizes themselves if none does."""
+        ladders = (self.batch,) if self.length is None else (self.batch, self.length)
+        found = tuple(_smallest(ladder, size) for ladder, size in zip(ladders, real, strict=True))
+        return real if None in found else tuple(size for size in found if size is not None)
+
+
+def _smallest(ladder: tuple[int, ...], size: int) -> int | None:
+    i = bisect_left(ladder, size)
+    return ladder[i] if i < len(ladder) else None
+
+
+# ------------------------------------------------------------------------------------------------------------ padding
+
+
+def _to_bucket(leaf: Any, real: tuple[int, ...], bucket: tuple[int, ...], fill: float, tree: TreeSpec, i: int) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    shape = list(leaf.shape)
+    concerned = [dim for dim, size in enumerate(real) if dim < leaf.dim() and shape[dim] == size]
+    if not concerned:
+        return leaf
+    # Also where this batch is not padded: the mistake shows in the first batch, not in the last of the epoch.
+    if not _has(leaf.dtype, fill):
+        raise InputMismatch(_unfit(fill, leaf.dtype, path(tree, i)))
+    for dim in concerned:
+        shape[dim] = bucket[dim]
+    return _padded(leaf, tuple(shape), fill)
+
+
+def _padded(tensor: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
+    """Return `tensor` at the start of a tensor of this shape, which is `fill` elsewhere: a copy and a fill per side."""
+    strides = _dense_strides(tensor, shape)
+    # A batch that fits without padding gets the same strides too, or it would be a layout of its own.
+    if tensor.shape == shape and tensor.stride() == strides:
+        return tensor
+    padded = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    start = padded
+    for dim, (size, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if size < wanted:
+            start.narrow(dim, size, wanted - size).fill_(fill)
+            start = start.narrow(dim, 0, size)
+    start.copy_(tensor)
+    return padded
+
+
+def _dense_strides(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides of `shape` without gaps, with the dimensions in memory in the order that they have in `tensor`."""
+    order = list(range(tensor.dim()))  # outermost first
+    old = tensor.stride()
+    if 0 not in old:  # an expanded tensor has no order
+        # Without gaps, a dimension of size 1 is inside another one of equal stride.
+        order.sort(key=lambda dim: (old[dim], tensor.shape[dim] > 1), reverse=True)
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _mask(real: tuple[int, ...], bucket: tuple[int, ...], device: torch.device) -> Tensor:
+    mask = torch.zeros(bucket, dtype=torch.bool, device=device)
+    start = mask
+    for dim, size in enumerate(real):
+        start = start.narrow(dim, 0, size)
+    start.fill_(True)
+    return mask
+
+
+# ------------------------------------------------------------------------------------------------------- fill values
+
+
+@lru_cache(maxsize=256)  # a loader yields one tree; its paths take longer to write than the padding
+def _fills(pad: float | FillByPath, tree: TreeSpec) -> tuple[float, ...]:
+    """Return the number for each leaf of a batch."""
+    if not isinstance(pad, tuple):
+        return (pad,) * tree.num_leaves
+    paths = [path(tree, i) for i in range(tree.num_leaves)]
+    fills = dict(pad)
+    for named in fills:
+        if named not in paths:
+            raise InputMismatch(f"Buckets(pad): the batch has no {named}. Name one of {', '.join(paths)}.")
+    return tuple(fills.get(each, 0) for each in paths)
+
+
+@lru_cache(maxsize=256)
+def _has(dtype: torch.dtype, value: float) -> bool:
+    """Return whether `value` is a number of this dtype, rounding aside."""
+    if dtype is torch.bool:
+        return value in (0, 1)
+    if dtype.is_floating_point or dtype.is_complex:
+        return abs(value) <= torch.finfo(dtype).max or value - value != 0  # the latter: inf and nan
+    try:
+        limits = torch.iinfo(dtype)
+    except TypeError:  # torch.bits8 and its kind, which hold no numbers
+        return False
+    return (isinstance(value, int) or value.is_integer()) and limits.min <= value <= limits.max
+
+
+def _unfit(fill: float, dtype: torch.dtype, where: str) -> str:
+    return (
+        f"Buckets: {where} is {dtype_name(dtype)}, which has no {fill!r} to pad with. Name each tensor that is "
+        f'padded with other than 0: Buckets(pad={{"{where}": ...}}).'
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- validation
+
+
+def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    listed = list(sizes) if isinstance(sizes, (Sequence, set, frozenset)) and not isinstance(sizes, str) else []
+    if not listed or not all(type(size) is int and size > 0 for size in listed):
+        hint = f"({sizes},)" if type(sizes) is int and sizes > 0 else "(16, 32, 64)"
+        raise wrong("Buckets", name, sizes, f"sizes, ints of at least 1. Pass {name}={hint}")
+    return tuple(sorted(set(listed)))
+
+
+def _fill(pad: Any) -> float | FillByPath:
+    if isinstance(pad, (int, float)):
+        return pad
+    try:
+        pairs = sorted(dict(pad).items())
+    except (TypeError, ValueError):
+        pairs = [(None, pad)]
+    for named, value in pairs:
+        if not isinstance(named, str) or not isinstance(value, (int, float)):
+            raise wrong("Buckets", "pad", pad, "a number, or numbers by path such as {\"batch['labels']\": -100}")
+    return tuple(pairs)

@@ -1,0 +1,238 @@
+"""When the next batch is copied to the device and decoded there: while a step runs, on a side stream."""
+
+import functools
+import warnings
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from .._arguments import check_at_least, check_callable, read_device, wrong
+from .._capture.containers import holds_tensors, is_record, tensors_held, with_values
+from .._errors import AmpkitError, AmpkitWarning
+from .._torch.tree import tree_flatten, tree_unflatten
+
+Batch = TypeVar("Batch")
+
+
+class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumerate` is
+    """Iterate over `loader`, with every tensor of a batch on `device`.
+
+    On CUDA each batch is pinned (unless the loader did that), copied on a side stream while the device still works on
+    earlier steps, and handed over by an event: the copy costs the step nothing. On the CPU it is a plain iterator.
+
+    A batch is taken from the loader when the loop asks for it and never before, so that random numbers and the state of
+    the loader are those of a plain loop at every step. The copy is hidden all the same: a loop that does not wait for
+    the device is up to `depth` steps ahead of it, so the copy is queued long before its step is due, as long as the
+    loader and the launch of a step together take the host less time than the step takes the device. A loop that reads
+    the loss in every step is not ahead, and waits for each copy.
+
+    `transform` takes over what loaders do to images on the host: they send uint8, a quarter of the bytes of float32,
+    and the device decodes. Make its constants before the loop::
+
+        mean, scale = (torch.tensor(v, device="cuda").view(1, 3, 1, 1) for v in (MEAN, SCALE))  # in units of a pixel
+
+        def decode(batch):
+            images, labels = batch  # uint8, (N, H, W, 3)
+            return (images.permute(0, 3, 1, 2) - mean) * scale, labels  # float32, channels_last
+
+        for images, labels in ampkit.prefetch(loader, "cuda", transform=decode): ...
+
+    Args:
+        loader: any iterable of batches: trees of tensors, dict-like objects (`UserDict`, as the `BatchEncoding` of
+            transformers is one), dataclasses and attrs classes, whose copies keep their class; objects with a method
+            `to(device)`, which is called; and what holds no tensor, which passes through. Each `iter()` of the
+            prefetcher starts a new `iter(loader)`, so one prefetcher serves all epochs. `len()` is the loader's. A
+            loader must not write to a pinned batch that it has handed out: the copy may still be due.
+        device: where the batches go: "cuda", "cuda:1", "cpu" or a `torch.device`.
+        depth: how many steps the host may run ahead of the device. It bounds the memory of waiting batches.
+        transform: called with each batch on the device and returns the batch to hand out, a tree of tensors and others.
+            It runs without autograd, on the side stream right behind the copy, beside the step that runs meanwhile: it
+            may read what existed before the loop, and must not change what a step reads. The host calls it when the
+            loop asks for the batch, between two steps; what it draws from the default generators, it draws in that
+            order, and the numbers are those of the same call as the first line of the loop's body.
+
+    Raises:
+        ValueError: `depth` is not a positive int, `device` names CUDA where there is none, or `transform` is not
+            callable.
+        AmpkitError: while iterating, a batch holds tensors in an object of another kind; or `transform` raised (its
+            exception is the cause), or returned None.
+
+    Sync: waits only where the host is `depth` steps ahead, and where an object's own `to(device)` waits. Aliasing: a
+    batch that is on the device already is handed out as it is, any other has tensors of its own.
+    """
+
+    @overload
+    def __init__(
+        self, loader: Iterable[Batch], device: "torch.device | str", *, depth: int = 2, transform: None = None
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self, loader: Iterable[Any], device: "torch.device | str", *, depth: int = 2, transform: Callable[[Any], Batch]
+    ) -> None: ...
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: "torch.device | str",
+        *,
+        depth: int = 2,
+        transform: Callable[[Any], Batch] | None = None,
+    ) -> None:
+        check_at_least("prefetch", "depth", depth, 1, "it is how many steps the host may be ahead of the device")
+        if transform is not None:
+            check_callable("prefetch", "transform", transform, "a function of a batch, or None")
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise wrong("prefetch", "loader", loader, "an iterable of batches, such as a DataLoader")
+        self.loader = loader
+        self.device = _indexed(read_device("prefetch", "device", device))
+        self.depth = depth
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # a loader without len raises its own TypeError
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._copied() if self.device.type == "cuda" else self._moved()
+
+    def _moved(self) -> Iterator[Batch]:
+        for i, batch in enumerate(self.loader):
+            yield self._transformed(_Transfer(self.device, i, lambda tensor: tensor.to(self.device))(batch), i)
+
+    def _copied(self) -> Iterator[Batch]:
+        side, consumer = _side_stream(self.device), torch.cuda.current_stream(self.device)
+        if self.transform is not None:
+            side.wait_stream(consumer)  # its constants may still be in the making
+        steps: deque[torch.cuda.Event] = deque()
+        for i, batch in enumerate(self.loader):
+            consumer = torch.cuda.current_stream(self.device)
+            try:
+                with torch.cuda.stream(side):
+                    copy = functools.partial(self._copy, consumer=consumer, side=side)
+                    on_device = self._transformed(_Transfer(self.device, i, copy)(batch), i)
+            finally:  # also after an error: the memory of what `transform` reads may be given away then
+                consumer.wait_stream(side)
+            # The allocator must not give the memory to the side stream's next copy while the consumer still reads it.
+            # What `transform` read and did not return was used on the side stream alone, in whose order it is reused.
+            for tensor in _tensors_of(on_device):
+                if tensor.device == self.device:
+                    tensor.record_stream(consumer)
+            yield on_device
+            del on_device
+            steps.append(consumer.record_event())
+            if len(steps) > self.depth:
+                steps.popleft().synchronize()
+
+    def _copy(self, tensor: Tensor, *, consumer: torch.cuda.Stream, side: torch.cuda.Stream) -> Tensor:
+        if tensor.device == self.device:
+            if self.transform is not None:  # it reads on the side stream what the loader wrote on the consumer's
+                side.wait_stream(consumer)  # after the steps that are queued there: nothing is hidden then
+                tensor.record_stream(side)
+            return tensor
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()  # the pinned allocator keeps it until the copy below is over
+        return tensor.to(self.device, non_blocking=True)
+
+    def _transformed(self, batch: Any, i: int) -> Batch:
+        if self.transform is None:
+            return batch  # type: ignore[no-any-return]
+        try:
+            with torch.no_grad():
+                made = self.transform(batch)
+        except Exception as error:
+            raise AmpkitError(f"prefetch(transform): batch {i}: {type(error).__name__}: {error}") from error
+        if made is None:
+            raise AmpkitError(f"prefetch(transform): batch {i}: it returned None, not a batch. Does it lack a return?")
+        return made
+
+
+class _Transfer:
+    """Moves every tensor of one batch, in trees and in objects that hold some, and leaves the batch as it is.
+
+    Args:
+        device: where to.
+        i: the number of the batch, for messages.
+        move: moves a tensor.
+    """
+
+    def __init__(self, device: torch.device, i: int, move: Callable[[Tensor], Tensor]) -> None:
+        self._device = device
+        self._i = i
+        self._move = move
+        self._made: dict[int, Tensor] = {}  # one per tensor, as in the batch
+        self._within: list[Any] = []  # the objects whose parts are being moved
+
+    def __call__(self, thing: Any) -> Any:
+        """Return the batch, or a part of it, on the device."""
+        if isinstance(thing, Tensor):
+            if id(thing) not in self._made:
+                self._made[id(thing)] = self._move(thing)
+            return self._made[id(thing)]
+        if not holds_tensors(thing):
+            return thing
+        if any(thing is outer for outer in self._within):
+            raise AmpkitError(
+                f"prefetch: batch {self._i}: a {_kind(thing)} holds itself, so no copy of it can be made."
+            )
+        self._within.append(thing)
+        leaves, spec = tree_flatten(thing, is_leaf=_is_packed)
+        is_tree = len(leaves) != 1 or leaves[0] is not thing
+        moved = tree_unflatten([self(leaf) for leaf in leaves], spec) if is_tree else self._object(thing)
+        self._within.pop()
+        return moved
+
+    def _object(self, thing: Any) -> Any:
+        """Return an object that is no tree with its tensors moved, or raise."""
+        moves_itself = callable(getattr(type(thing), "to", None)) and not isinstance(thing, (dict, UserDict))
+        if is_record(thing) and not moves_itself:
+            return with_values(thing, self)
+        tensors = list(tensors_held(thing))
+        for tensor in tensors:
+            if tensor.device == self._device:
+                self(tensor)  # stays where it is
+        if all(tensor.device == self._device for tensor in tensors):
+            return thing
+        if not moves_itself:
+            raise AmpkitError(
+                f"prefetch: batch {self._i} holds a {_kind(thing)}, whose tensors cannot be moved: it has no method "
+                "to(device), and it is no dataclass. Give it one, or have the loader yield its tensors in a tuple or "
+                "dict."
+            )
+        made = thing.to(self._device)
+        if made is None:
+            raise AmpkitError(f"prefetch: batch {self._i}: {_kind(thing)}.to(device) returned None, not an object.")
+        return made
+
+
+def _is_packed(thing: object) -> bool:
+    """Return whether this is a named tuple of which some parts have to stay on the host: it moves itself."""
+    return isinstance(thing, PackedSequence)
+
+
+def _kind(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _tensors_of(batch: Any) -> Iterator[Tensor]:
+    for leaf in tree_flatten(batch)[0]:
+        yield from tensors_held(leaf)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for copies to a device: one for all prefetchers, for each stream keeps freed memory apart."""
+    return torch.cuda.Stream(device)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"prefetch(device={str(device)!r}): no CUDA device is available. Pass 'cpu'.")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cuda", "cpu"):
+        warnings.warn(f"prefetch: batches are copied to {device} without overlap.", AmpkitWarning, stacklevel=3)
+    return device

@@ -1,0 +1,1 @@
+"""Modules and functions that are captured one by one."""

@@ -1,0 +1,393 @@
+"""Modules and functions whose calls are graph launches: which graph serves a call, and why a call is eager."""
+
+import copy
+import functools
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import check_at_least, check_callable, check_choice, check_flag, check_instance
+from .._capture.capture_query import is_recording
+from .._capture.graph import describe_failure
+from .._capture.inputs import Spec, StaticInputs, flatten, is_plain, read_batch
+from .._capture.state import Generation, Settings, TrainingState
+from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
+from .._torch.autograd import in_backward
+from .._torch.compile import cudagraphs_of_its_own
+from .._torch.modes import modes
+from .._torch.modules import has_legacy_backward_hooks, hook_tables
+from .._torch.tree import TreeSpec, tree_unflatten
+from .._undo import Undo, call
+from .._user_line import users_level
+from .autograd_node import PENDING, GraphedPasses
+from .passes import Passes, UnusedError, undone
+from .shared_memory import Lane, lane_of
+
+_MAX_CAPTURES = 32  # per callable, in its life: a shape or a constant that always varies captures in every call
+
+
+def make_graphed_callables(
+    callables: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    pool: Any = None,
+    *,
+    sample_kwargs: Any = None,
+    graph: str = "auto",
+) -> Any:
+    """Return callables whose forward pass is one CUDA graph launch, and whose backward pass is another.
+
+    For a network of which only parts can be captured; a whole training step is `graphed_step`. Every call that
+    `torch.cuda.make_graphed_callables` takes is taken. Outputs and gradients have the bits of the ungraphed callable.
+
+    Args:
+        callables: a module, a function of tensors, or a tuple of these. A module comes back itself, with another
+            `forward`: hooks of the module run around it, whether registered before or after.
+        sample_args: the arguments of a call: a tuple of trees of tensors and hashable constants; for a tuple of
+            callables a tuple of such tuples. Their values do not matter. Layout, constants, `requires_grad`, autocast
+            and the modes of submodules decide which graph serves a call.
+        num_warmup_iters: forward and backward passes before a capture, at least two.
+        allow_unused_input: whether outputs may leave out an input or parameter that requires grad. It gets no gradient.
+        pool: a handle as `torch.cuda.graph_pool_handle()` returns it. Callables with the same handle share the scratch
+            of their backward passes; without a handle, those of this call do. Their calls and backward passes may come
+            in any order. With graphs of other makers nothing is shared.
+        sample_kwargs: keyword arguments of the call, a dict; for a tuple of callables a tuple of dicts.
+        graph: "auto": CUDA graphs where the tensors are on CUDA. "emulate": the same engine, re-running the callable
+            instead of a graph, on any device. "off": eager.
+
+    Returns:
+        `callables`, graphed: for a function a function, for a tuple a tuple. That function, or `module.forward`, has
+        `close()`, which gives the graphs back and restores `forward`, and counts: `captures`, `replays`, and `eager`
+        by reason. A copy of a graphed module, by deepcopy or pickle, is ungraphed.
+
+    Raises:
+        ValueError: an argument that cannot work; the message says what to pass.
+        CaptureError: an input or parameter is unused and `allow_unused_input` is False.
+
+    A layout that is new is captured at its first call, up to 32 in the life of a callable. Eager, as the callable was
+    before, are calls under `torch.no_grad`, in another mode (train or eval) than now, within the capture of another
+    graph, and those that come before an earlier call in the same layout was backpropagated, whose activations the
+    graph holds. So is what cannot be captured, with one `CaptureWarning` per reason. Where parameters were replaced or
+    moved since, graphs are captured again.
+
+    Warm-up and capture leave buffers, random numbers and `param.grad` as they were. What `forward` writes into
+    parameters stays written. What it reads on the host, attributes of a module that are no parameters or buffers among
+    it, is frozen, and what it writes there is not repeated. Hooks of submodules are part of the capture: what they do
+    to tensors is repeated, nothing else.
+
+    Backward is captured without autocast. A second backward pass needs `retain_graph=True` in the first, as ever;
+    differentiating twice is an error. An output that the loss leaves out counts as one with zero gradient. A parameter
+    or input that is used outside of the callable as well has its gradient summed in another order than without graphs.
+
+    Sync: none in a call; a capture waits for the device. Aliasing: arguments are copied; outputs and gradients belong
+    to the caller. Calls may be made on any stream and in any thread, and graphs on one device take turns. A layout that
+    is new is captured by one thread; a call by another one meanwhile is an error.
+    """
+    functions, samples = _parse(callables, sample_args, sample_kwargs)
+    _check_options(num_warmup_iters, allow_unused_input, graph, pool)
+    handle = object() if pool is None else pool
+    made = []
+    for function, sample in zip(functions, samples, strict=True):
+        device = _device(function, sample)
+        lane = lane_of(handle, device, emulated=graph != "auto" or device.type != "cuda")
+        # Two at least: a pass that is watched is one that torch.compile compiles anew.
+        warmup, blocker = max(2, num_warmup_iters), _blocker(function, device, graph)
+        made.append(GraphedCallable(function, lane, warmup, allow_unused_input, blocker))
+    for reason in dict.fromkeys(each.blocker for each in made if each.blocker and graph != "off"):
+        _warn(f"{reason} Calls are eager; graph='off' says so without a warning.")
+    for each, sample in zip(made, samples, strict=True):
+        each.prepare(*sample)
+    results = tuple([each.install() for each in made])
+    return results if isinstance(callables, tuple) else results[0]
+
+
+class GraphedCallable:
+    """A callable whose calls are graph launches. Made by `make_graphed_callables`.
+
+    Attributes:
+        captures: pairs of graphs captured so far.
+        replays: calls that were a graph launch.
+        eager: other calls, by reason.
+    """
+
+    def __init__(self, function: Callable[..., Any], lane: Lane, warmup: int, allow_unused: bool, blocker: str) -> None:
+        self._module = function if isinstance(function, nn.Module) else None
+        self._original: Callable[..., Any] = function if self._module is None else self._module.forward
+        self._was_attribute = self._module is not None and "forward" in vars(self._module)
+        self._mode = self._module is not None and self._module.training
+        self._state = TrainingState({} if self._module is None else {"module": self._module}, [])
+        self._lane = lane
+        self._warmup = warmup
+        self._allow_unused = allow_unused
+        self.blocker = blocker  # why it is never captured, "" if it may be
+        self._generation: Generation | None = None
+        self._hook_tables: list[dict[int, Any]] = []
+        self._hooks: list[int] = []
+        self._graphs: dict[_Key, GraphedPasses | None] = {}
+        self._warned: set[str] = set()
+        self._attempts = 0
+        self._recorder: int | None = None  # the thread that captures
+        self.captures = 0
+        self.replays = 0
+        self.eager: Counter[str] = Counter()
+        functools.update_wrapper(self, self._original, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the callable: launch its graph, or run it eagerly where no graph may serve this call."""
+        if torch.compiler.is_compiling():
+            return self._original(*args, **kwargs)
+        if self._recorder not in (None, threading.get_ident()) and not in_backward():
+            raise AmpkitError(_RECORDED)
+        with self._lane.call():
+            return call(self._call, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reason = self.blocker or self._why_not_now()
+        if not reason:
+            leaves, tree = flatten(args, kwargs)
+            passes = self._find(leaves, tree)
+            if passes is not None and (results := passes(leaves)) is not PENDING:
+                self.replays += 1
+                return results
+            reason = "not captured" if passes is None else "an earlier call has yet to be backpropagated"
+        self.eager[reason] += 1
+        return self._original(*args, **kwargs)
+
+    def close(self) -> None:
+        """Give the graphs and their memory back, and restore the module's `forward`. Later calls are eager.
+
+        Graphs that a backward pass still needs go after it. Waits for the device.
+        """
+        self.blocker = "closed"
+        for passes in self._graphs.values():
+            if passes is not None and not passes.pending:
+                passes.reset()
+        self._graphs = {}
+        if self._module is not None and vars(self._module).get("forward") is self:
+            del self._module.forward
+            if self._was_attribute:
+                self._module.forward = self._original
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture for a sample. Warns of what cannot be captured; raises if inputs are unused or the callable fails."""
+        if not self.blocker:
+            with torch.inference_mode(False), torch.enable_grad():
+                call(self._find, *flatten(args, kwargs), is_sample=True)
+
+    def install(self) -> Any:
+        """Return the graphed callable: this object for a function, and for a module the module with a new `forward`."""
+        if self._module is None:
+            return self
+        self._module.forward = self
+        return self._module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._original, memo)  # bound to the module's copy
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (self._original,)
+
+    def _why_not_now(self) -> str:
+        """Return why this call must be eager, whatever its input, or ""."""
+        if not torch.is_grad_enabled():
+            return "no_grad"
+        if self._module is not None and self._module.training != self._mode:
+            return f"module.training is {self._module.training}"
+        # Also in the eager call that a capture is compared with: it does what the capture will.
+        elsewhere = self._lane.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if Passes.recording or is_recording() or elsewhere:
+            return "in the capture of another graph"
+        if self._module is not None and has_legacy_backward_hooks(self._module):
+            self._warn(_LEGACY_HOOK)
+            return "register_backward_hook"
+        return ""
+
+    def _find(self, leaves: list[Any], tree: TreeSpec, is_sample: bool = False) -> GraphedPasses | None:
+        """Return the graphs for this input, captured now if need be, or None if there can be none."""
+        if self._generation is None and self._module is not None and _is_lazy(self._module):
+            return None  # the call, which is eager, makes the parameters
+        try:
+            key = self._key(leaves, tree)
+        except InputMismatch as error:
+            self._warn(f"{error} Such calls are eager.")
+            return None
+        if list(chain.from_iterable(self._hook_tables)) != self._hooks:
+            self._warn(_LATE_HOOK)
+            return None
+        if key not in self._graphs:
+            if in_backward():
+                return None  # a capture there would be of a backward pass in the middle of another
+            if self._attempts == _MAX_CAPTURES:
+                self._warn(_MANY_LAYOUTS)
+                return None
+            self._attempts += 1
+            self._graphs[key] = self._capture(key, leaves, is_sample)
+        return self._graphs[key]
+
+    def _key(self, leaves: list[Any], tree: TreeSpec) -> "_Key":
+        """Return what decides which graph serves a call, having dropped the graphs that the module outlived."""
+        wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
+        plain = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(plain, tree)
+        spec, _ = read_batch(args, kwargs, self._lane.device)
+        now, before = self._state.generation(), self._generation
+        if before is None or before.walk != now.walk or before.addresses != now.addresses:
+            if before is not None and any(self._graphs.values()):
+                self._warn(f"{before.replaced_in(now)}. Each such change takes a new capture.")
+            self._graphs = {}  # graphs that a backward pass still needs live on with its autograd node
+            self._hook_tables = [table for module in now.walk.modules[1:] for table in hook_tables(module)]
+            self._hooks = list(chain.from_iterable(self._hook_tables))
+        self._generation = now
+        return _Key(spec, wants_grad, now.settings)
+
+    def _capture(self, key: "_Key", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
+        """Return graphs for this key, or None if it cannot be captured."""
+        try:
+            with Undo() as undo:
+                undo.note(setattr, self, "_recorder", None)
+                undo.note(modes())
+                self._recorder = threading.get_ident()
+                passes = self._record(key, leaves)
+        except Exception as error:
+            refused = isinstance(error, CaptureError)
+            if is_sample and (isinstance(error, UnusedError) or not refused):
+                raise  # if it was not refused, the callable itself does not work
+            self._warn(f"{error} Calls are eager." if refused else f"{describe_failure(error)} The call is eager.")
+            return None
+        self.captures += 1
+        return passes
+
+    def _record(self, key: "_Key", leaves: list[Any]) -> GraphedPasses:
+        """Warm up and capture, leaving everything as it was, whether that succeeds or not."""
+        assert self._generation is not None  # set by _key
+        walk, device = self._generation.walk, self._lane.device
+        tensors = list(dict.fromkeys(walk.tensors))
+        for tensor in chain(tensors, (leaf for leaf in leaves if isinstance(leaf, Tensor))):
+            if tensor.device != device or type(tensor.data) is not Tensor:
+                raise CaptureError(
+                    f"a {type(tensor.data).__name__} of shape {tuple(tensor.shape)} is on {tensor.device}. A graph "
+                    f"takes plain tensors on {device}. Move inputs, parameters and buffers with .to({str(device)!r})."
+                )
+        inputs = StaticInputs(key.spec, leaves)
+        with torch.no_grad():
+            inputs.copy_(leaves)
+        passes = Passes(self._original, walk.modules, tensors, inputs, key.wants_grad, device)
+        with undone(walk.modules, device) as rebound:
+            graphs = passes.capture(self._lane, self._warmup, self._allow_unused)
+            if names := rebound():
+                self.blocker = "not captured"  # if eager calls do so, too, each of them would be a reason to try again
+                raise CaptureError(
+                    f"{', '.join(names[:3])}: made or rebound in forward; a replay would neither read nor keep the new "
+                    "value. Return it, or change the tensor in place (copy_, add_)."
+                )
+        return GraphedPasses(self._lane, passes, *graphs)
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _warn(message)
+
+
+class _Key(NamedTuple):
+    spec: Spec
+    wants_grad: tuple[bool, ...]  # per leaf of the input
+    settings: Settings
+
+
+# ------------------------------------------------------------------------------------------------ arguments, messages
+
+
+_MANY_LAYOUTS = (
+    f"{_MAX_CAPTURES} captures so far, so inputs of other layouts are eager from now on. Pass numbers that vary as "
+    "tensors, and pad shapes that vary to a few."
+)
+_LEGACY_HOOK = (
+    "a hook of register_backward_hook sees the last operation of a module, which is inside the graph. Calls are eager. "
+    "Use register_full_backward_hook."
+)
+_RECORDED = (
+    "make_graphed_callables: a callable was called while another thread captures it, with other tensors in place of "
+    "its parameters. Call it once in each layout before threads share it."
+)
+_LATE_HOOK = (
+    "a hook was registered on a submodule since capture, or removed from one. Calls are eager while it is so. Register "
+    "hooks of submodules before."
+)
+
+
+def _parse(callables: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[Any, ...], list[tuple[Any, Any]]]:
+    """Return functions and for each the arguments of its sample."""
+    if not isinstance(callables, tuple):
+        callables, sample_args = (callables,), (sample_args,)
+        sample_kwargs = None if sample_kwargs is None else (sample_kwargs,)
+    if sample_kwargs is None:
+        sample_kwargs = ({},) * len(callables)
+    where = "make_graphed_callables"
+    check_instance(where, "sample_args", sample_args, (tuple, list), "a tuple of arguments for each callable")
+    check_instance(where, "sample_kwargs", sample_kwargs, (tuple, list), "a dict of arguments for each callable")
+    if not len(callables) == len(sample_args) == len(sample_kwargs):
+        raise ValueError(
+            f"make_graphed_callables: {len(callables)} callables, but {len(sample_args)} sample_args and "
+            f"{len(sample_kwargs)} sample_kwargs. Pass a tuple of arguments, and a dict if any, for each callable."
+        )
+    for function, args, named in zip(callables, sample_args, sample_kwargs, strict=True):
+        _check_sample(function, args, named)
+    return callables, [(tuple(args), dict(named)) for args, named in zip(sample_args, sample_kwargs, strict=True)]
+
+
+def _check_sample(function: Any, args: Any, named: Any) -> None:
+    check_callable("make_graphed_callables", "callables", function, "a module, a function or a tuple of them")
+    expected = "a tuple of arguments; for one argument write sample_args=(x,)"
+    check_instance("make_graphed_callables", "sample_args", args, (tuple, list), expected)
+    check_instance("make_graphed_callables", "sample_kwargs", named, dict, "a dict of keyword arguments")
+    if isinstance(function, nn.Module) and has_legacy_backward_hooks(function):
+        raise ValueError(f"make_graphed_callables: {_LEGACY_HOOK}")
+
+
+def _check_options(num_warmup_iters: object, allow_unused_input: object, graph: object, pool: object) -> None:
+    where = "make_graphed_callables"
+    check_at_least(where, "num_warmup_iters", num_warmup_iters, 0, "the number of passes before a capture")
+    check_flag(where, "allow_unused_input", allow_unused_input)
+    check_choice(where, "graph", graph, ("auto", "emulate", "off"))
+    if pool is not None and not isinstance(pool, tuple):
+        raise ValueError(
+            f"make_graphed_callables(pool={type(pool).__name__}): expected a handle as torch.cuda.graph_pool_handle() "
+            "returns it, or None."
+        )
+
+
+def _device(function: Any, sample: Any) -> torch.device:
+    """Return the CUDA device of the sample and parameters, or another device if none is on CUDA."""
+    tensors = [leaf for leaf in flatten(*sample)[0] if isinstance(leaf, Tensor)]
+    if isinstance(function, nn.Module):
+        tensors += [*function.parameters(), *function.buffers()]
+    devices = sorted({tensor.device for tensor in tensors}, key=lambda device: device.type != "cuda")
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(map(nn.parameter.is_lazy, chain(module.parameters(), module.buffers())))
+
+
+def _blocker(function: Any, device: torch.device, graph: str) -> str:
+    """Return why a callable is never captured, or ""."""
+    if graph == "off":
+        return "graph='off'"
+    if graph == "auto" and device.type != "cuda":
+        return f"the tensors are on {device}, and CUDA graphs need a CUDA device."
+    if isinstance(function, nn.parallel.DistributedDataParallel):
+        return "DistributedDataParallel prepares each pass on the host. Graph the module first, then wrap it."
+    if cudagraphs_of_its_own(function):
+        return "it is compiled with CUDA graphs of its own. Compile in the default mode, torch.compile(module)."
+    return ""
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"make_graphed_callables: {message}", CaptureWarning, stacklevel=users_level())

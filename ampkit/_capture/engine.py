@@ -1,0 +1,742 @@
+"""One call of a captured function: same input? warm-up, preflight, capture, replay, or eager; and the count of each."""
+
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._arguments import check_at_least, check_choice, read_all, read_positive
+from .._errors import CaptureError, CaptureWarning, InputMismatch
+from .._torch.modes import modes
+from .._torch.settings import settle_attention_priority
+from .._torch.tensors import version
+from .._torch.tree import tree_flatten, tree_unflatten
+from .._undo import Undo
+from .._user_line import users_level
+from .cache import Cache, Captured
+from .capture_query import is_recording
+from .graph import capture_stream
+from .inputs import StaticInputs, read_batch
+from .overlaps import StateMemory, Writes
+from .pool import no_recompile
+from .preflight import Preflight, describe
+from .ranks import Ranks
+from .rehearsal import Rehearsal
+from .state import TrainingState
+from .surroundings import Change, Surroundings
+from .timing import Clock, Timing
+from .turns import Turn, turns_on
+from .undeclared import Undeclared
+from .variation import Key, Variation
+from .verify import Verdict, verified
+
+WARM_UP = "warm-up"
+GRAPHS = ("auto", "emulate", "off")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class DoneError(CaptureError):
+    """What the graph computes is wrong. The step was done all the same.
+
+    Attributes:
+        outputs: of the step.
+    """
+
+    def __init__(self, text: str, outputs: Any) -> None:
+        super().__init__(text)
+        self.outputs = outputs
+
+
+class GraphReport(NamedTuple):
+    """One graph that is alive.
+
+    Attributes:
+        layout: the input it serves.
+        bytes: device memory that came with it: what the pool grew by in its capture, and its input buffers. Graphs
+            share a pool, so one that fits into what others brought adds little.
+        replays: how often it was launched.
+        eager_ms: what a call with this input took eagerly, see `Report`; None where it was not measured.
+        replay_ms: what it takes as a launch of this graph; likewise.
+    """
+
+    layout: str
+    bytes: int
+    replays: int
+    eager_ms: float | None = None
+    replay_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened to the calls of a step so far.
+
+    Attributes:
+        graphs: graphs that are alive.
+        captures: graphs captured so far, those that were dropped since included.
+        evictions: graphs that were dropped to make room for others.
+        replays: calls that were one graph launch.
+        eager: eager calls by reason.
+        bytes: device memory that only graphs use: their pool and static inputs.
+        per_graph: the graphs that are alive, the least recently used first.
+        skipped: optimizer steps that the loss scale skipped.
+        failure: why capture was given up, or why no graph was replayed in the last calls; None if there is no reason.
+        eager_ms: what an eager step took: median over warm-up calls that are neither the first of their input nor the
+            last, which are slower than others. None where there was none, as with `warmup=2`. On CUDA it is the time
+            from the first work of the call on its stream to the last, waiting for the host included.
+        replay_ms: what a replayed step takes, likewise: median over the 2nd to the 9th of a graph. Both are means over
+            the graphs, by their replays.
+        saved_s: the difference of the two times all replays that it was measured for, in seconds: below 0 if they are
+            slower.
+    """
+
+    graphs: int
+    captures: int
+    evictions: int
+    replays: int
+    eager: dict[str, int]
+    bytes: int
+    per_graph: tuple[GraphReport, ...]
+    skipped: int
+    failure: str | None
+    eager_ms: float | None = None
+    replay_ms: float | None = None
+    saved_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict that `json` takes."""
+        return {**asdict(self), "per_graph": [graph._asdict() for graph in self.per_graph]}
+
+    def __str__(self) -> str:
+        calls = self.replays + sum(self.eager.values())
+        head = (
+            f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
+            f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
+        )
+        times = [f"  {self._times()}"] if self.replay_ms is not None else []
+        graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
+        reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]
+        failure = [f"  not captured: {self.failure}"] if self.failure else []
+        return "\n".join([head, *times, *graphs, *reasons, *failure])
+
+    def _times(self) -> str:
+        """Return what a replay takes and has saved."""
+        assert self.replay_ms is not None  # or there is nothing to say
+        replay = f"a replay takes {_milliseconds(self.replay_ms)}"
+        if self.eager_ms is None:
+            return replay
+        saved = "" if self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
+        ratio = self.eager_ms / self.replay_ms
+        times = f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
+        return f"{replay}, an eager step took {_milliseconds(self.eager_ms)}: {times}{saved}"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"
+
+
+class Options(NamedTuple):
+    """How an engine captures, as the public functions take it."""
+
+    graph: str  # "auto", "emulate" or "off"
+    warmup: int  # eager calls per key
+    on_failure: str  # "eager" or "raise"
+    verify: int  # replays that are compared with eager
+    generators: Sequence[torch.Generator]
+    max_graphs: int
+    memory_budget: int | None
+
+    def checked(self, where: str) -> "Options":
+        """Return them in plain numbers and tuples.
+
+        Raises:
+            ValueError: one cannot work. The message names it, as an argument of the public function `where`.
+        """
+        check_choice(where, "graph", self.graph, GRAPHS)
+        check_choice(where, "on_failure", self.on_failure, ("eager", "raise"))
+        check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
+        check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")
+        check_at_least(where, "max_graphs", self.max_graphs, 1, "graph='off' is for none")
+        budget = self.memory_budget
+        if budget is not None:
+            budget = read_positive(where, "memory_budget", budget, "None for no limit")
+        generators = read_all(where, "generators", self.generators, torch.Generator, "a sequence of torch.Generator")
+        return self._replace(memory_budget=budget, generators=generators)
+
+
+class _Layout:
+    """What is known of a key that has no graph."""
+
+    def __init__(self, reason: str, lenient: bool) -> None:
+        self.warm = 0  # eager calls so far
+        self.evictions = 0
+        self.looked = False  # whether a preflight is behind it
+        self.problem = ""  # what the preflight found
+        self.rehearsal = Rehearsal(lenient)
+        self.differed = False  # from the rehearsal, in a capture
+        self.eager = ""  # why it is never captured, if so
+        self.reason = reason  # of its warm-up
+        self.writes = Writes()
+        self.timing = Timing()
+
+
+class Engine:
+    """Calls `fn(phase, *args, **kwargs)`, first eagerly, then by replaying a graph of it.
+
+    A key is the layout of the input, the phase, and the settings of the state (`Settings`). After `warmup` eager calls
+    of a key, one of them under the preflight and the last as the rehearsal of the capture, its next call is captured
+    and from then on replayed. Graphs of all keys share one pool. If memory of the state was replaced (see
+    `Generation`), they are all dropped.
+
+    Args:
+        fn: function of tensors that changes only `state`; returns a tree of tensors and constants, which are the same
+            in every call of a key.
+        state: what it may change.
+        device: where the inputs must be.
+        options: see `Options`.
+        ranks: the processes that must decide alike.
+        blocker: why `fn` cannot be captured, if that is known already; else "".
+        name: what messages call it.
+        captured: what a graph records: `fn`, or something that leaves the same bits.
+        watching: a context to be entered around the call of `fn` that precedes a capture.
+        declared: whether the user has declared what `fn` may change, so that nothing else may be.
+        one_argument: whether every call has one argument, the batch.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        state: TrainingState,
+        *,
+        device: torch.device,
+        options: Options,
+        ranks: Ranks,
+        blocker: str,
+        name: str,
+        captured: Callable[..., Any] | None = None,
+        watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        declared: bool = False,
+        one_argument: bool = False,
+    ) -> None:
+        if options.verify and ranks.wrappers:
+            raise NotImplementedError(
+                f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
+                "Verify with one process, without DistributedDataParallel."
+            )
+        self._fn = fn
+        self._captured = captured or fn
+        self._watching = watching
+        self._undeclared = Undeclared(state, refuses_changes=declared)
+        self._leaves: Sequence[Any] = ()  # of the call that warms up
+        self._state = state
+        self._device = device
+        self._options = options
+        self._ranks = ranks
+        self._name = name
+        real = options.graph == "auto" and device.type == "cuda"
+        self._stream = capture_stream(device) if real else None
+        if real:
+            settle_attention_priority(device)  # a part of the settings that each graph belongs to
+        self._turns = turns_on(device)
+        self._turn = Turn(self._turns, name)
+        # Two at least: one under the preflight, and the rehearsal.
+        self._warmup = max(2, options.warmup, ranks.warmup if real else 0)
+        self._lenient = device.type == "cpu"
+        self._clock = Clock(device if real else None)
+        self._marks = 0  # how many calls to come are marked where they start
+        self._refused = "graph='off'" if options.graph == "off" else ""
+        self._failure: str | None = None
+        self._warned: set[str] = set()
+        self._cache = Cache(options.max_graphs, options.memory_budget)
+        self._layouts: OrderedDict[Key, _Layout] = OrderedDict()
+        self._surroundings = Surroundings(state)
+        self._variation = Variation(device, self._warmup, one_argument)
+        self._reason = WARM_UP  # of an input that was warm under other settings
+        self._seen: set[int] = set()  # inputs that were, by hash: the inputs may hold what is the user's
+        self._eager: Counter[str] = Counter()
+        self._unverified = options.verify
+        self.captures = 0
+        self.evictions = 0
+        self.replays = 0
+        if options.graph == "auto" and device.type != "cuda":
+            blocker = f"the model is on {device}, and CUDA graphs need a CUDA device."
+        blocker = blocker or _why_not_scripted(state)
+        if blocker and options.graph != "off":
+            self._refuse(blocker)
+
+    def _refuse(self, reason: str) -> None:
+        """Never capture, for this reason: warn once and stay eager, or raise if the user asked for that."""
+        if self._options.on_failure == "raise":
+            raise CaptureError(f"{self._name}: {reason}")
+        self._refused = self._failure = reason
+        self._warn(f"{reason} Training goes on eagerly; graph='off' says so without a warning.")
+
+    def in_turn(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Return what `fn` returns: a whole call of the user's, in which this engine may be called.
+
+        Calls of other threads wait meanwhile, and on the device it comes behind calls that were made on other streams.
+
+        Raises:
+            AmpkitError: it is called from inside such a call.
+        """
+        return self._turn.take(fn, *args, **kwargs)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
+        """Return what `fn` returns, in tensors of its own."""
+        start = self._mark()
+        spec, leaves = read_batch(args, kwargs, self._device)
+        if self._refused:
+            if self._options.graph != "off":
+                self._ranks.decide(wants=False, can=True, settled=True)
+            return self.run(self._refused, lambda: self._fn(phase, *args, **kwargs))
+        if is_recording():  # what it would launch can be no part of the other's graph
+            return self.run("within the capture of another", lambda: self._fn(phase, *args, **kwargs))
+        if (change := self._surroundings.observe()) is not None:
+            self._adapt(change)
+        key = Key(spec, phase, self._surroundings.number)
+        captured = self._cache.get(key)
+        layout, wants, problem = None, False, ""
+        if captured is None:
+            layout = self._layout(key)
+            wants = not layout.eager and self._is_warm(layout)
+            problem = (layout.problem if wants else "") or self._note(key, layout)
+        all_want, all_can = self._ranks.decide(wants, not problem, captured is not None)
+        if self._ranks.wrappers and start is not None:
+            start = self._clock.now()  # behind a vote, which waits for the device
+        if captured is None:
+            assert layout is not None  # made above
+            if not all_can and not layout.eager:
+                self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
+            if not layout.eager and not wants:
+                with self._noting(layout, leaves):
+                    return self._warm_up(layout, phase, args, kwargs, start)
+            if not layout.eager and all_want:
+                with Undo() as undo:
+                    undo.note(self._cache.drop, key)  # a graph that has not been compared must not serve
+                    undo.note(modes())
+                    captured = self._capture(key, layout, leaves)
+                    if captured is not None:
+                        try:
+                            outputs = self._replay(captured, phase, leaves, None)
+                        except InputMismatch:
+                            undo.forget()  # it is this batch that does not fit
+                            raise
+                        if not self._refused:
+                            self._compare(key, layout, outputs)
+                        undo.forget()
+                        return outputs
+            reason = self._refused or layout.eager or "the ranks have not agreed to capture yet"
+            return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
+        if not all_can and self._options.on_failure == "raise":  # or the rank that raises would be waited for
+            raise CaptureError(f"{self._name}: {self._ranks.other_found}")
+        return self._replay(captured, phase, leaves, start)
+
+    def _replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
+        self.replays += 1
+        captured.timing.replays += 1
+        if self._unverified:
+            return self._verified(captured, phase, leaves)
+        if captured.timing.replay.wanted():
+            return self._timed_replay(captured, leaves, start)
+        return captured.replay(leaves)
+
+    def _mark(self) -> Any:
+        """Return a mark of this moment, as long as calls are being timed, else None."""
+        if not self._marks:
+            return None
+        self._marks -= 1
+        return self._clock.now()
+
+    def _timed_replay(self, captured: Captured, leaves: list[Any], start: Any) -> Any:
+        """Replay, and note how long the call took, if it has a start: one that captures has none."""
+        outputs = captured.replay(leaves)
+        if start is not None:
+            captured.timing.replay.add(start, self._clock.now())
+        self._marks = _MARKS
+        return outputs
+
+    def run(self, reason: str, fn: Callable[[], Any], around: AbstractContextManager[Any] | None = None) -> Any:
+        """Return what `fn` returns, called eagerly and counted under this reason."""
+        self._eager[reason] += 1
+        return self._on_stream(fn, nullcontext() if around is None else around)
+
+    def _on_stream(self, fn: Callable[[], Any], around: AbstractContextManager[Any]) -> Any:
+        with Undo() as undo:
+            undo.note(modes())
+            outputs = self._aside(fn, around)
+            undo.forget()
+        return outputs
+
+    def _aside(self, fn: Callable[[], Any], around: AbstractContextManager[Any]) -> Any:
+        if self._stream is None:
+            with around:
+                return _copied(fn())
+        # The same stream for warm-up, capture and stragglers: what autograd and cuBLAS keep per stream exists once.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream), around:
+                return _copied(fn())
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def report(self, skipped: int = 0) -> Report:
+        """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""
+        with self._turns.lock:
+            return self._report(skipped)
+
+    def _report(self, skipped: int) -> Report:
+        saving = self._cache.saving()
+        self._variation.follow(self.replays, self.captures)
+        return Report(
+            graphs=len(self._cache),
+            captures=self.captures,
+            evictions=self.evictions,
+            replays=self.replays,
+            eager=dict(self._eager),
+            bytes=self._cache.nbytes,
+            per_graph=tuple(
+                GraphReport(str(key.spec), captured.nbytes, *captured.timing.saving()) for key, captured in self._cache
+            ),
+            skipped=skipped,
+            failure=self._failure or self._variation.text or None,
+            eager_ms=saving.eager_ms,
+            replay_ms=saving.replay_ms,
+            saved_s=saving.seconds,
+        )
+
+    def close_in_turn(self) -> None:
+        """Close when no other thread is in a call."""
+        with self._turns.lock:
+            self.close()
+
+    def close(self) -> None:
+        """Drop all graphs and give their memory back. The next call warms up and captures again."""
+        self._cache.clear()
+        self._layouts.clear()
+        self._surroundings.forget()
+        self._variation.restart()
+
+    # ------------------------------------------------------------------------------------------------------- the key
+
+    def _adapt(self, change: Change) -> None:
+        """Drop the graphs that the state outlived, and say once what a change costs."""
+        if change.outdates:
+            self._cache.clear()
+            self._layouts.clear()
+        self._reason = f"{WARM_UP} again: {change.reason}"
+        text = f"{change.text}. Each such change takes {self._warmup} eager steps and a new capture."
+        if self._warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
+            self._variation.follow(self.replays, self.captures)
+            self._variation.say(change.advice)
+
+    def _layout(self, key: Key) -> _Layout:
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) == _MAX_LAYOUTS:
+                if "variation" not in self._warned:
+                    around = self._surroundings.around
+                    self._warn_once("variation", self._variation.text_of([(known, around) for known in self._layouts]))
+                self._layouts.popitem(last=False)
+            seen = hash((key.spec, key.phase))
+            layout = self._layouts[key] = _Layout(self._reason if seen in self._seen else WARM_UP, self._lenient)
+            if len(self._seen) < _MAX_SEEN:
+                self._seen.add(seen)
+        return layout
+
+    def _note(self, key: Key, layout: _Layout) -> str:
+        """Take note that there is no graph for this call. Return why the ranks must give up, "" if there is no reason.
+
+        Without `on_failure="raise"` they go on: capture works as soon as nothing varies any more.
+        """
+        if layout.eager:
+            return ""
+        self._variation.follow(self.replays, self.captures)
+        kept = min(self._cache.limit, _MAX_LAYOUTS)
+        cause = self._variation.note(key, self._surroundings.around, self.captures, kept)
+        if cause is None:
+            return ""
+        if self._options.on_failure == "raise":
+            return self._variation.text
+        layout.reason = f"{WARM_UP}: {cause.reason}"
+        if not self._variation.is_said:
+            self._warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
+        return ""
+
+    # ---------------------------------------------------------------------------------------------- warm-up, capture
+
+    def _is_warm(self, layout: _Layout) -> bool:
+        """Return whether this layout may be captured, or is known not to be capturable."""
+        return layout.warm >= self._warmup << layout.evictions and bool(layout.problem or layout.rehearsal.done)
+
+    @contextmanager
+    def _noting(self, layout: _Layout, leaves: Sequence[Any]) -> Iterator[None]:
+        """Context for a warm-up call with these inputs, which shows what it changes and what it has not declared."""
+        with Undo() as undo:
+            undo.note(setattr, self, "_leaves", ())
+            self._leaves = leaves
+            with Undo() as entered:
+                entered.note(modes())
+                with nullcontext() if layout.warm else layout.writes.noted(self._state):
+                    yield
+                entered.forget()
+        layout.problem = self._with_undeclared(layout.problem)
+
+    def _with_undeclared(self, problem: str) -> str:
+        """Return a problem, and what must be declared; take what need not be into the state."""
+        if self._undeclared.adopt():
+            self._surroundings.accept()
+        return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
+
+    def _warm_up(
+        self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
+    ) -> Any:
+        """Call eagerly: first under the preflight, then, if there is time, as it is, and last as the rehearsal.
+
+        Earlier calls, where there are more, are as they are too.
+        """
+        self._marks = _MARKS
+        to_come = (self._warmup << layout.evictions) - layout.warm
+        # A preflight is slow. Where each call has another layout, most of them never see a second call.
+        if not layout.looked and to_come <= (3 if len(self._layouts) <= _LOOKED_AT_FIRST else 2):
+            return self._look(layout, lambda: self._fn(phase, *args, **kwargs))
+        if layout.looked and not layout.problem and to_come < 2 and not self._state.is_undecided():
+            outputs = self.run(layout.reason, lambda: self._rehearse(layout, phase, args, kwargs))
+        else:
+            outputs = self.run(layout.reason, lambda: self._fn(phase, *args, **kwargs))
+            if start is not None and layout.warm and layout.timing.eager.wanted():
+                layout.timing.eager.add(start, self._clock.now())
+        layout.warm += 1  # behind it: a call that raised has shown nothing
+        return outputs
+
+    def _rehearse(self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with layout.rehearsal.rehearsing():
+            outputs = self._captured(phase, *args, **kwargs)
+        return outputs
+
+    def _look(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
+        """Call under the preflight."""
+        before = self._state.tensors().keys()
+        with self._watching(), self._undeclared.watching(self._leaves) as observer:
+            preflight = Preflight(self._device, self._options.generators, observer=observer)
+            outputs = self.run(layout.reason, lambda: self._looked_at(layout, fn), preflight)
+        # What is made for the first time may wait, as optimizer state does, or a mask that is kept: then look again. So
+        # does a scaler that still watches what the optimizer does.
+        first = layout.warm == 0 and self._warmup > 2
+        if observer.nested:
+            layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
+        made = self._state.is_undecided() or self._state.tensors().keys() != before
+        again = bool(preflight.findings) and (first or made)
+        if again:
+            layout.warm += first
+            return outputs
+        layout.problem = self._with_undeclared(describe(preflight.findings))
+        layout.looked = True  # behind it, or an interrupt could hide the problem
+        layout.warm += 1
+        return outputs
+
+    def _looked_at(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
+        """Call under a dispatch mode, which in inference mode sees composite operations whole, behind autocast: there
+        they compute something else. Without gradients they compute the same."""
+        with layout.rehearsal.looking(), ExitStack() as modes:
+            held = [*self._state.tensors().values(), *(leaf for leaf in self._leaves if isinstance(leaf, Tensor))]
+            # Outside of inference mode nobody may write to what was made in it.
+            if torch.is_inference_mode_enabled() and not any(map(Tensor.is_inference, held)):
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.no_grad())
+            return fn()
+
+    def _capture(self, key: Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
+        """Capture for this key; on failure leave everything as before the call and return None, or raise."""
+        if layout.evictions and "variation" not in self._warned:  # which has said more
+            self._warn_once(
+                "evictions",
+                f"a graph that was dropped to make room for others is captured again ({key.spec}). Raise max_graphs "
+                "or memory_budget, or pad to fewer shapes with ampkit.Buckets.",
+            )
+        self._evicted(self._cache.make_room())
+        inputs = StaticInputs(key.spec, leaves)
+        versions = inputs.versions()
+        graph = self._cache.new_graph(self._stream, self._options.generators)
+        before, pool_bytes = self._state.tensors(), self._cache.pool_bytes
+        failure: CaptureError | None = None
+        # An emulated graph keeps what it is given: with self in it, a cycle would keep the graphs alive.
+        fn = self._captured
+        with Undo() as undo:
+            undo.note(self._state.rebind, before)
+            undo.note(graph.reset)
+            try:
+                with no_recompile():
+                    graph.capture(lambda: fn(key.phase, *inputs.args, **inputs.kwargs), layout.rehearsal.capturing)
+                _refuse_rebound(self._state.rebound_since(before))
+            except CaptureError as error:
+                failure = error
+            agreed = self._ranks.agree(failure is None)
+            if agreed:
+                undo.forget()
+        if not agreed:
+            self._give_up(layout, "capture failed", failure or CaptureError(self._ranks.other_failed))
+            return None
+        if self._stream is not None:
+            self._ranks.close_before_end(self)
+        self.captures += 1
+        changed = [old != new for old, new in zip(versions, inputs.versions(), strict=True)]
+        memory = StateMemory(self._state, layout.writes.paths())
+        captured = self._cache.add(key, graph, inputs, changed, pool_bytes, layout.timing, memory)
+        return (
+            captured if self._ranks.agree(not self._cache.over_budget()) else self._within_budget(key, layout, leaves)
+        )
+
+    def _compare(self, key: Key, layout: _Layout, outputs: Any) -> None:
+        """Compare what was just captured, and replayed once, with the rehearsal; give it up if it differs.
+
+        Behind the replay: whatever the host chose for this call is what the graph has. To call the user's code again
+        would make the host choose again. A difference gets a second chance, for a thread of the user's may have had
+        autograd's threads at the same time; not where ranks would disagree on that.
+        """
+        difference = layout.rehearsal.difference()
+        if self._lenient and self._ranks.wrappers:
+            return  # on a CPU, DistributedDataParallel does its part when gloo's threads are done with theirs
+        if difference is None and not self._ranks.wrappers:  # not seen: once more, behind another rehearsal
+            self._cache.drop(key)
+            return
+        if reason := layout.rehearsal.unseen:
+            self._warn_once("unseen", f"the capture cannot be compared with an eager call: {reason}.")
+        if self._ranks.agree(not difference):
+            return
+        self._cache.drop(key)
+        if difference and not layout.differed and not self._ranks.wrappers:
+            layout.differed = True
+            return
+        failure = _difference_error(difference) if difference else CaptureError(self._ranks.other_failed)
+        if self._options.on_failure == "raise":
+            raise DoneError(f"{self._name}: {failure} This step was done, as eager computes it.", outputs)
+        self._give_up(layout, "capture failed", failure)
+
+    def _within_budget(self, key: Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
+        """Capture again into a pool that fewer graphs share; give this key up if its graph alone is too large."""
+        budget = self._options.memory_budget
+        assert budget is not None  # or nothing would be over it
+        if len(self._cache) > 1 and not self._ranks.wrappers:
+            limit = self._cache.limit
+            self._cache.limit = len(self._cache) - 1
+            self.evictions += len(self._cache) - 1  # they are warm, and captured again at their next call
+            self._cache.clear()
+            captured = self._capture(key, layout, leaves)
+            if captured is None:
+                self._cache.limit = limit
+            return captured
+        layout.eager = f"its graph takes {self._cache.nbytes} bytes, memory_budget is {budget}"
+        self._cache.clear()
+        self._warn_once("budget", f"{key.spec}: {layout.eager}. Training goes on eagerly.")
+        return None
+
+    def _evicted(self, keys: Sequence[Hashable]) -> None:
+        self.evictions += len(keys)
+        for key in keys:
+            assert isinstance(key, Key)  # what _capture adds
+            layout = self._layout(key)
+            # Shapes that take turns in too few graphs would be captured over and over: each time after twice the wait.
+            layout.warm, layout.evictions = 0, layout.evictions + 1
+            layout.looked, layout.rehearsal = False, Rehearsal(self._lenient)
+            layout.reason = f"{WARM_UP} again: its graph made room for another"
+
+    def _give_up(self, layout: _Layout, reason: str, error: CaptureError) -> None:
+        if self._options.on_failure == "raise":
+            self._variation.restart()  # the caller may go on with batches that do not vary
+            raise CaptureError(f"{self._name}: {error}") from error
+        self._failure = str(error)
+        layout.eager = reason
+        if not len(self._cache):
+            self._refused = layout.eager
+        self._warn_once(self._failure, f"{error} Training goes on eagerly.")
+
+    # ---------------------------------------------------------------------------------------------------- verification
+
+    def _verified(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
+        captured.refuse_shared(leaves)  # of which the graph will be given copies
+        given = _with_versions(leaves)
+        last: list[Any] = []
+
+        def eager() -> Any:
+            last[:] = _with_versions(given)
+            args, kwargs = tree_unflatten([*last], captured.inputs.spec.tree)
+            return self._fn(phase, *args, **kwargs)
+
+        def replay() -> Any:
+            return captured.replay([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given])
+
+        verdict: Verdict = self._on_stream(
+            lambda: verified(replay, eager, self._state, self._options.generators), nullcontext()
+        )
+        self._unverified -= 1
+        for leaf, used in zip(leaves, last, strict=True):
+            if isinstance(leaf, Tensor) and version(used):  # changed in place
+                leaf.copy_(used)
+        if verdict.noise:
+            self._warn_once("noise", f"verify: {verdict.noise}")
+        if verdict.problem:
+            self.close()
+            self._refused = self._failure = f"verify: {verdict.problem}"
+            if self._options.on_failure == "raise":
+                text = f"{self._name}: {self._failure} This step was done, as eager computes it."
+                raise DoneError(text, verdict.outputs)
+            self._warn(f"{self._failure} Training goes on eagerly.")
+        return verdict.outputs
+
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    def _warn_once(self, kind: str, message: str) -> bool:
+        """Warn unless there was a warning of this kind; return whether there was none."""
+        if kind in self._warned:
+            return False
+        self._warned.add(kind)
+        self._warn(message)
+        return True
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())
+
+
+_LOOKED_AT_FIRST = 8  # layouts; more come from inputs that vary
+_MAX_SEEN = 4096
+_MAX_LAYOUTS = 256  # without a graph; a batch that holds a step number makes one per call
+_MARKS = 64  # after a call that is to be timed: inputs may take turns
+
+
+def _refuse_rebound(paths: list[str]) -> None:
+    if paths:
+        raise CaptureError(
+            f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the new "
+            "value. Change tensors in place (copy_, add_), and make them before the step."
+        )
+
+
+def _difference_error(difference: str) -> CaptureError:
+    return CaptureError(
+        f"{difference}. A graph would repeat what it recorded, but this depends on more than the batch and the "
+        "declared state. Pass a value that changes as a tensor, or keep it in a buffer that the step changes."
+    )
+
+
+def _why_not_scripted(state: TrainingState) -> str:
+    for root, top in state.modules.items():
+        for name, module in top.named_modules(prefix=root):
+            if isinstance(module, torch.jit.ScriptModule):
+                return f"{name} is a torch.jit.ScriptModule, which hides its tensors' places. Pass the module itself."
+    return ""
+
+
+def _with_versions(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves, tensors as copies which count the changes in place: in inference mode, new ones do not."""
+    with torch.inference_mode(False), torch.no_grad():
+        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _copied(tree: Any) -> Any:
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

@@ -1,0 +1,285 @@
+"""What counts as the same input, and the static buffers that a captured step reads its input from."""
+
+import operator
+from collections import UserDict
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import shown
+from .._errors import InputMismatch
+from .._text import dtype_name
+from .._torch.tensors import is_wrapper, storage_address, versions
+from .._torch.tree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from .containers import holds_tensors, is_record
+
+
+class TensorSpec(NamedTuple):
+    """What a kernel can see of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        dense = self.stride == torch.empty(self.shape, device="meta").stride()
+        layout = "" if dense else f" with strides {self.stride}"
+        return f"{tuple(self.shape)} {dtype_name(self.dtype)} on {self.device}{layout}"
+
+
+class Constant(NamedTuple):
+    """A leaf that is not a tensor. The type counts, for True == 1 == 1.0, but they are not the same argument."""
+
+    kind: type
+    value: Any
+
+    def __str__(self) -> str:
+        return shown(self.value)
+
+
+class Spec(NamedTuple):
+    """The key of an input: its tree, and a `TensorSpec` or a `Constant` per leaf."""
+
+    tree: TreeSpec
+    leaves: tuple[TensorSpec | Constant, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.leaves)  # equal specs have equal leaves, and torch takes long over the hash of a tree
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.leaves)) or "no input"
+
+
+def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Spec, list[Any]]:
+    """Return the spec and the leaves of a batch.
+
+    Raises:
+        InputMismatch: a tensor leaf is not strided, quantized, of a class of its own, on another device than `device`,
+            or requires grad; another leaf holds tensors, or is not hashable; a container holds itself. The message has
+            the leaf's path.
+
+    Sync: none. Aliasing: the leaves are the caller's objects.
+    """
+    leaves, tree = flatten(args, kwargs)
+    keys: list[TensorSpec | Constant] = []
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            keys.append(_constant(leaf, tree, i))
+        elif not is_plain(leaf):
+            raise InputMismatch(_not_plain(leaf, path(tree, i)))
+        elif leaf.device != device or leaf.requires_grad:
+            raise InputMismatch(_unusable(leaf, path(tree, i), device))
+        else:
+            keys.append(TensorSpec(leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+    return Spec(tree, tuple(keys)), leaves
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a buffer can take the place of a tensor."""
+    plain = type(tensor) in _PLAIN and not tensor.is_nested and not tensor.is_quantized
+    return plain and tensor.layout is torch.strided
+
+
+def check_plain(leaf: Tensor, tree: TreeSpec, i: int) -> None:
+    """Raise an `InputMismatch` unless a buffer can take the place of this leaf of a batch."""
+    if not is_plain(leaf):
+        raise InputMismatch(_not_plain(leaf, path(tree, i)))
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Return `tree_flatten((args, kwargs))`, whose trees of plain containers are made only once each.
+
+    Raises:
+        InputMismatch: a container holds itself.
+    """
+    leaves: list[Any] = []
+    try:
+        try:
+            structure = _structure(args, leaves), _structure(kwargs, leaves)
+        except _NotPlainError:
+            return tree_flatten((args, kwargs))
+    except RecursionError:
+        raise InputMismatch(
+            "the batch has a container that holds itself, or too many inside of one another. Pass tensors and "
+            "constants in tuples, lists and dicts."
+        ) from None
+    tree = _trees.get(structure)
+    if tree is None:
+        by_torch, tree = tree_flatten((args, kwargs))
+        if len(by_torch) != len(leaves) or not all(map(operator.is_, by_torch, leaves)):
+            return by_torch, tree  # another torch, with another idea of these containers
+        if len(_trees) == _MAX_TREES:
+            _trees.clear()
+        _trees[structure] = tree
+    return leaves, tree
+
+
+class _NotPlainError(Exception):
+    """A batch holds something that may be a container of its own."""
+
+
+def _structure(node: Any, leaves: list[Any]) -> Hashable:
+    """Return what a tree is without its leaves, which are appended to `leaves`."""
+    kind = type(node)
+    if kind in _LEAVES:
+        leaves.append(node)
+        return None
+    if kind is tuple or kind is list:
+        return (kind, *[_structure(child, leaves) for child in node])
+    if kind is dict:
+        return (kind, *node, *[_structure(child, leaves) for child in node.values()])
+    raise _NotPlainError
+
+
+_PLAIN = (Tensor, nn.Parameter)  # what a buffer would be in place of another class, a loss could tell
+_LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
+_MAX_TREES = 256  # a dict with other keys in each batch makes one per call
+_trees: dict[Hashable, TreeSpec] = {}
+
+
+def paths(tree: TreeSpec) -> list[str]:
+    """Return how the user wrote each leaf: `batch[0]`, `batch['image']`, `batch[1]['mask'][2]`."""
+    whole = tree_unflatten(range(tree.num_leaves), tree)
+    # keys[0] chooses between args and kwargs.
+    return [f"batch{keystr(keys[1:])}" for keys, _ in tree_flatten_with_path(whole)[0]]
+
+
+def path(tree: TreeSpec, leaf: int) -> str:
+    """Return how the user wrote the given leaf."""
+    return paths(tree)[leaf]
+
+
+class StaticInputs:
+    """Buffers with the layout of one batch, at addresses that never change. They belong to ampkit, never to the caller.
+
+    Args:
+        spec: the layout.
+        leaves: the first batch. Non-tensor leaves are kept as they are: they are part of `spec`.
+    """
+
+    def __init__(self, spec: Spec, leaves: Sequence[Any]) -> None:
+        self.spec = spec
+        # A tensor that is made in inference mode has no version, which `versions` reads in every call.
+        with torch.inference_mode(False):
+            held = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._buffers: list[Tensor] = [held[i] for i in self._places]
+        self._sizes = [stop - start for start, stop in (span(leaves[i]) for i in self._places)]
+        self.args, self.kwargs = tree_unflatten(held, spec.tree)
+
+    def copy_(self, leaves: Sequence[Any]) -> None:
+        """Copy a batch of the same spec into the buffers, on the current stream. Sync: none."""
+        for i, buffer in zip(self._places, self._buffers, strict=True):
+            _once(buffer).copy_(_once(leaves[i]), non_blocking=True)
+
+    def versions(self) -> list[int]:
+        """Return a number per buffer that every change in place raises. A replay does not."""
+        return versions(self._buffers)
+
+    def path(self, buffer: int) -> str:
+        """Return how the user wrote the leaf that a buffer stands for."""
+        return path(self.spec.tree, self._places[buffer])
+
+    def spans(self, leaves: Sequence[Any]) -> Iterator[tuple[int, int]]:
+        """Yield the addresses between which each tensor of a batch of the same spec lies."""
+        for i, size in zip(self._places, self._sizes, strict=True):
+            start = leaves[i].data_ptr()
+            yield start, start + size
+
+    def refuse_shared(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
+        """Raise an `InputMismatch` if a tensor that the step changes in place lies where another one lies too."""
+        addresses = [storage_address(leaves[i]) for i in self._places]
+        if len(set(addresses)) == len(addresses):
+            return
+        spans = list(self.spans(leaves))
+        for i, (start, stop) in enumerate(spans):
+            others = [j for j, (a, b) in enumerate(spans) if changed[i] and j != i and a < stop and start < b]
+            if others:
+                one, other = self.path(i), self.path(others[0])
+                raise InputMismatch(
+                    f"{one}, which the step changes in place, lies in the same memory as {other}; in a graph they are "
+                    f"two buffers. Pass {one}.clone()."
+                )
+
+    def copy_back(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
+        """Copy buffers that the step changed in place to the caller's tensors, as an eager step would. Sync: none."""
+        for i, buffer, was_changed in zip(self._places, self._buffers, changed, strict=True):
+            if was_changed:
+                leaves[i].copy_(buffer, non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses between which the elements lie, not always all there is between them."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * bool(tensor.numel())
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """Return a tensor with each of its elements once: along an expanded dimension (stride 0) they lie at one address,
+    which copy_ refuses to write to."""
+    if 0 not in tensor.stride():
+        return tensor
+    sizes = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, tensor.stride())
+
+
+def _constant(leaf: object, tree: TreeSpec, i: int) -> Constant:
+    if holds_tensors(leaf) and not isinstance(leaf, nn.Module):  # whose parameters are no input
+        raise InputMismatch(_holder(leaf, path(tree, i)))
+    try:
+        hash(leaf)
+    except TypeError:
+        raise InputMismatch(
+            f"{path(tree, i)} is a {type(leaf).__name__}, which is neither a tensor nor hashable, so a step cannot "
+            "tell whether it changed. Pass a tensor (torch.as_tensor) or a number, string or None."
+        ) from None
+    return Constant(type(leaf), leaf)
+
+
+def _holder(leaf: object, where: str) -> str:
+    """Return why an object with tensors in it is no argument, and what is."""
+    kind, by_name = f"{type(leaf).__module__}.{type(leaf).__qualname__}", ""
+    if isinstance(leaf, (dict, UserDict)):
+        by_name = "step(**batch) or pass dict(batch)"
+    elif is_record(leaf) and hasattr(leaf, "__dict__"):
+        by_name = "step(**vars(batch))"
+    instead = f"Write {by_name}" if by_name and where == "batch[0]" else "Pass its tensors in a dict"
+    return (
+        f"{where} is a {kind}, in which a step does not see the tensors. {instead}, or pass the tensors themselves, "
+        "alone or in tuples, lists and dicts."
+    )
+
+
+def _not_plain(leaf: Tensor, where: str) -> str:
+    if leaf.is_nested:
+        return f"{where} is a nested tensor, which a step does not take. Pad it: {where}.to_padded_tensor(0)."
+    if leaf.is_quantized:
+        return f"{where} is quantized, which a step does not take. Pass {where}.dequantize()."
+    if leaf.layout is not torch.strided:
+        return f"{where} has layout {leaf.layout}; a step takes strided tensors. Pass {where}.to_dense()."
+    advice = "a plain torch.Tensor" if is_wrapper(leaf) else f"{where}.as_subclass(torch.Tensor)"
+    return (
+        f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}; a step takes plain tensors, for what a graph "
+        f"reads is one. Pass {advice}."
+    )
+
+
+def _unusable(leaf: Tensor, where: str, device: torch.device) -> str:
+    if leaf.device != device:
+        return (
+            f"{where} is on {leaf.device}, but the model is on {device}. "
+            f"Move it with .to({str(device)!r}), or iterate over ampkit.prefetch(loader, {str(device)!r})."
+        )
+    return f"{where} requires grad, but a step returns gradients to parameters only. Pass {where}.detach()."

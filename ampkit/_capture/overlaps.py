@@ -1,0 +1,174 @@
+"""Arguments that lie in the memory of the state: what a graph reads of them is a copy from before the step."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import InputMismatch
+from .._torch.modes import without_dispatch_modes, without_torch_function
+from .._torch.tensors import version
+from .._undo import Undo
+from .inputs import StaticInputs, span
+from .state import TrainingState
+
+
+class Writes:
+    """Which tensors of the state the calls of one layout change, by path."""
+
+    def __init__(self) -> None:
+        self._paths: set[str] = set()
+        self._copies: list[_Copy] = []
+
+    @contextmanager
+    def noted(self, state: TrainingState) -> Iterator[None]:
+        """Context for an eager call: what it changes in place, or makes, a graph changes as well. Sync: none."""
+        before = {path: (tensor, _version(tensor)) for path, tensor in _memory(state).items()}
+        # torch counts no version where batch_norm writes its running statistics.
+        with _unseen():
+            values = {path: _bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
+        yield
+        flags: dict[torch.device, dict[str, Tensor]] = {}
+        with _unseen():
+            for path, tensor in _memory(state).items():
+                was, number = before.get(path, (None, None))
+                if was is not tensor or number is None or number != _version(tensor):
+                    self._paths.add(path)
+                elif path in values:
+                    differs = (values.pop(path) != _bits(tensor)).any()
+                    flags.setdefault(tensor.device, {})[path] = differs
+            self._copies += [_Copy(found, device) for device, found in flags.items()]
+
+    def paths(self) -> set[str]:
+        """Return what the calls so far have changed. Waits for the device, if that is not done with them."""
+        for copy in self._copies:
+            self._paths |= copy.paths()
+        self._copies = []
+        return self._paths
+
+
+class _Copy:
+    """Flags on their way to the host: reading them one by one would be an error where the user has forbidden waits."""
+
+    def __init__(self, flags: dict[str, Tensor], device: torch.device) -> None:
+        self._names = list(flags)
+        self._flags = torch.stack(list(flags.values()))
+        self._arrived: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._device = device
+            self._flags = torch.empty(len(flags), dtype=torch.bool, pin_memory=True).copy_(
+                self._flags, non_blocking=True
+            )
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(device))
+
+    def paths(self) -> set[str]:
+        """Return the names whose flag is set."""
+        if self._arrived is not None and not self._arrived.query():
+            torch.cuda.synchronize(self._device)
+        with _unseen():
+            return {name for name, is_set in zip(self._names, self._flags, strict=True) if bool(is_set)}
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Context for operations of ampkit's own, which are none of the user's to see in a mode that is entered."""
+    with Undo() as undo:
+        undo.note(torch.set_grad_enabled, torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+        with without_dispatch_modes(), without_torch_function():
+            yield
+
+
+class StateMemory:
+    """Where the tensors of the state lie, as long as a graph may run, for a look at it in every call.
+
+    Args:
+        state: what the step may change.
+        changed: the paths of what it changes, as far as that is known.
+    """
+
+    def __init__(self, state: TrainingState, changed: set[str]) -> None:
+        tensors = _memory(state)
+        stepped = {
+            param for optimizer in state.optimizers for group in optimizer.param_groups for param in group["params"]
+        }
+        # An optimizer that steps by `.data` leaves no trace that `Writes` could find.
+        written = {path for path, tensor in tensors.items() if tensor in stepped and tensor.requires_grad} | changed
+        self._written = _Spans({path: tensor for path, tensor in tensors.items() if path in written})
+        self._all = _Spans(tensors)
+
+    def refuse(self, inputs: StaticInputs, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
+        """Raise an `InputMismatch` if an argument lies where the step changes the state, or changes the argument.
+
+        Args:
+            inputs: the buffers that stand for the arguments.
+            leaves: the batch.
+            changed: per buffer, whether the step changes it in place.
+        """
+        for i, (start, stop) in enumerate(inputs.spans(leaves)):
+            path = (self._all if changed[i] else self._written).at(start, stop)
+            if path:
+                argument = inputs.path(i)
+                if changed[i]:
+                    what = f"{argument}, which the step changes in place, lies in the same memory as {path}"
+                else:
+                    what = f"{argument} lies in the same memory as {path}, which the step changes"
+                raise InputMismatch(
+                    f"{what}; in a graph they are two tensors, and neither sees a change to the other. Pass "
+                    f"{argument}.clone()."
+                )
+
+
+class _Spans:
+    """Tensors by their addresses."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._rows = sorted((*span(tensor), path) for path, tensor in tensors.items() if _has_memory(tensor))
+        self._starts = [start for start, _, _ in self._rows]
+        # Tensors may lie in one another. With a first entry for none, a search takes the same path wherever they lie.
+        self._furthest = [0, *accumulate((stop for _, stop, _ in self._rows), max)]
+
+    def at(self, start: int, stop: int) -> str:
+        """Return the path of a tensor that has bytes in this range, "" if none has. Takes one search in a list."""
+        before = bisect_left(self._starts, stop)
+        if self._furthest[before] <= start or start == stop:
+            return ""
+        return next(path for _, end, path in self._rows[:before] if end > start)
+
+
+def _memory(state: TrainingState) -> dict[str, Tensor]:
+    """Return all tensors of the state by path, gradients that the step finds included."""
+    tensors: dict[str, Tensor] = dict(state.tensors())
+    if not state.finds_gradients:
+        return tensors
+    gradients = {f"{path}.grad": tensor.grad for path, tensor in tensors.items() if tensor.is_leaf}
+    return tensors | {path: gradient for path, gradient in gradients.items() if gradient is not None}
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return what every change in place raises, None where torch does not count them."""
+    return None if tensor.is_inference() else version(tensor)
+
+
+def _is_compared(path: str, tensor: Tensor) -> bool:
+    """Return whether a tensor's bits are compared: of buffers, which are small unless they are caches."""
+    small = tensor.untyped_storage().nbytes() <= _MAX_COMPARED if _has_memory(tensor) else False
+    return small and not isinstance(tensor, nn.Parameter) and not path.startswith("optimizer[")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.contiguous().reshape(-1).view(torch.uint8)
+
+
+_MAX_COMPARED = 2**26  # bytes
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and type(tensor.data) is Tensor

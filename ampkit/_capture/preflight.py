@@ -1,0 +1,432 @@
+"""Which lines of a step a CUDA graph cannot hold: all found in one eager step, which computes what it would anyway."""
+
+import functools
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch import modes as torch_modes
+from .._torch.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
+from .._torch.compile import never_compile_by_itself
+from .._torch.fake_tensors import is_fake
+from .._torch.modes import TorchDispatchMode, leave, let_autograd_use_threads, uses_autograd_threads
+from .._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
+from .._undo import Undo
+from .._user_line import Blame, Place, real_frame, warn_at
+from .reseeding import GeneratorWatch, getters, setters
+from .uncapturable import (
+    DRAW_ON_DEVICE,
+    HOST_SOURCES,
+    PRINT,
+    READ,
+    WAITS,
+    Problem,
+    Watched,
+    host_copy,
+    host_wait,
+    is_late,
+    list_read,
+    problem_of,
+    problems_of,
+    sets_generator,
+)
+
+_Key = tuple[str, str]  # of a finding: line and what
+
+
+class Finding(NamedTuple):
+    """Something that a CUDA graph cannot hold.
+
+    Attributes:
+        line: `file:line: source` of the innermost line that is neither torch's nor ampkit's; "" if there is none.
+        what: what happens there.
+        advice: what to write instead.
+        count: how often it happened.
+        ms: milliseconds that the host spent in it, all times together, None where that cannot be measured. The host is
+            slower under the preflight, and so has less to wait for.
+        graph_only: the host does not wait for it, but a graph cannot hold it.
+    """
+
+    line: str
+    what: str
+    advice: str
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    ms: float | None = None
+    graph_only: bool = False
+
+
+def describe(findings: Sequence[Finding]) -> str:
+    """Return a text of one line per finding under a head line; "" if there are none."""
+    if not findings:
+        return ""
+    lines = len({finding.line or finding.what for finding in findings})
+    rows = [f"{lines} line{'s' if lines > 1 else ''} of the step cannot be captured:"]
+    for finding in findings:
+        where = f"{finding.line} - " if finding.line else ""
+        times = f" ({finding.count} times)" if finding.count > 1 else ""
+        rows.append(f"  {where}{finding.what}{times}. {finding.advice}")
+    return "\n".join(rows)
+
+
+class Preflight(TorchDispatchMode):
+    """Context in which one training step runs as it would without, and what a CUDA graph cannot hold is written down.
+
+    It sees what waits for the device, copies between host and device, and random numbers that a graph would freeze, in
+    forward, backward and optimizer. On a CPU device, where the engine is emulated for tests, CPU tensors stand for the
+    device's. Of copies to the host it sees `tolist`, `numpy` and `torch.tensor` of a list of tensors there, for others
+    copy nothing; and what happens in torch's own code alone does not count, for its CPU
+    optimizers keep step counts on the host.
+
+    The step has the bits that it would have, but for `cross_entropy` with both class weights and label smoothing where
+    some targets are ignored: under any dispatch mode, torch sums the weights in another order. It is slower: dozens
+    of microseconds per operation.
+
+    Args:
+        device: where the step computes.
+        generators: CUDA generators beside the default one that a graph would know.
+        graphed: advise how to write it in a graphed step; otherwise, how to write it anywhere.
+        observer: called with each operation, its arguments and its result. A mode of its own would change kernels.
+
+    Sync: none of its own, but one wait at its end where other threads run.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+        *,
+        graphed: bool = True,
+        observer: Callable[[Any, Any, Any, Any], object] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = Watched(device, tuple(generators))
+        self._graphed = graphed
+        self._observer = observer
+        self._found: dict[_Key, Finding] = {}
+        self._named: set[str] = set()  # places of which it is known why they wait
+        self._waits: int | None = None  # of the operation that runs
+        self._stepped_aside = False  # in this backward
+        self._announced = False  # a call that is a finding runs
+        self._sets = False  # a generator, at the moment
+        self._seeds_on = False  # and another one behind it, in the same call
+        self._undo = Undo()
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found so far, in the order in which it first happened, equal things on one line as one."""
+        return list(self._found.values())
+
+    def __enter__(self) -> "Preflight":
+        self._thread = threading.get_ident()
+        self._blame = Blame(sys._getframe(1), lenient=self._watched.device.type == "cpu")
+        self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
+        self._set_generators = GeneratorWatch(*self._watched)
+        self._undo = Undo()
+        try:
+            self._undo.__enter__()
+            self._watch_warnings(self._undo)
+            self._watch_backward(self._undo)
+            self._watch_calls(self._undo)
+            self._watch_seeds(self._undo)
+            self._undo.note(leave, self)
+            super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            leave(self)
+            if kind is None:
+                self._look_for_draws()
+        finally:
+            self._undo.close()
+
+    # ------------------------------------------------------------------------------------------------------- detectors
+
+    def _watch_warnings(self, undo: Undo) -> None:
+        """Have torch warn of each wait for the device, and take these warnings, and no others, from the user."""
+        caught = warnings.catch_warnings()
+        undo.note(_stop_catching, caught)
+        caught.__enter__()
+        if not torch.is_anomaly_enabled():
+            warnings.filterwarnings("ignore", _ANOMALY)
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", module=re.escape(__name__) + "$")  # see `_on_warning`
+        warnings.filterwarnings("always", _WAIT)
+        self._show = warnings.showwarning
+        _replace(undo, warnings, "showwarning", self._on_warning)
+        before = torch.cuda.get_sync_debug_mode() if self._watched.device.type == "cuda" else None
+        self._told = before == 1  # the user asked to be warned of waits; with 2, a wait raises, as the user wants it
+        if before == 0:
+            undo.note(self._stop_telling)
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def _stop_telling(self) -> None:
+        """Set the sync debug mode back, and let other threads, which it tells too, come to the end of their waits.
+
+        A thread is warned when its wait is over. Later than this, the warning would come under the user's filters.
+        """
+        torch.cuda.set_sync_debug_mode("default")
+        if threading.active_count() > 1:
+            torch.cuda.synchronize(self._watched.device)
+            time.sleep(0.01)  # gives them the interpreter
+
+    def _watch_backward(self, undo: Undo) -> None:
+        """Have the backward run in this thread, where modes see it, and its nodes know where they were made."""
+        self._checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        if self._checks_nan:
+            reads = "torch.autograd.detect_anomaly() reads every gradient on the host"
+            self._add(Problem(reads, "Switch it off, or pass check_nan=False."), Place())
+        undo.note(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        torch.set_anomaly_enabled(True, self._checks_nan)
+        undo.note(let_autograd_use_threads, uses_autograd_threads())
+        let_autograd_use_threads(False)
+        for owner, name in ENGINE_ENTRIES:
+            _replace(undo, owner, name, self._backward_by(getattr(owner, name)))
+
+    def _watch_calls(self, undo: Undo) -> None:
+        """Have the functions call here that neither a dispatch mode nor the sync debug mode sees."""
+        self._announce(undo, *PRINT_ENTRY, PRINT)
+        if self._watched.device.type == "cuda":
+            for name, owner, attribute in host_waits():
+                self._announce(undo, owner, attribute, host_wait(name))
+        else:  # of a tensor on CUDA these are operations, or copies that the sync debug mode sees
+            for owner, name in HOST_COPIES:
+                _replace(undo, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
+            for owner, name, place in LIST_READS:
+                lists = (list, tuple)
+                _replace(undo, owner, name, self._reading_from(lists, getattr(owner, name), list_read(name), place))
+
+    def _reading_from(
+        self, kind: Any, original: Callable[..., Any], problem: Problem, place: int
+    ) -> Callable[..., Any]:
+        """Return a function that reports a problem where an argument is of a kind and has watched tensors in it."""
+
+        @functools.wraps(original)
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            here = not torch.compiler.is_compiling() and threading.get_ident() == self._thread
+            if here and not self._announced:  # printing reads too
+                given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+                if isinstance(given, kind) and self._watched.has(given):
+                    self._report(problem)
+            return original(*args, **kwargs)
+
+        never_compile_by_itself(reported)  # compiled code calls it too
+        return reported
+
+    def _watch_seeds(self, undo: Undo) -> None:
+        """Have the functions call here that read and set the state of generators."""
+        for owner, name in getters():
+            _replace(undo, owner, name, self._reading(getattr(owner, name)))
+        for name, owner, attribute in setters():
+            _replace(undo, owner, attribute, self._setting(getattr(owner, attribute), name))
+
+    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            state = original(*args, **kwargs)
+            self._set_generators.reads(state)
+            return state
+
+        never_compile_by_itself(read)
+        return read
+
+    def _setting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        puts_back = "set_rng_state" in name
+
+        @functools.wraps(original)
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or self._sets:
+                return original(*args, **kwargs)
+            self._look_for_draws()
+            self._sets = True
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._sets = False
+            self._set_generators.was_set()  # known from here on
+            states = args[0] if args else kwargs.get("new_state", kwargs.get("new_states"))
+            if not (puts_back and self._set_generators.may_be_put_back(states)):
+                self._report(sets_generator(name))
+            # `torch.manual_seed` by a name that was imported earlier: it goes on to the host's generator.
+            self._seeds_on = not puts_back and sys._getframe(1).f_code.co_filename == torch.random.__file__
+            return result
+
+        never_compile_by_itself(announced)
+        return announced
+
+    def _announce(self, undo: Undo, owner: Any, name: str, problem: Problem) -> None:
+        original = getattr(owner, name)
+
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or (problem is PRINT and not self._watched.has(args)):
+                return original(*args, **kwargs)
+            key, start = self._report(problem), time.perf_counter()  # reported first: see `_on_wait`
+            outer, self._announced = self._announced, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._announced = outer
+                self._spent(key, time.perf_counter() - start)
+
+        _replace(undo, owner, name, announced)
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it is; else torch.compile runs it eagerly, and never compiles what is new here."""
+        return True
+
+    def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation below autograd and report what is wrong with it."""
+        kwargs = kwargs or {}
+        if any(map(is_fake, kinds)):
+            return op(*args, **kwargs)
+        self._look_for_draws()
+        outer, self._waits = self._waits, 0
+        start = time.perf_counter()
+        try:
+            # A binding between, to learn of waits while it is known who waits. It changes how subclasses dispatch.
+            plain = hasattr(op, "overloadpacket") and all(kind is Tensor for kind in kinds)
+            result = call_from_binding(op_builtin(op), (), args, kwargs) if plain else op(*args, **kwargs)
+        finally:
+            waits, self._waits = self._waits, outer
+        seconds = time.perf_counter() - start
+        problems = problems_of(op, args, kwargs, result, self._watched, waited=bool(waits))
+        keys = [self._report(problem) for problem in problems]
+        if problems and not (problems[0].graph_only or is_late(op)):
+            self._spent(keys[0], seconds)
+        if self._observer is not None and hasattr(op, "overloadpacket"):
+            self._observer(op, args, kwargs, result)
+        return result
+
+    def _on_warning(self, message: Any, category: Any, filename: str, *where: Any) -> None:
+        """Take the place of `warnings.showwarning`."""
+        if re.match(_WAIT, str(message)):
+            if threading.get_ident() == self._thread:
+                self._on_wait()
+            if self._told:
+                self._show(message, category, filename, *where)
+        elif filename == __file__:  # of an operation that was called from here
+            warn_at(real_frame(), message, category)
+        else:
+            self._show(message, category, filename, *where)
+
+    def _on_wait(self) -> None:
+        if self._waits is not None:
+            self._waits += 1
+            return
+        # Not within an operation that was dispatched here. Its message comes late, at the end of the binding.
+        place = self._blame()
+        late = self._stepped_aside and real_frame().f_code is ENGINE_CODE
+        if place is not None and place.key not in self._named and not late:
+            self._add(WAITS, place)
+
+    def _look_for_draws(self) -> None:
+        """Report what drew random numbers on the host, or set a generator, since the last look."""
+        for name, read in HOST_SOURCES.items():
+            before, self._drawn[name] = self._drawn[name], read()
+            if before is not None and before != self._drawn[name]:
+                where = "here or just before" + (" or in another thread" if threading.active_count() > 1 else "")
+                what = f"draws from {name}, {where}, which a graph would freeze"
+                self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._blame() or Place())
+        named, self._seeds_on = self._seeds_on, False
+        if self._set_generators.was_set() and not named:
+            self._add(sets_generator("something here or just before"), self._blame() or Place())
+
+    def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        """Return autograd's engine with another first look at the graph."""
+
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return engine(outputs, *args, **kwargs)
+            outer, self._stepped_aside = self._stepped_aside, False
+            found = [(node, problem_of(node)) for node in graph_nodes(outputs)]
+            hooks = [hook for node, problem in found if problem for hook in self._step_aside(node, problem)]
+            try:
+                return engine(outputs, *args, **kwargs)
+            finally:
+                self._stepped_aside = outer
+                for hook in hooks:
+                    hook.remove()
+
+        return run
+
+    def _step_aside(self, node: Any, problem: Problem) -> Iterator[Any]:
+        """Yield hooks that let a node run unobserved, for it would compute otherwise under a dispatch mode."""
+        began: list[tuple[_Key | None, float]] = []
+
+        def step_aside(grads: Any) -> None:
+            key = self._report(problem, node)
+            torch_modes.step_aside(self)
+            self._stepped_aside = True
+            began.append((key, time.perf_counter()))
+
+        def measure(*grads: Any) -> None:
+            key, start = began.pop()
+            self._spent(key, time.perf_counter() - start)
+
+        yield node.register_prehook(step_aside)
+        yield node.register_hook(measure)
+
+    def _report(self, problem: Problem, node: Any = None) -> _Key | None:
+        """Add a problem of the line that runs, or that made this node of the graph; return its key, if it counts."""
+        place = self._blame(node)
+        in_engine = place is not None and (place.backward or not place.line)
+        if place is None or (in_engine and self._checks_nan and problem is READ):
+            return None
+        self._named.add(place.key)
+        return self._add(problem, place)
+
+    def _add(self, problem: Problem, place: Place) -> _Key:
+        what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
+        if place.backward and (place.line, what) not in self._found:
+            what = f"{what}, in its backward"
+        advice = problem.advice if self._graphed else problem.elsewhere or problem.advice
+        known = self._found.get((place.line, what), Finding(place.line, what, advice, 0, graph_only=True))
+        graph_only = known.graph_only and problem.graph_only
+        self._found[place.line, what] = known._replace(count=known.count + 1, graph_only=graph_only)
+        return place.line, what
+
+    def _spent(self, key: _Key | None, seconds: float) -> None:
+        """Add to the time of a finding."""
+        if key is not None:
+            known = self._found[key]
+            self._found[key] = known._replace(ms=(known.ms or 0.0) + 1e3 * seconds)
+
+
+def _replace(undo: Undo, owner: Any, name: str, new: Any) -> None:
+    """Replace an attribute until that is undone."""
+    if name in vars(owner):
+        undo.note(setattr, owner, name, vars(owner)[name])
+    else:  # a base class has it
+        undo.note(_remove, owner, name)
+    setattr(owner, name, new)
+
+
+def _remove(owner: Any, name: str) -> None:
+    if name in vars(owner):
+        delattr(owner, name)
+
+
+def _stop_catching(caught: "warnings.catch_warnings[None]") -> None:
+    with suppress(RuntimeError, AttributeError):  # not entered, or not to the end
+        caught.__exit__(None, None, None)
+
+
+# What the sync debug mode and anomaly mode say (c10/cuda/CUDAFunctions.cpp, csrc/autograd/python_anomaly_mode.cpp).
+_WAIT = "called a synchronizing CUDA operation"
+_ANOMALY = r"(Error detected in \S+\. (Traceback of|No) forward)|(\s*Previous calculation was induced by )"

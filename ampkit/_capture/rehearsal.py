@@ -1,0 +1,89 @@
+"""The last eager call before a capture: what the capture records must be what that call did."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from .._torch.compile import noticing_compiled_code
+from .call_record import Record, Recorder, first_difference
+from .capture_query import recording
+
+_MOST_MISSED = 4  # calls; then an observer of the user's own, or a busy thread, is there to stay
+
+
+class Rehearsal:
+    """Compares the capture of one layout with the eager call before it, once.
+
+    A graph repeats what the capture recorded. Where that is something else than the eager call did, the step depends on
+    something that is neither its input nor declared state: on a number that changes on the host, or on whether it is
+    being captured.
+
+    Args:
+        lenient: see `Recorder`.
+    """
+
+    def __init__(self, lenient: bool) -> None:
+        self._lenient = lenient
+        self._eager: Record | None = None
+        self._captured: Record | None = None
+        self._numbers = False
+        self._missed = 0
+        self._reason = (
+            "an ExecutionTraceObserver of torch.profiler, or a forward and backward in another thread, was at work in "
+            "each call, and torch can record the operations of a call only without them"
+        )
+
+    @property
+    def unseen(self) -> str:
+        """Why no call could be recorded, so that nothing can be compared; "" if one could be, or may yet."""
+        return self._reason if self._missed >= _MOST_MISSED else ""
+
+    @property
+    def done(self) -> bool:
+        """Whether a capture may follow."""
+        return self._eager is not None or bool(self.unseen)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Context of an earlier eager call, which shows whether compiled code runs."""
+        with noticing_compiled_code() as compiled:
+            yield
+        self._numbers = not compiled()
+
+    def give_up(self, reason: str) -> None:
+        """Compare nothing, for this reason."""
+        self._missed, self._reason = _MOST_MISSED, reason
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Context of the eager call."""
+        recorder = Recorder(self._numbers, self._lenient)
+        with recording(), nullcontext() if self.unseen else recorder:
+            yield
+        self._eager = recorder.record
+        self._missed += recorder.record is None
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Context of the capture, which may be entered again if that fails."""
+        self._captured = None
+        if self._eager is None:
+            with recording():
+                yield
+            return
+        recorder = Recorder(self._numbers, self._lenient)
+        with recording(), recorder:
+            yield
+        self._captured = recorder.record
+
+    def difference(self) -> str | None:
+        """Return in words where the two differ first, "" if nowhere; then forget them.
+
+        None if the capture was not seen, since another thread was in the middle of something.
+        """
+        eager, captured, self._eager, self._captured = self._eager, self._captured, None, None
+        if eager is None:
+            return ""
+        if captured is None:
+            self._missed += 1
+            return None
+        return first_difference(eager, captured)

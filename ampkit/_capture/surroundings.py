@@ -1,0 +1,112 @@
+"""What surrounds a call: the number that stands for its settings, and what has changed, with what to write instead."""
+
+import itertools
+from typing import NamedTuple
+
+from .state import Generation, Settings, TrainingState
+
+
+class Around(NamedTuple):
+    """What surrounds a call.
+
+    Attributes:
+        settings: of the optimizers, the modules and torch.
+        replacements: how often memory of the state was replaced so far, which outdates all graphs.
+        replaced: what was replaced last, in words.
+    """
+
+    settings: Settings
+    replacements: int
+    replaced: str
+
+
+class Change(NamedTuple):
+    """A call is the first one with its settings, or the first one behind a replacement of memory.
+
+    Attributes:
+        outdates: whether all graphs are outdated.
+        reason: what changed, in words.
+        text: the same with values.
+        advice: what to write if it changes in each call, by the name of what changed, as far as there is something to
+            say to somebody who changes it once.
+    """
+
+    outdates: bool
+    reason: str
+    text: str
+    advice: dict[str, str]
+
+
+class Surroundings:
+    """Looks, before each call, at the settings around it and at the memory of the state.
+
+    Args:
+        state: what a graph depends on beside its input.
+
+    Attributes:
+        number: what stands for the settings around the call. Other settings never get the same number.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._generation: Generation | None = None
+        self._settings: dict[int, Settings] = {}
+        self._numbers = itertools.count()
+        self._replacements, self._replaced = 0, ""
+        self.number = 0
+
+    @property
+    def around(self) -> Around:
+        """What surrounds the call."""
+        return Around(self._settings[self.number], self._replacements, self._replaced)
+
+    def observe(self) -> Change | None:
+        """Look at the surroundings of a call. Return what changed if no graph can be there for it, else None."""
+        now, before = self._state.generation(), self._generation
+        if now is before:
+            return None
+        change = None if now == before else self._compare(before, now)
+        self._generation = now  # last: a call that is interrupted leaves everything to the next one
+        return change
+
+    def _compare(self, before: Generation | None, now: Generation) -> Change | None:
+        replaced = "" if before is None else before.replaced_in(now)
+        outdates = bool(replaced) or len(self._settings) > _MAX_SETTINGS
+        if outdates:
+            self._settings.clear()
+        number = next((number for number, known in self._settings.items() if known == now.settings), None)
+        if number is not None:
+            self.number = number
+            return None
+        self.number = next(self._numbers)
+        self._settings[self.number] = now.settings
+        if before is None:
+            return None
+        if replaced:
+            self._replacements, self._replaced = self._replacements + 1, replaced
+            return Change(outdates, replaced, replaced, {replaced: MEMORY_ADVICE})
+        old, new = before.settings, now.settings
+        advice = {name: text for name in old.changed(new) if (text := setting_advice(name))}
+        return Change(outdates, old.changes(new), old.changes(new, values=True), advice)
+
+    def accept(self) -> None:
+        """Take the present surroundings for those of the call that was observed last."""
+        self._generation = self._state.generation()
+        self._settings[self.number] = self._generation.settings
+
+    def forget(self) -> None:
+        """Forget everything, so that nothing counts as a change of it."""
+        self._generation = None
+        self._settings.clear()
+
+
+def setting_advice(name: str) -> str:
+    """Return what to write instead of changing the setting of this name in each call, "" if there is nothing to say
+    to somebody who changes it once."""
+    if name.endswith(("['momentum']", "['betas']")):
+        return "OneCycleLR and CyclicLR change it in every step, unless they get cycle_momentum=False."
+    return "Of a param group, only lr may change without a new graph." if "param_groups[" in name else ""
+
+
+MEMORY_ADVICE = "Graphs stay valid if memory is written to in place instead (copy_, add_)."
+_MAX_SETTINGS = 32  # OneCycleLR's momentum makes one per call

@@ -1,0 +1,220 @@
+"""What a step uses and does not declare: optimizers and modules, found in the call that precedes a capture."""
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._torch.fake_tensors import is_fake
+from .._torch.modes import without_torch_function
+from .._torch.modules import module_tables
+from .._torch.operators import LIFT_FRESH, written_arguments
+from .._torch.optimizers import remove_step_hook
+from .._torch.tensors import storage_address
+from .._torch.tree import tensors_in
+from .._undo import Undo
+from .._user_line import is_users_call, real_frame, running_line
+from .state import TrainingState
+
+
+class Undeclared:
+    """Looks for optimizers and modules that a step uses beside those of its state.
+
+    An optimizer must be declared, for a graph would freeze its learning rate. A module must be declared if it gets
+    gradients, which would live and die in the memory of the graph. A module that is only read, such as a frozen
+    teacher, need not be: it is taken into the state, so that graphs are dropped when somebody replaces what is in it.
+
+    Args:
+        state: what is declared.
+        refuses_changes: whether a module that is changed must be declared, too. Else it is taken into the state.
+    """
+
+    def __init__(self, state: TrainingState, *, refuses_changes: bool) -> None:
+        self._state = state
+        self._refuses_changes = refuses_changes
+        self._problems: list[str] = []
+        self._found: list[nn.Module] = []
+        self._loose: list[_Use] = []
+
+    @contextmanager
+    def watching(self, leaves: Sequence[Any]) -> "Iterator[_Touched]":
+        """Context for an eager call with these inputs. It yields what is to be called with each operation."""
+        self._problems, self._found, self._loose = [], [], []
+        touched = _Touched(_addresses(self._state.tensors().values()) | _addresses(tensors_in(leaves)))
+        thread = threading.get_ident()
+
+        def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if threading.get_ident() == thread and not self._declares(optimizer):
+                self._problems.append(_OPTIMIZER.format(_at(running_line(sys._getframe(1))), type(optimizer).__name__))
+
+        with Undo() as undo:
+            undo.note(remove_step_hook, on_step)
+            register_optimizer_step_pre_hook(on_step)
+            yield touched
+        if touched.uses:
+            with without_torch_function():
+                self._look_at(touched)
+
+    def take_problem(self) -> str:
+        """Return what must be declared, "" if nothing, and forget it."""
+        problems, self._problems = self._problems, []
+        gone = [use for use in self._loose if use.tensor() is None]
+        self._loose = [use for use in self._loose if use not in gone]
+        problems += (_REPLACED.format(_at(use.line)) for use in gone)
+        return "\n".join(dict.fromkeys(problems))
+
+    def adopt(self) -> bool:
+        """Take the modules that need not be declared into the state; return whether there are any."""
+        found, self._found = self._found, []
+        for module in found:
+            self._state.modules[f"undeclared[{len(self._state.modules)}: {type(module).__name__}]"] = module
+        return bool(found)
+
+    def _declares(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer is declared, or works on the param groups of one that is, as its inner part."""
+        groups = {id(group) for declared in self._state.optimizers for group in declared.param_groups}
+        return optimizer in self._state.optimizers or all(id(group) in groups for group in optimizer.param_groups)
+
+    def _look_at(self, touched: "_Touched") -> None:
+        declared = {module for top in self._state.modules.values() for module in top.modules()}
+        owners = {module: used for module in _live_modules() - declared if (used := _used(module, touched.uses))}
+        owned = {id(use) for rows in owners.values() for _, _, use in rows}
+        self._loose = [use for use in touched.uses.values() if use.by_user and id(use) not in owned]
+        for root in _topmost(owners, declared):
+            problems = (self._refused(touched, type(root).__name__, *row) for row in _rows(root, owners))
+            problem = next(filter(None, problems), "")
+            if problem:
+                self._problems.append(problem)
+            else:
+                self._found.append(root)
+
+    def _refused(self, touched: "_Touched", root: str, path: str, tensor: Tensor, use: "_Use") -> str:
+        if tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad):
+            return _GRADIENT.format(_at(use.line), f"{root}.{path}")
+        if use.written and self._refuses_changes:
+            return _CHANGED.format(_at(use.line), f"{root}.{path}")
+        return ""
+
+
+@dataclass(eq=False)
+class _Use:
+    """What became of memory that was there before a call.
+
+    Attributes:
+        tensor: that was there.
+        line: the user's line that used it first.
+        by_user: whether that line did so itself, and not through ampkit or a backward.
+        written: whether an operation wrote to it.
+    """
+
+    tensor: "weakref.ref[Tensor]"
+    line: str
+    by_user: bool
+    written: bool = False
+
+
+class _Touched:
+    """Notes memory that operations use and that is neither known nor made by them.
+
+    A global hook on modules would not do: what torch.compile compiles meanwhile would have the hook in it.
+    """
+
+    def __init__(self, known: set[int]) -> None:
+        self._known = known
+        self._made: set[int] = set()
+        self.uses: dict[int, _Use] = {}
+        self.nested = False  # whether there was a nested tensor
+
+    def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what an operation has used, written to and made."""
+        tensors = tensors_in((args, kwargs))
+        given = _addresses(tensors)
+        if op is LIFT_FRESH:  # what torch.tensor has just made
+            self._made |= given
+        for tensor in tensors:
+            self.nested = self.nested or tensor.is_nested
+            address = storage_address(tensor)
+            if address and not (address in self._known or address in self._made or address in self.uses):
+                frame = real_frame()
+                self.uses[address] = _Use(weakref.ref(tensor), running_line(frame), is_users_call(frame))
+        for tensor in written_arguments(op, args, kwargs):
+            if (use := self.uses.get(storage_address(tensor))) is not None:
+                use.written = True
+        self._made |= _addresses(tensors_in(result)) - given
+
+    def wrote(self, tensor: Tensor) -> bool:
+        """Return whether operations have made a tensor, or written to it."""
+        address = storage_address(tensor)
+        return address in self._made or (address in self.uses and self.uses[address].written)
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return set(map(storage_address, tensors))
+
+
+def _live_modules() -> set[nn.Module]:
+    """Return all modules of this process. By type: an object may stand for another one that is made when looked at."""
+    found = [made for made in gc.get_objects() if issubclass(type(made), nn.Module) and type(made).__hash__ is not None]
+    return {module for module in found if "_modules" in vars(module)}  # else it is being made
+
+
+def _used(module: nn.Module, uses: dict[int, _Use]) -> list[tuple[str, Tensor, _Use]]:
+    """Return the tensors of the module's own that were used, with their names."""
+    tables = (*module_tables(module)[:2], vars(module))
+    held = ((key, value) for table in tables for key, value in table.items() if _has_address(value))
+    found = ((key, tensor, uses.get(storage_address(tensor))) for key, tensor in held)
+    return [(key, tensor, use) for key, tensor, use in found if use is not None]
+
+
+def _has_address(value: object) -> bool:
+    """Return whether this is a tensor that can be asked where it lies: modules of the process may hold any kind."""
+    return isinstance(value, Tensor) and not is_fake(type(value)) and not nn.parameter.is_lazy(value)
+
+
+def _topmost(owners: Iterable[nn.Module], declared: set[nn.Module]) -> list[nn.Module]:
+    """Return the largest modules that hold some of the owners and nothing that is declared."""
+    wanted = set(owners)
+    parts = {module: set(module.modules()) for module in _live_modules()} if wanted else {}
+    holding = [module for module, below in parts.items() if below & wanted and not below & declared]
+    inner = {part for module in holding for part in parts[module] if part is not module}
+    return [module for module in holding if module not in inner]
+
+
+def _rows(
+    root: nn.Module, owners: dict[nn.Module, list[tuple[str, Tensor, _Use]]]
+) -> Iterator[tuple[str, Tensor, _Use]]:
+    for prefix, module in root.named_modules():
+        for key, tensor, use in owners.get(module, ()):
+            yield f"{prefix}.{key}" if prefix else key, tensor, use
+
+
+def _at(line: str) -> str:
+    return f"{line} - " if line else ""
+
+
+_OPTIMIZER = (
+    "{0}steps an optimizer that is not declared ({1}), so that a graph would freeze its learning rate. Pass it in "
+    "ampkit.graphed(optimizers=(...), modules=(...))."
+)
+_GRADIENT = (
+    "{0}uses {1}, which gets a gradient and belongs to no declared module, so that the gradient would be lost. Pass "
+    "its module in ampkit.graphed(modules=(...)), make it a part of the model of graphed_step, or freeze it: "
+    "module.requires_grad_(False)."
+)
+_REPLACED = (
+    "{0}reads a tensor that is no argument and belongs to no declared module, and that has been replaced since. A "
+    "graph would go on reading the memory of the old one. Pass it as an argument, or keep it in a buffer of a declared "
+    "module and change that in place (copy_)."
+)
+_CHANGED = (
+    "{0}uses {1}, which the function changes and which belongs to no declared module. Pass its module in "
+    "ampkit.graphed(modules=(...)), or put it in eval mode if nothing else changes it."
+)

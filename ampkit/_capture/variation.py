@@ -1,0 +1,250 @@
+"""Why no graph is replayed: what is new in call after call, with examples, and what to write instead."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Number
+from typing import Any, NamedTuple
+
+import torch
+
+from .._text import value_text
+from .._torch.tree import TreeSpec
+from .inputs import Constant, Spec, TensorSpec, paths
+from .state import GRADIENTS, MODES
+from .surroundings import MEMORY_ADVICE, Around, setting_advice
+
+
+class Key(NamedTuple):
+    """What decides which graph may serve a call.
+
+    Attributes:
+        spec: of the input.
+        phase: which of several things the function does: None, or a hashable object whose `parts()` are `Part`s.
+        settings: a number that stands for the settings around the call. No other settings ever have it.
+    """
+
+    spec: Spec
+    phase: Any
+    settings: int
+
+
+class Part(NamedTuple):
+    """One of the things that a key is made of.
+
+    Attributes:
+        name: what messages call it.
+        value: what it is in a call.
+        advice: what to write where it changes all the time; "" for a leaf of the batch, where that depends on the leaf.
+        statement: what messages say if it keeps changing; "" for one that is made of the name and of some values.
+    """
+
+    name: str
+    value: Any
+    advice: str = ""
+    statement: str = ""
+
+
+class Cause(NamedTuple):
+    """Why no graph is replayed.
+
+    Attributes:
+        names: of what keeps changing.
+        reason: a clause that says so.
+        examples: the same with some of the values.
+        advice: what to write instead.
+        of_layouts: it is only that tensors have different layouts.
+    """
+
+    names: tuple[str, ...]
+    reason: str
+    examples: str
+    advice: str
+    of_layouts: bool
+
+
+class Variation:
+    """Notices that no graph is replayed, because what decides about the graph is new in call after call.
+
+    It is told of the calls for which there was no graph. A replay of a graph from an earlier call begins a new run of
+    such calls. A run has a cause once it is `_CALLS` long, came in `_VARIANTS` keys and no single key made up half of
+    it, and one of two things is true. There were more keys than graphs are kept. Or something other than the layout of
+    a tensor changed, no key came back after another one, and nothing was captured. A long warm-up has neither: its
+    keys come back.
+
+    Args:
+        device: where numbers that vary should be.
+        warmup: eager calls that each key takes before its capture.
+        one_argument: whether every call has one argument, which messages call `batch`. Otherwise it is `batch[0]`.
+    """
+
+    def __init__(self, device: torch.device, warmup: int, one_argument: bool) -> None:
+        self._device = device
+        self._warmup = warmup
+        self._one_argument = one_argument
+        self._replays = 0  # of graphs from earlier calls
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new run."""
+        self.cause: Cause | None = None
+        self.text = ""  # what a message says about the cause
+        self._calls = 0
+        self._captures = 0  # when the run began
+        self._visits: Counter[Key] = Counter()
+        self._around: dict[Key, Around] = {}
+        self._last: Key | None = None
+        self._returned = False  # whether a key came back after another one
+        self._said: set[str] = set()
+
+    @property
+    def is_said(self) -> bool:
+        """Whether messages of this run have named all that keeps changing, and what to write instead."""
+        return self.cause is not None and self._said.issuperset(self.cause.names)
+
+    def follow(self, replays: int, captures: int) -> None:
+        """Begin a new run if a graph from an earlier call was replayed since this was called last.
+
+        Args:
+            replays: how many calls were a graph launch so far. The call of a capture is one of them.
+            captures: how many graphs were captured so far.
+        """
+        if replays - captures > self._replays:
+            self.restart()
+        self._replays = replays - captures
+
+    def say(self, names: Iterable[str]) -> None:
+        """Take note that a message has named these, and what to write instead."""
+        self._said.update(names)
+
+    def note(self, key: Key, around: Around, captures: int, kept: int) -> Cause | None:
+        """Take note of a call that no graph was there for. Return the cause of the run, None as long as it has none.
+
+        Args:
+            key: of the call.
+            around: what surrounds it.
+            captures: how many graphs were captured so far.
+            kept: how many keys are remembered at most.
+        """
+        if not self._calls:
+            self._captures = captures
+        self._calls += 1
+        if self.cause is None:
+            known = key in self._visits
+            self._returned = self._returned or (known and key != self._last)
+            self._last = key
+            self._visits[key] += 1
+            self._around.setdefault(key, around)
+            overflows = not known and len(self._visits) == kept + 1
+            if self._calls >= _CALLS and (overflows or self._calls % _CALLS == 0):
+                self._find_cause(captures, kept)
+        return self.cause
+
+    def _find_cause(self, captures: int, kept: int) -> None:
+        keys = len(self._visits)
+        crowded = keys > kept
+        never_back = not self._returned and captures == self._captures
+        if keys < _VARIANTS or 2 * max(self._visits.values()) >= self._calls or not (crowded or never_back):
+            return
+        cause = self.explain([*self._around.items()])
+        if crowded or not cause.of_layouts:
+            limit = f", and at most {kept} are kept" if crowded else ""
+            self.cause = cause
+            self.text = (
+                f"no graph was replayed in the last {self._calls} calls, because {cause.examples}. Each of these "
+                f"{keys} variants takes {self._warmup} eager calls and a graph of its own{limit}. {cause.advice}"
+            )
+            self._around.clear()  # it holds what the batches held
+            self._visits.clear()
+
+    def text_of(self, calls: Sequence[tuple[Key, Around]]) -> str:
+        """Return what a message says of many different calls between which there are replays."""
+        cause = self.explain(calls)
+        return (
+            f"there were {len(calls)} different inputs so far, because {cause.examples}. Each of them takes "
+            f"{self._warmup} eager calls and a graph of its own. {cause.advice}"
+        )
+
+    def explain(self, calls: Sequence[tuple[Key, Around]]) -> Cause:
+        """Return what differs most among calls, of which at least two differ."""
+        found: dict[str, list[Part]] = {}  # by name, those with different values
+        for key, around in calls:
+            for part in self._parts(key, around):
+                known = found.setdefault(part.name, [])
+                if all(part.value != other.value for other in known):
+                    known.append(part)
+        most = max(map(len, found.values()))
+        parts = [known for known in found.values() if len(known) > 1 and 2 * len(known) >= most]
+        parts.sort(key=len, reverse=True)
+        more = f", and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
+        named = parts[:_NAMED]
+        return Cause(
+            names=tuple(known[0].name for known in named),
+            reason=" and ".join(map(_reason, named)) + more,
+            examples=" and ".join(f"{_reason(known)}{_examples(known)}" for known in named) + more,
+            advice=" ".join(dict.fromkeys(known[-1].advice or self._leaf_advice(known) for known in named)),
+            of_layouts=all(isinstance(known[-1].value, (TensorSpec, TreeSpec)) for known in named),
+        )
+
+    def _parts(self, key: Key, around: Around) -> Iterator[Part]:
+        yield Part("the structure of the batch", key.spec.tree, _TREE)
+        for name, leaf in zip(paths(key.spec.tree), key.spec.leaves, strict=True):
+            yield Part(name.replace("batch[0]", "batch", 1) if self._one_argument else name, leaf)
+        if key.phase is not None:
+            yield from key.phase.parts()
+        for name, value in around.settings.named().items():
+            # Of these two the values say nothing.
+            statement = f"{name} kept changing" if name in (MODES, GRADIENTS) else ""
+            yield Part(name, value, setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE), statement)
+        yield Part(around.replaced, around.replacements, MEMORY_ADVICE, f"{around.replaced} again and again")
+
+    def _leaf_advice(self, known: Sequence[Part]) -> str:
+        name, values = known[0].name, [part.value for part in known]
+        layouts = [value for value in values if isinstance(value, TensorSpec)]
+        constants = [value.value for value in values if isinstance(value, Constant) and value.value is not None]
+        if layouts and len(layouts) < len(values):
+            return f"Pass a tensor as {name} in each call."
+        if layouts:
+            if len({layout.shape for layout in layouts}) > 1:
+                return _SHAPES.format("in the collate_fn" if self._one_argument else "with ampkit.Buckets")
+            if len({layout.dtype for layout in layouts}) > 1:
+                return f"Pass {name} in one dtype."
+            return f"Pass {name}.contiguous()."
+        if all(isinstance(value, Number) for value in constants):
+            where = "" if self._device.type == "cpu" else f", device={str(self._device)!r}"
+            return (
+                f"Pass a number that varies as a tensor, torch.tensor(x{where}), or take it out of the batch if the "
+                "step does not compute with it."
+            )
+        if all(isinstance(value, (str, bytes)) for value in constants):
+            return f"Take {name} out of the batch that you pass to the step: a graph computes with tensors only."
+        return f"Pass the tensors that the step reads from {name}, and not the {type(constants[-1]).__name__} itself."
+
+
+_CALLS = 32
+_VARIANTS = 8  # fewer than that may be a long warm-up
+_NAMED = 3
+_SHAPES = (
+    "Pad to a few shapes {}, leave out a short last batch (DataLoader(..., drop_last=True)), or keep "
+    "more graphs (max_graphs, memory_budget)."
+)
+_TREE = "Pass the same keys and as many entries in each call: stack or pad a list of tensors to one tensor."
+_ONCE = "Set it once, before the first call."
+_IN_PLACE = "Set gradients to zero within the function, or in place: zero_grad(set_to_none=False)."
+
+
+def _reason(known: Sequence[Part]) -> str:
+    return known[-1].statement or f"{known[-1].name} kept changing"
+
+
+def _examples(known: Sequence[Part]) -> str:
+    """Return some of the values in words, "" if they say nothing."""
+    values = [_value_text(part.value) for part in known[-3:]]
+    return f" (it was {', then '.join(values)})" if all(values) and not known[-1].statement else ""
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, TreeSpec):
+        return f"one of {value.num_leaves} leaves"
+    if isinstance(value, Constant):
+        return value_text(value.value) or f"a {value.kind.__name__}"
+    return str(value) if isinstance(value, TensorSpec) else value_text(value)

@@ -1,0 +1,244 @@
+"""Whether a replay did what the step does: both are run from one saved state and compared bit by bit."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch.modes import TorchDispatchMode, let_autograd_use_threads, uses_autograd_threads
+from .._torch.operators import written_arguments
+from .._torch.tensors import storage_address
+from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path
+from .._undo import Undo
+from .state import TrainingState
+
+NOISE = 10.0  # some replays of a nondeterministic kernel are a sample of its noise; an eager step may lie further out
+_REPLAYS = (2, 6)  # replays beside the first, where something differs; the six only where something is about to fail
+
+
+class Verdict(NamedTuple):
+    """What came of a comparison.
+
+    Attributes:
+        outputs: of the eager run, whose result is the state now.
+        problem: what the replay did wrong, "" if nothing.
+        noise: how far replays are apart from each other, in words; "" if they agree or were not needed.
+    """
+
+    outputs: Any
+    problem: str
+    noise: str
+
+
+def verified(
+    replay: Callable[[], Any], eager: Callable[[], Any], state: TrainingState, generators: Sequence[torch.Generator]
+) -> Verdict:
+    """Replay, go back, run eagerly, and compare state, outputs and random numbers.
+
+    Under deterministic algorithms the two have to be equal. Otherwise, where they differ, both are repeated. A graph
+    holds no Python code, so replays that differ from each other show how much noise its kernels make. Each tensor of an
+    eager step may be `NOISE` times as far from the replay as replays are from each other in that tensor. What eager
+    steps differ by beyond that comes from the host.
+
+    The state that is left is an eager one.
+
+    Args:
+        replay: does the step; its outputs may be overwritten later.
+        eager: does the same step, from the same state.
+        state: all that the two may change.
+        generators: those that they draw from, beside the default ones.
+
+    Memory: up to four copies of the state. Time: a replay and an eager step; where they differ, two replays and an
+    eager step more, and six replays and an eager step on top before noise counts as an error. Sync: waits for the
+    device.
+    """
+    start = _Snapshot(state, generators)
+    with Undo() as undo:
+        undo.note(start.restore)
+        verdict = _compared(start, replay, eager, state, generators)
+        undo.forget()
+    return verdict
+
+
+def _compared(
+    start: "_Snapshot",
+    replay: Callable[[], Any],
+    eager: Callable[[], Any],
+    state: TrainingState,
+    generators: Sequence[torch.Generator],
+) -> Verdict:
+    replayed = _results(replay(), state, generators)
+    start.restore()
+    with _WriteWatch(state) as watch:
+        outputs = eager()
+    watch.undo()
+    expected = _results(outputs, state, generators)
+    if watch.undeclared:
+        return Verdict(outputs, watch.describe(), "")
+    wrong = _differences(expected, replayed)
+    if not wrong:
+        return Verdict(outputs, "", "")
+    if _kernels_are_deterministic():
+        return Verdict(outputs, _describe(wrong, ""), "")
+    noise: dict[str, float] = {}  # how far replays are apart, by path
+    for more in _REPLAYS:
+        for _ in range(more):
+            start.restore()
+            _widen(noise, _differences(replayed, _results(replay(), state, generators)))
+        start.restore()
+        outputs = eager()
+        _widen(wrong, _differences(_results(outputs, state, generators), replayed))
+        beyond = {path: size for path, size in wrong.items() if path not in noise or size > NOISE * noise[path]}
+        if not noise or not beyond:
+            break
+    said = _describe_noise(noise) if noise else ""
+    return Verdict(outputs, _describe(beyond, said) if beyond else "", said)
+
+
+def _kernels_are_deterministic() -> bool:
+    """Return whether torch refuses kernels whose results vary; where it only warns of them, they run."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _widen(sizes: dict[str, float], found: dict[str, float]) -> None:
+    """Keep the larger of two sizes per path."""
+    for path, size in found.items():
+        sizes[path] = max(size, sizes.get(path, size))
+
+
+def _describe_noise(noise: dict[str, float]) -> str:
+    path, size = max(noise.items(), key=lambda pair: pair[1])
+    return (
+        f"replays differ from each other by up to {size:.1e} of a tensor's largest value ({path}), for their kernels "
+        f"are not deterministic; the eager step was allowed {NOISE:g} times that, tensor by tensor."
+    )
+
+
+def _describe(wrong: dict[str, float], said: str) -> str:
+    path, size = next(iter(wrong.items()))
+    much = f"{size:.1e} of the tensor's largest value" if size else "its last bits"
+    more = f", and {len(wrong) - 1} more tensors do" if len(wrong) > 1 else ""
+    return (
+        f"{path} is not what eager computes: it differs by {much}{more}. "
+        f"{said}{' ' if said else ''}The step reads or changes something on the host, or state that it does not "
+        "declare (a tensor attribute that is rebound, a buffer outside of the modules)."
+    )
+
+
+class _Snapshot:
+    """A copy of the state and of the random-number generators."""
+
+    def __init__(self, state: TrainingState, generators: Sequence[torch.Generator]) -> None:
+        self._state = state
+        self._live = state.tensors()
+        self._values = {path: tensor.detach().clone() for path, tensor in self._live.items()}
+        self._generators = _all_generators(generators)
+        self._random = [generator.get_state() for generator in self._generators]
+
+    def restore(self) -> None:
+        """Put everything back, in place."""
+        self._state.rebind(self._live)
+        with torch.no_grad():
+            for path, tensor in self._live.items():
+                tensor.copy_(self._values[path])
+        for generator, state in zip(self._generators, self._random, strict=True):
+            generator.set_state(state)
+
+
+def _all_generators(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
+    on_cuda = list(torch.cuda.default_generators) if torch.cuda.is_available() else []
+    return [torch.default_generator, *on_cuda, *generators]
+
+
+def _results(outputs: Any, state: TrainingState, generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
+    """Return copies of everything that the step computed, by path."""
+    leaves, _ = tree_flatten_with_path(outputs)
+    named = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+    named.update(state.tensors())
+    # Of the generators on the host a replay takes nothing.
+    for i, generator in enumerate(_all_generators(generators)[1:]):
+        named[f"the state of CUDA generator {i}"] = generator.get_state()
+    return {path: tensor.detach().clone() for path, tensor in named.items()}
+
+
+def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
+    """Return the paths that are not equal bit by bit, with the size of the difference by the largest value."""
+    differences = {}
+    for path, left in expected.items():
+        right = got.get(path)
+        if right is None or right.shape != left.shape or right.dtype != left.dtype:
+            differences[path] = float("inf")
+        elif not torch.equal(_bits(left), _bits(right)):  # sync
+            a, b = (_real(part).double() for part in (left, right))
+            size, scale = (a - b).abs().max(), a.abs().max()
+            relative = float(size / scale.clamp_min(torch.finfo(torch.float64).tiny))
+            differences[path] = relative if relative == relative else float("inf")  # nan: one of them is not finite
+    return differences
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return _real(tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+class _WriteWatch(TorchDispatchMode):
+    """Notices writes to memory that was there before and is not declared, and can take them back."""
+
+    def __init__(self, state: TrainingState) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._state = state
+        self._known = {storage_address(tensor) for tensor in state.tensors().values()}
+        self._undeclared: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it is: torch would otherwise not run it again in this process."""
+        return True
+
+    def __enter__(self) -> "_WriteWatch":
+        self._had_threads = uses_autograd_threads()
+        let_autograd_use_threads(False)  # the mode sees this thread only
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        let_autograd_use_threads(self._had_threads)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
+        for tensor in written_arguments(func, args, kwargs):
+            address = storage_address(tensor)
+            if address and address not in self._known and address not in self._undeclared:
+                self._undeclared[address] = (tensor, tensor.clone())
+        result = func(*args, **kwargs)
+        made = {storage_address(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)}
+        self._known |= made - read
+        return result
+
+    @property
+    def undeclared(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors that were written to though the step does not declare them, and what was in them before."""
+        # Not those that became state in the step: a tensor can be made past the mode.
+        declared = {storage_address(tensor) for tensor in self._state.tensors().values()}
+        return [pair for address, pair in self._undeclared.items() if address not in declared]
+
+    def undo(self) -> None:
+        """Give them the values they had when the watch began."""
+        with torch.no_grad():
+            for tensor, value in self.undeclared:
+                tensor.copy_(value)
+
+    def describe(self) -> str:
+        """Return in words what was written to."""
+        tensor, _ = self.undeclared[0]
+        return (
+            f"the step writes to a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that it does not "
+            f"declare, one of {len(self.undeclared)}. Make it a buffer of the model, or pass the module that holds it "
+            "in modules=(...)."
+        )

@@ -1,0 +1,1 @@
+"""Honest timing of one training step, written in several ways."""

@@ -1,0 +1,304 @@
+"""What the benchmark trains: models, losses, optimizers and batches, its own and those of the user."""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..._errors import UsageError
+from ..._text import type_text
+from ..._torch.tree import tree_flatten, tree_unflatten
+from ..users_function import takes
+
+Batch = tuple[Any, ...]
+TOKENS = 256  # per sequence of the language model
+WORDS = 50257  # the vocabulary of GPT-2, which no power of two divides
+INPUTS = {
+    "device": "batches lie on the device",
+    "prefetch": "batches from pinned memory by ampkit.prefetch",
+    "uint8": "uint8 images from pinned memory by ampkit.prefetch, decoded and normalised on the device",
+}
+# By channel, of ImageNet, in units of the brightest: torchvision.transforms.Normalize in its reference training.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class CaseError(UsageError):
+    """What the user's function returned cannot be trained."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what it is trained on, all of it on the host.
+
+    Attributes:
+        loss_fn: `loss_fn(model, *batch)` returns the loss, a tensor of shape ().
+        model: copied for each variant, so that all start from the same weights.
+        optimizer: called with the parameters for torch's default implementation, and with `fused=True` for the fused
+            one: `functools.partial(torch.optim.AdamW, lr=1e-3)` is one.
+        batches: cycled.
+        decode: makes of a batch on the device what `loss_fn` takes; None where that is the batch.
+    """
+
+    loss_fn: Callable[..., Tensor]
+    model: nn.Module
+    optimizer: Callable[..., torch.optim.Optimizer]
+    batches: Sequence[Batch]
+    decode: Callable[[Batch], Batch] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """The first dimension of the first tensor of a batch."""
+        tensors = (leaf for leaf in tree_flatten(self.batches[0])[0] if isinstance(leaf, Tensor) and leaf.dim())
+        return next((len(tensor) for tensor in tensors), 1)
+
+
+def ready(case: Case, dtype: torch.dtype, device: torch.device, source: str = "prefetch") -> Case:
+    """Return the case with its batches where a training loop is to find them, floating tensors in this dtype.
+
+    Args:
+        case: its batches lie in host memory.
+        dtype: of floating tensors when they reach the model.
+        device: where it trains. Batches in host memory are pinned if it is a CUDA device.
+        source: a key of `INPUTS`.
+
+    Raises:
+        CaseError: for "uint8", a case without images.
+    """
+    first = tree_flatten(case.batches[0])[0]
+    images = {i for i, leaf in enumerate(first) if source == "uint8" and _is_image(leaf)}
+    if source == "uint8" and not images:
+        raise CaseError("--input uint8: there are no images, floating tensors (N, 3, H, W), in the batches.")
+
+    def leaf_ready(i: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = _encoded(leaf) if i in images else leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if source == "device":
+            return leaf.to(device)
+        return leaf.pin_memory() if device.type == "cuda" else leaf
+
+    batches = [_map_leaves(leaf_ready, batch) for batch in case.batches]
+    return replace(case, batches=batches, decode=_Decode(images, dtype, device) if images else None)
+
+
+def _map_leaves(fn: Callable[[int, Any], Any], batch: Batch) -> Batch:
+    leaves, tree = tree_flatten(batch)
+    mapped: Batch = tree_unflatten([fn(i, leaf) for i, leaf in enumerate(leaves)], tree)
+    return mapped
+
+
+def _is_image(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() == 4 and leaf.shape[1] == 3
+
+
+def _encoded(images: Tensor) -> Tensor:
+    """Return normalised images (N, 3, H, W) as decoders write them: uint8, (N, H, W, 3)."""
+    pixels = images.float().permute(0, 2, 3, 1) * torch.tensor(STD) + torch.tensor(MEAN)
+    return (255 * pixels).round().clamp(0, 255).to(torch.uint8).contiguous()
+
+
+class _Decode:
+    """Makes normalised images in channels_last of encoded ones, with one kernel.
+
+    Args:
+        leaves: which leaves of a batch are images.
+        dtype: of the result.
+        device: where the batches are.
+    """
+
+    def __init__(self, leaves: Collection[int], dtype: torch.dtype, device: torch.device) -> None:
+        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+        self._leaves = leaves
+        self._scale, self._shift = (part.to(device, dtype) for part in (1 / (255 * std), -mean / std))
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return the batch with its images decoded."""
+        return _map_leaves(lambda i, leaf: self._image(leaf) if i in self._leaves else leaf, batch)
+
+    def _image(self, pixels: Tensor) -> Tensor:
+        return torch.addcmul(self._shift, pixels.permute(0, 3, 1, 2), self._scale)
+
+
+Maker = Callable[..., Case]  # (batch size, *, seed of weights and data, how many batches)
+Draw = Callable[[torch.Generator], Tensor]
+
+
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+def _case(build: Callable[[], nn.Module], inputs: Draw, targets: Draw, seed: int, count: int) -> Case:
+    made = torch.Generator().manual_seed(seed)
+    batches = [(inputs(made), targets(made)) for _ in range(count)]
+    optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
+    with _seeded(seed):
+        return Case(_loss, build(), optimizer, batches)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------- classifiers
+
+
+def _mlp() -> nn.Module:
+    layers = [nn.Linear(512, 512) for _ in range(16)]
+    for layer in layers:
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # with torch's default, 17 layers learn nothing
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())), nn.Linear(512, 10))
+
+
+def _torchvision(name: str, classes: int) -> Any:
+    try:
+        import torchvision
+    except ImportError as error:
+        raise ImportError(f"{name} needs torchvision: pip install 'ampkit[examples]'") from error
+    return torchvision.models.get_model(name, weights=None, num_classes=classes)
+
+
+def _resnet18_cifar() -> nn.Module:
+    model = _torchvision("resnet18", 10)
+    # The CIFAR stem of He et al. 2016, section 4.2: no stride and no pooling before the first block.
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return model.to(memory_format=torch.channels_last)  # type: ignore[no-any-return]
+
+
+def _imagenet(name: str) -> nn.Module:
+    return _torchvision(name, 1000).to(memory_format=torch.channels_last)  # type: ignore[no-any-return]
+
+
+def _classifier(
+    build: Callable[[], nn.Module], image: tuple[int, ...], classes: int, batch: int, *, seed: int = 0, count: int = 4
+) -> Case:
+    def inputs(made: torch.Generator) -> Tensor:
+        layout = torch.channels_last if len(image) == 3 else torch.contiguous_format
+        return torch.randn(batch, *image, generator=made).contiguous(memory_format=layout)
+
+    return _case(build, inputs, lambda made: torch.randint(classes, (batch,), generator=made), seed, count)
+
+
+# ------------------------------------------------------------------------------------------------------- language model
+
+
+class _Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm and beside a residual connection, as in GPT-2."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self._heads, width // self._heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """A decoder like GPT-2 (Radford et al. 2019), without dropout; the defaults are the sizes of GPT-2 small.
+
+    Args:
+        words: size of the vocabulary. The output layer has the weights of the embedding.
+        tokens: the longest sequence.
+        width: of the residual stream.
+        layers: how many blocks.
+        heads: per block.
+    """
+
+    def __init__(
+        self, words: int = WORDS, tokens: int = TOKENS, width: int = 768, layers: int = 12, heads: int = 12
+    ) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(words, width), nn.Parameter(torch.empty(tokens, width))
+        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        for param in self.parameters():
+            if param.dim() > 1:
+                nn.init.normal_(param, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next word behind each token: (batch, tokens, words)."""
+        x = self.blocks(self.words(tokens) + self.positions[: tokens.shape[1]])
+        return F.linear(self.norm(x), self.words.weight)
+
+
+def _language(batch: int, *, seed: int = 0, count: int = 4) -> Case:
+    def tokens(made: torch.Generator) -> Tensor:
+        # Small numbers are frequent, as words are: there is something to learn.
+        return (torch.rand(batch, TOKENS, generator=made) ** 8 * WORDS).long()
+
+    return _case(GPT, tokens, tokens, seed, count)
+
+
+CASES: dict[str, Maker] = {
+    "mlp": functools.partial(_classifier, _mlp, (512,), 10),
+    "resnet18-cifar": functools.partial(_classifier, _resnet18_cifar, (3, 32, 32), 10),
+    "resnet50": functools.partial(_classifier, functools.partial(_imagenet, "resnet50"), (3, 224, 224), 1000),
+    "vit_b_16": functools.partial(_classifier, functools.partial(_imagenet, "vit_b_16"), (3, 224, 224), 1000),
+    "gpt2-like": _language,
+}
+
+# ------------------------------------------------------------------------------------------------------------- the user
+
+RETURNED = (
+    "(loss_fn, model, optimizer, batches): loss_fn(model, *batch) returns the loss; optimizer(params) and "
+    "optimizer(params, fused=True) make one; batches is a list of tuples of tensors in host memory"
+)
+
+
+def takes_batch_size(function: Callable[..., Any]) -> bool:
+    """Return whether the user's function is to be called with a batch size: whether it has a parameter for it."""
+    return takes(function, 1)
+
+
+def user_case(name: str, function: Callable[..., Any], batch: int, *, seed: int = 0, count: int | None = None) -> Case:
+    """Return the case that the user's function makes.
+
+    Args:
+        name: what to call it in messages.
+        function: returns what `RETURNED` says. It is called with the batch size if it takes a parameter.
+        batch: the batch size.
+        seed: of torch's default generator on the host, while it runs.
+        count: how many batches would be wanted; the user's function decides.
+
+    Raises:
+        CaseError: it returned something else; the message says what.
+    """
+    with _seeded(seed):
+        made = function(batch) if takes_batch_size(function) else function()
+    if not isinstance(made, tuple) or len(made) != 4:
+        raise CaseError(f"{name} returned {type_text(made)}, expected {RETURNED}.")
+    loss_fn, model, optimizer, batches = made
+    problem = _problem(loss_fn, model, optimizer, batches)
+    if problem:
+        raise CaseError(f"{name} returned {problem}. Expected {RETURNED}.")
+    return Case(loss_fn, model.cpu(), optimizer, [tuple(part) for part in batches])
+
+
+def _problem(loss_fn: Any, model: Any, optimizer: Any, batches: Any) -> str:
+    """Return what is wrong with the four parts, "" if nothing is."""
+    if not callable(loss_fn) or not callable(optimizer):
+        return "a loss_fn or an optimizer that is not a function"
+    if not isinstance(model, nn.Module):
+        return f"{type_text(model)} for the model"
+    if not isinstance(batches, (list, tuple)) or not batches:
+        return f"{type_text(batches)} for the batches, or none of them"
+    if not all(isinstance(batch, (list, tuple)) for batch in batches):
+        return "a batch that is not a tuple"
+    leaves = [leaf for leaf in tree_flatten(list(batches))[0] if isinstance(leaf, Tensor)]
+    elsewhere = next((leaf.device for leaf in leaves if leaf.device.type != "cpu"), None)
+    return "" if elsewhere is None else f"a batch on {elsewhere}"

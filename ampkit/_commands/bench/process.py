@@ -1,0 +1,99 @@
+"""What keeps variants that are measured in one process from disturbing each other, and their conditions the same."""
+
+import gc
+import importlib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..._torch.allocator import clear_cublas_workspaces
+from ..._torch.compile import forget_compiled_code
+
+
+def clean_up(device: torch.device) -> None:
+    """Leave nothing of the last variant behind: modules, compiled code, graphs, memory."""
+    forget_compiled_code()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        clear_cublas_workspaces()  # else the first variant on a stream would pay for all
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def little_garbage() -> Iterator[None]:
+    """Context in which a garbage collection looks at what is made in it alone: `clean_up` takes no 0.2 s then."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+
+
+@contextmanager
+def fast_kernels(device: torch.device) -> Iterator[None]:
+    """Context in which torch takes its fastest kernels for all variants, TF32 included, and torch.compile is quiet."""
+    with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
+        for text in (
+            "`torch.jit.script_method` is deprecated",  # inductor imports something that uses it
+            "bf16 and fp16 are mixed",  # of its C++ for the CPU, which then does not vectorise
+            "Please use the new API settings to control TF32",
+        ):
+            warnings.filterwarnings("ignore", text)
+        warnings.filterwarnings("ignore", module="lightning")
+        if device.type != "cuda":
+            yield
+            return
+        precision = torch.get_float32_matmul_precision()
+        backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined] # no stub
+        settings = [backend.fp32_precision for backend in backends]
+        torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+            for backend, setting in zip(backends, settings, strict=True):
+                backend.fp32_precision = setting  # the line above makes "ieee" of a setting that was "none"
+
+
+def do_what_is_done_once(device: torch.device, *, compiles: bool, lightning: bool) -> None:
+    """Import what variants import late and start the compiler, so that the first of them does not pay for it."""
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports parts of the compiler
+    if lightning:
+        with suppress(ImportError):  # the row says so, as below
+            importlib.import_module("ampkit.lightning")
+    if compiles:
+        with suppress(Exception):  # there may be no C compiler
+            model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(device)
+            torch.compile(model)(torch.ones(8, 8, device=device)).sum().backward()
+
+
+class Caches(ExitStack):
+    """An empty cache of compiled code for each variant of each case, lest one is spared what another had to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._root = self.enter_context(tempfile.TemporaryDirectory(prefix="ampkit-bench-"))
+
+    @contextmanager
+    def of(self, *names: object) -> Iterator[None]:
+        """Context in which torch.compile keeps what it makes in a folder of these names, where it is found again."""
+        folder = Path(self._root, "-".join(map(str, names)).replace(os.sep, "-"))
+        new = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+        before = {name: os.environ.get(name) for name in new}
+        os.environ.update(new)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                os.environ.update({} if value is None else {name: value})

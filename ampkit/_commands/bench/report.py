@@ -1,0 +1,414 @@
+"""How measured figures are kept and shown in text: table, JSON file."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._errors import UsageError
+from ..._text import grid
+from ..._user_line import user_line
+
+BASE = "amp"  # the variant that ratios refer to
+SWEPT = ("amp-fused", "amp")  # what a sweep compares the captured step with: the first of them that was measured
+NULL_REGION = 0.05  # of a step: a capture that saves less does not pay
+OUT_OF_MEMORY = "out of memory"  # how the error of a row begins that did not fit
+_NEEDED = {"device", "torch", "cuda", "date", "policy", "repeats", "checked_steps", "tolerance"}  # of a setting
+_SCHEMA = 1  # of the JSON file; raised when a field changes its meaning
+
+
+class FiguresError(UsageError):
+    """A file is not what `--json` writes, or files do not belong together."""
+
+
+@dataclass
+class Row:
+    """One variant of one model and batch size. None, or "", is what was not measured.
+
+    Attributes:
+        variant: its name in `--variants`.
+        label: its name in tables.
+        ms: milliseconds per step, median of the repeats.
+        fastest: milliseconds per step in the fastest repeat.
+        slowest: likewise.
+        busy_ms: time per step in which a kernel runs on the GPU.
+        kernels: how many run per step.
+        idle_share: the share of the time in which neither a kernel nor a copy runs, while the profiler looks on.
+        between_share: likewise, of it what is between launches by the host, not between the kernels of one graph.
+        copy_share: likewise, the share in which only copies from or to the host run.
+        host_us: time until a call returns, the second of two that the device has nothing queued before.
+        launch_us: how much of it the driver takes to launch a graph.
+        setup_s: what the first steps take longer than as many steps later on, and what comes before them.
+        peak_mib: device memory that steps need, pools of graphs as a whole.
+        setup_peak_mib: the most that was allocated up to the first of the timed steps.
+        loss: mean over the last pass over the batches in the checked steps.
+        expected: the same of an eager run with torch AMP.
+        difference: of the losses of a pass from those expected, as a share of what these fall by; of the pass in which
+            it is largest for its tolerance.
+        tolerance: the largest difference that this pass may have.
+        noise: the difference that rounding alone makes, up to this pass.
+        compared: the step up to which the tolerance is small enough for a loss within it to say something.
+        off: whether the difference is larger than the tolerance, or a loss is nan.
+        error: why there are no figures.
+        report: what ampkit says it did.
+    """
+
+    variant: str
+    label: str
+    ms: float | None = None
+    fastest: float | None = None
+    slowest: float | None = None
+    busy_ms: float | None = None
+    kernels: float | None = None
+    idle_share: float | None = None
+    between_share: float | None = None
+    copy_share: float | None = None
+    host_us: float | None = None
+    launch_us: float | None = None
+    setup_s: float | None = None
+    peak_mib: float | None = None
+    setup_peak_mib: float | None = None
+    loss: float | None = None
+    expected: float | None = None
+    difference: float | None = None
+    tolerance: float | None = None
+    noise: float | None = None
+    compared: int | None = None
+    off: bool = False
+    error: str = ""
+    report: dict[str, Any] | None = None
+
+    @property
+    def busy_share(self) -> float | None:
+        """The share of a step in which the GPU is busy. Two measurements: it may exceed 1 by their error."""
+        return self.busy_ms / self.ms if self.busy_ms is not None and self.ms else None
+
+
+@dataclass
+class Result:
+    """What was measured of one model and batch size."""
+
+    model: str
+    batch: int
+    rows: list[Row] = field(default_factory=list)
+
+    def ratio(self, row: Row) -> float | None:
+        """Return how many times faster than eager torch AMP a row is."""
+        base = next((other.ms for other in self.rows if other.variant == BASE), None)
+        return base / row.ms if base and row.ms else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, and what follows from them, as a dict that `json` takes."""
+        rows = [{**asdict(row), "ratio": self.ratio(row), "busy_share": row.busy_share} for row in self.rows]
+        return {"model": self.model, "batch": self.batch, "rows": rows}
+
+
+@dataclass
+class Figures:
+    """All that one run of the benchmark measured.
+
+    Attributes:
+        setting: device, versions, date, policy, command, tolerance, by name.
+        notes: sentences about what was left out or is not what it seems.
+        results: in the order of measurement.
+    """
+
+    setting: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """Return it as text for a file."""
+        results = [result.to_dict() for result in self.results]
+        null_regions = {sweep.model: sweep.null_region for sweep in sweeps(self) if sweep.has_shares}
+        parts = {"notes": self.notes, "null_regions": null_regions, "results": results}
+        figures = {"schema": _SCHEMA, **self.setting, **parts}
+        return json.dumps(without_nan(figures), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Figures":
+        """Return what `to_json` wrote.
+
+        Raises:
+            FiguresError: it did not write this.
+        """
+        try:
+            figures = json.loads(text)
+            if figures.pop("schema") != _SCHEMA:
+                raise FiguresError("the file is of another version of ampkit.")
+            notes, results = figures.pop("notes"), figures.pop("results")
+            figures.pop("null_regions", None)  # it follows from the results
+            figures.setdefault("input", "prefetch")  # files of November 2026 do not say
+            if missing := _NEEDED - figures.keys():
+                raise FiguresError(f"the file does not say the {min(missing)} of the run.")
+            known = {f.name for f in fields(Row)}
+            rows = [[Row(**{k: v for k, v in row.items() if k in known}) for row in r["rows"]] for r in results]
+            parts = [Result(r["model"], r["batch"], part) for r, part in zip(results, rows, strict=True)]
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise FiguresError(f"not a file that `python -m ampkit bench --json` wrote ({error!r}).") from error
+        return cls(figures, notes, parts)
+
+
+def without_nan(value: Any) -> Any:
+    """Return the tree with None for numbers that JSON does not know: a loss may be nan."""
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read(path: Path) -> Figures:
+    """Return the figures in a file.
+
+    Raises:
+        OSError: there is no such file.
+        FiguresError: `--json` did not write it.
+    """
+    try:
+        return Figures.from_json(path.read_text())
+    except (FiguresError, UnicodeDecodeError) as error:
+        raise FiguresError(f"{path}: {error}") from error
+
+
+def joined(parts: Sequence[Figures]) -> Figures:
+    """Return the figures of several runs as one.
+
+    Raises:
+        FiguresError: they were taken on different devices or versions of torch, or differ in policy, input or in how
+            many steps' losses were compared.
+    """
+    for key in ("device", "torch", "policy", "input", "checked_steps"):
+        values = {str(part.setting.get(key)) for part in parts}
+        if len(values) > 1:
+            raise FiguresError(f"the files differ in {key}: {', '.join(sorted(values))}.")
+    notes = list(dict.fromkeys(note for part in parts for note in part.notes))
+    setting = {**parts[0].setting, **_ranges([part.setting for part in parts])}
+    return Figures(setting, notes, [result for part in parts for result in part.results])
+
+
+def _ranges(settings: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the least and the most of what runs that are shown together may differ in, where they do."""
+    found = {}
+    for key in ("repeats", "seconds_per_repeat"):
+        given = [setting[key] for setting in settings if key in setting]
+        # A file that --json wrote beside --read has ranges itself.
+        values = [value for part in given for value in (part if isinstance(part, list) else [part])]
+        if len(set(values)) > 1:
+            found[key] = [min(values), max(values)]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- table
+
+_Column = tuple[str, int, Callable[[Result, Row], str]]  # heading, width, and the text of a cell
+_COLUMNS: tuple[_Column, ...] = (
+    ("ms/step", 9, lambda _, row: _number(row.ms, 3)),
+    ("spread", 18, lambda _, row: "-" if row.ms is None else f"[{row.fastest:.3f}, {row.slowest:.3f}]"),
+    ("vs AMP", 7, lambda result, row: _number(result.ratio(row), 2, "x")),
+    ("GPU ms", 8, lambda _, row: _number(row.busy_ms, 3)),
+    ("busy", 5, lambda _, row: "-" if row.busy_share is None else f"{row.busy_share:.0%}"),
+    ("kernels", 7, lambda _, row: _number(row.kernels, 0)),
+    ("idle", 6, lambda _, row: _percent(row.idle_share)),
+    ("between", 7, lambda _, row: _percent(row.between_share)),
+    ("copying", 7, lambda _, row: _percent(row.copy_share)),
+    ("host us", 8, lambda _, row: _number(row.host_us, 0)),
+    ("launch", 7, lambda _, row: _number(row.launch_us, 0)),
+    ("set-up s", 8, lambda _, row: _number(row.setup_s, 2)),
+    ("peak MiB", 9, lambda _, row: _number(row.peak_mib, 0)),
+)
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _losses(row: Row, checked: int) -> str:
+    # nan is None in a file
+    loss = "nan" if row.loss is None and row.off else _number(row.loss, 4)
+    in_part = row.compared is not None and row.compared < checked
+    mark = " !" if row.off else " ?" if in_part else ""
+    return loss + (f" ({row.expected:.4f})" if row.expected is not None else "") + mark
+
+
+def table(figures: Figures) -> str:
+    """Return the figures as text: a table for every model and batch size, and what to know about them."""
+    setting = figures.setting
+    repeats = setting["repeats"]
+    repeats = " to ".join(map(str, repeats)) if isinstance(repeats, list) else repeats
+    head = f"{setting['device']}, torch {setting['torch']}, {setting['policy']}, median of {repeats} repeats"
+    loss: _Column = ("loss (expected)", 18, lambda _, row: _losses(row, setting["checked_steps"]))
+    columns = [part for part in (*_COLUMNS, loss) if any(part[2](*pair) != "-" for pair in cases(figures.results))]
+    parts = [f"{head}, input: {setting['input']}", *figures.notes]
+    parts += [_table(result, columns) for result in figures.results]
+    parts += [_sweep_table(sweep) for sweep in sweeps(figures)]
+    return "\n".join([*parts, "", *_legend(figures)])
+
+
+def _table(result: Result, columns: Sequence[_Column]) -> str:
+    labels = max(len(row.label) for row in result.rows) if result.rows else 0
+    cells = " ".join(f"{heading:>{width}}" for heading, width, _ in columns)
+    lines = [_line(result, row, labels, columns) for row in result.rows]
+    return "\n".join([f"\n{result.model}, batch {result.batch}", f"{'variant':<{labels}}  {cells}", *lines])
+
+
+def _line(result: Result, row: Row, labels: int, columns: Sequence[_Column]) -> str:
+    cells = " ".join(f"{cell(result, row):>{width}}" for _, width, cell in columns)
+    return f"{row.label:<{labels}}  {f'failed: {row.error}' if row.error else cells}"
+
+
+def _legend(figures: Figures) -> list[str]:
+    rows = [row for result in figures.results for row in result.rows]
+    steps, tolerance = figures.setting["checked_steps"], figures.setting["tolerance"]
+    lines = [
+        f"loss: after {steps} steps from the same weights on the same batches; expected: of the same {steps} steps "
+        "written with torch AMP, eager."
+    ]
+    if any("(*)" in row.label for row in rows):
+        lines.append("(*) one batch that lies on the device, without clipping and schedule: the kernels alone.")
+    if off := [row for row in rows if row.off]:
+        also = "" if any(row.noise is None for row in off) else ", and by more than rounding explains"
+        lines.append(
+            f"! off: on the way there it differs by more than {tolerance:.0%} of what the expected loss falls by{also}."
+        )
+    return lines + [line for result in figures.results for line in _on_noise(result, steps, tolerance)]
+
+
+def _on_noise(result: Result, steps: int, floor: float) -> list[str]:
+    """Return what to know where rounding keeps losses from being compared as strictly as elsewhere, or at all."""
+    where = f"{result.model}, batch {result.batch}"
+    noisy = [(row.tolerance, row.noise) for row in result.rows if row.tolerance is not None and row.noise is not None]
+    tolerance, noise = max(noisy, default=(0.0, 0.0))
+    compared = min((row.compared for row in result.rows if row.compared is not None), default=steps)
+    lines = []
+    if tolerance > floor:
+        lines.append(
+            f"{where}: rounding alone moves losses by {noise:.1%} of their fall; up to {tolerance:.0%} passes."
+        )
+    if compared < steps:
+        lines.append(f"? {where}: beyond step {compared} of {steps} rounding alone moves losses too far to tell much.")
+    return lines
+
+
+def by_model(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+    """Return the results of each model in order of batch size, models in order of appearance."""
+    models = dict.fromkeys(result.model for result in results)
+    in_order = sorted(results, key=lambda result: result.batch)
+    return [(model, [result for result in in_order if result.model == model]) for model in models]
+
+
+def cases(results: Sequence[Result]) -> list[tuple[Result, Row]]:
+    """Return every row with its result."""
+    return [(result, row) for result in results for row in result.rows]
+
+
+# ---------------------------------------------------------------------------------------------------------------- sweep
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A captured step beside an eager one over batch sizes of a model.
+
+    Attributes:
+        model: which one.
+        points: batch size, row of the eager step, row of the captured one, in order.
+        emulated: there is no graph in the captured one, so that it saves nothing that could be told.
+    """
+
+    model: str
+    points: list[tuple[int, Row, Row]]
+    emulated: bool = False
+
+    @property
+    def shares(self) -> list[float | None]:
+        """Which share of the eager step the captured one saves at each point; None if one of them has no time."""
+        times = [(None, None) if self.emulated else (eager.ms, captured.ms) for _, eager, captured in self.points]
+        return [1 - captured / eager if captured is not None and eager else None for eager, captured in times]
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether there is a batch size at which both have a time."""
+        return any(share is not None for share in self.shares)
+
+    @property
+    def null_region(self) -> list[int]:
+        """The batch sizes at which the capture saves less than `NULL_REGION` of a step."""
+        saved = zip(self.points, self.shares, strict=True)
+        return [batch for (batch, _, _), share in saved if share is not None and share < NULL_REGION]
+
+    @property
+    def only_eager_fits(self) -> list[int]:
+        """The batch sizes at which the captured step ran out of memory and the eager one did not."""
+        return [
+            batch
+            for batch, eager, captured in self.points
+            if eager.ms is not None and captured.error.startswith(OUT_OF_MEMORY)
+        ]
+
+
+def sweeps(figures: Figures) -> list[Sweep]:
+    """Return a sweep for each model that was measured at several batch sizes, both captured and eagerly."""
+    found = []
+    for model, group in by_model(figures.results):
+        rows = [(result.batch, {row.variant: row for row in result.rows}) for result in group]
+        base = next((key for key in SWEPT if any(key in at for _, at in rows)), "")
+        points = [(batch, at[base], at["graphed"]) for batch, at in rows if base in at and "graphed" in at]
+        if len(points) > 1:
+            found.append(Sweep(model, points, emulated=not figures.setting["cuda"]))
+    return found
+
+
+def _sweep_table(sweep: Sweep) -> str:
+    """Return both steps at each batch size, and where the capture does not pay; if graphs are captured here."""
+    rows = [["batch", "eager ms", "graphed ms", "saves", "eager MiB", "graphed MiB", ""]]
+    for (batch, eager, graphed), share in zip(sweep.points, sweep.shares, strict=True):
+        mark = "~" if batch in sweep.null_region else ""
+        memory = [_number(row.peak_mib, 0) for row in (eager, graphed)]
+        rows.append([str(batch), _time(eager), _time(graphed), "-" if share is None else f"{share:.0%}", *memory, mark])
+    columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
+    lines = grid([*zip(*columns, strict=True)], texts=0)
+    _, eager, graphed = sweep.points[0]
+    verdict = ["Graphs are emulated here: no null region."] if sweep.emulated else _verdict(sweep)
+    return "\n".join([f"\n{sweep.model}: {graphed.label} beside {eager.label}", *lines, *verdict])
+
+
+def _time(row: Row) -> str:
+    return _number(row.ms, 3) if not row.error else OUT_OF_MEMORY if row.error.startswith(OUT_OF_MEMORY) else "failed"
+
+
+def _verdict(sweep: Sweep) -> list[str]:
+    null, only_eager = sweep.null_region, sweep.only_eager_fits
+    least = f"{NULL_REGION:.0%}"
+    lines = []
+    if null:
+        sizes = ", ".join(map(str, null))
+        lines.append(f"~ null region: at batch {sizes} the capture saves less than {least} of a step.")
+    elif sweep.has_shares:
+        lines.append(f"No null region: the capture saves {least} of a step or more at each batch size with both times.")
+    if only_eager:
+        sizes = ", ".join(map(str, only_eager))
+        lines.append(f"Memory: at batch {sizes} the eager step fits and the captured one does not.")
+    return lines
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device, or the host, had too little memory."""
+    told = ("out of memory", "can't allocate memory")  # the second one is of the allocator of the host
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in told)
+
+
+def first_line(error: BaseException) -> str:
+    """Return what a row says of an error, with the user's line if it came through one."""
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    lines = str(error).strip().splitlines() or [""]
+    where = user_line(error)
+    return f"{type(error).__name__}: {lines[0]}{f' ({where})' if where else ''}"

@@ -1,0 +1,359 @@
+"""The ways to write one training step that are compared: torch's own, a capture made by hand, and ampkit's."""
+
+import copy
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler as TorchScaler
+
+from ..._batches.prefetch import prefetch
+from ..._capture.graph import CudaGraph, Pool
+from ..._optimizer.scaler import GradScaler
+from ..._precision.policy import Policy
+from ..._step.graphed_step import graphed_step
+from .cases import Batch, Case
+
+MAX_NORM = 1.0
+# The first step must not overflow: torch's own scaler would go on from uninitialised momentum (see seed_momentum).
+INIT_SCALE = 1024.0
+
+OnLoss = Callable[[Tensor], None]
+
+
+class Setting(NamedTuple):
+    """What all variants have in common.
+
+    Attributes:
+        policy: dtypes.
+        device: where they train.
+        source: where batches come from, a key of `INPUTS`.
+        schedule: in so many steps the learning rate falls to nothing, along a cosine. Then it rises again.
+    """
+
+    policy: Policy
+    device: torch.device
+    source: str = "prefetch"
+    schedule: int = 20
+
+
+class Loop(NamedTuple):
+    """A training loop that is ready to run.
+
+    Attributes:
+        train: does a step for each batch of the case, and hands on each loss, which the next step may overwrite.
+        step: one step on a batch on the device; None where only the whole loop can be called.
+        report: what ampkit says it did, for the JSON file; None where ampkit did nothing.
+    """
+
+    train: Callable[[Iterable[Batch], OnLoss], None]
+    step: Callable[..., Tensor] | None = None
+    report: Callable[[], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to write the step.
+
+    Attributes:
+        label: what tables call it.
+        build: makes the loop.
+        whole: whether it clips, follows the schedule and takes its input from the host, as the others do.
+        needs_cuda: whether it is nothing without a CUDA device.
+        default: whether it is measured unless others are asked for.
+        quick: whether `--quick` measures it.
+        compiles: whether torch.compile is in it.
+        on_cpu: what tables call it where there is no CUDA device, if not by its label.
+    """
+
+    label: str
+    build: Callable[[Case, Setting], Loop]
+    whole: bool = True
+    needs_cuda: bool = False
+    default: bool = True
+    quick: bool = False
+    compiles: bool = False
+    on_cpu: str = ""
+
+    def label_on(self, device: torch.device) -> str:
+        """Return what tables of this device call it."""
+        return self.label if device.type == "cuda" else self.on_cpu or self.label
+
+
+def _model(case: Case, setting: Setting) -> nn.Module:
+    model = copy.deepcopy(case.model).to(setting.device, setting.policy.params).train()
+    return setting.policy.apply(model) if setting.policy.modules else model
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, setting: Setting) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, setting.schedule)
+
+
+def feed(batches: Iterable[Batch], case: Case, setting: Setting) -> Iterable[Batch]:
+    """Return batches of the case on the device, as `loss_fn` takes them."""
+    if setting.source == "device":
+        return batches
+    if case.decode is None:
+        return prefetch(batches, setting.device)
+    return prefetch(batches, setting.device, transform=case.decode)
+
+
+def _loop(
+    step: Callable[..., Tensor], case: Case, setting: Setting, report: Callable[[], dict[str, Any]] | None = None
+) -> Loop:
+    def train(batches: Iterable[Batch], on_loss: OnLoss) -> None:
+        for batch in feed(batches, case, setting):
+            on_loss(step(*batch))
+
+    return Loop(train, step, report)
+
+
+# ---------------------------------------------------------------------------------------------------------- torch alone
+
+
+def torch_amp(
+    case: Case, setting: Setting, *, fused: bool = False, mode: str | None = None, whole: bool = True
+) -> Loop:
+    """Return the loop of torch's AMP examples.
+
+    Args:
+        case: what is trained.
+        setting: under a policy that computes in float32 there is no autocast, and scaling only under float16.
+        fused: whether the optimizer is the fused one. It needs no read of the device, which torch's default does.
+        mode: of torch.compile; None does not compile.
+        whole: clip and follow the schedule.
+    """
+    policy, device = setting.policy, setting.device
+    model = _model(case, setting)
+    optimizer = case.optimizer(model.parameters(), **({"fused": True} if fused else {}))
+    scaler = TorchScaler(device.type, INIT_SCALE, enabled=policy.needs_scaling)
+    scheduler = _scheduler(optimizer, setting)
+    forward = torch.compile(model, mode=mode, dynamic=False) if mode else model
+
+    def step(*batch: Any) -> Tensor:
+        if mode:
+            torch.compiler.cudagraph_mark_step_begin()
+        optimizer.zero_grad()
+        with policy.autocast(device.type):
+            loss = case.loss_fn(forward, *batch)
+        scaler.scale(loss).backward()
+        if whole:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        if whole:
+            scheduler.step()
+        return loss.detach()
+
+    return _loop(step, case, setting)
+
+
+def _float32(case: Case, setting: Setting) -> Loop:
+    return torch_amp(case, setting._replace(policy=Policy()))
+
+
+def _amp_fused(case: Case, setting: Setting) -> Loop:
+    return torch_amp(case, setting, fused=True)
+
+
+def _compiled(case: Case, setting: Setting) -> Loop:
+    return torch_amp(case, setting, fused=True, mode="default")
+
+
+def _reduce_overhead(case: Case, setting: Setting) -> Loop:
+    return torch_amp(case, setting, fused=True, mode="reduce-overhead")
+
+
+def _max_autotune(case: Case, setting: Setting) -> Loop:
+    return torch_amp(case, setting, fused=True, mode="max-autotune")
+
+
+# ------------------------------------------------------------------------------------------------------- made by hand
+
+
+class _ByHand:
+    """Three eager steps on a side stream, then a capture that is replayed: the recipe of torch's documentation."""
+
+    def __init__(self, body: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._body = body
+        self._optimizer = optimizer
+        self._stream = torch.cuda.Stream()
+        self._warm = 0
+        self._graph: CudaGraph | None = None
+
+    def __call__(self, *_: Any) -> Tensor:
+        """Do one step, on the one batch that the body knows."""
+        if self._graph is None:
+            if self._warm < 3:
+                return self._warm_up()
+            self._optimizer.zero_grad()
+            graph = CudaGraph(self._stream, Pool())
+            graph.capture(self._body)
+            self._graph = graph
+        return self._graph.replay()  # type: ignore[no-any-return]  # what the body returns
+
+    def _warm_up(self) -> Tensor:
+        self._warm += 1
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            loss = self._body()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+
+def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
+    """Forward, backward, scaling and the fused optimizer, and nothing else: what the kernels alone cost."""
+    policy, device = setting.policy, setting.device
+    model = _model(case, setting)
+    optimizer = case.optimizer(model.parameters(), fused=True)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"], device=device)
+        if "capturable" in group:
+            group["capturable"] = True
+    scaler = TorchScaler(device.type, INIT_SCALE, enabled=policy.needs_scaling)
+    scaler.scale(torch.zeros((), device=device))  # makes the scale outside the capture
+    batch = next(iter(feed(case.batches[:1], case, setting)))
+    forward = torch.compile(model, dynamic=False) if compiled else model
+
+    def body() -> Tensor:
+        optimizer.zero_grad()
+        with policy.autocast(device.type):
+            loss = case.loss_fn(forward, *batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    step = _ByHand(body, optimizer)
+
+    def train(batches: Iterable[Batch], on_loss: OnLoss) -> None:
+        for _ in batches:
+            on_loss(step())
+
+    return Loop(train, step)
+
+
+def _bare_compiled(case: Case, setting: Setting) -> Loop:
+    return _bare(case, setting, compiled=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- ampkit
+
+
+def _graphed(case: Case, setting: Setting, compiled: bool = False) -> Loop:
+    """`graphed_step` with everything on."""
+    policy, device = setting.policy, setting.device
+    model = _model(case, setting)
+    optimizer = case.optimizer(model.parameters(), fused=True)
+    called: Any = torch.compile(model, dynamic=False) if compiled else model
+    step = graphed_step(
+        case.loss_fn,
+        called,
+        optimizer,
+        policy=policy,
+        scaler=GradScaler(device.type, INIT_SCALE, enabled=policy.needs_scaling),
+        max_norm=MAX_NORM,
+        scheduler=_scheduler(optimizer, setting),
+        on_failure="raise",
+        graph="auto" if device.type == "cuda" else "emulate",
+    )
+    return _loop(lambda *batch: step(*batch).loss, case, setting, lambda: step.report().to_dict())
+
+
+def _graphed_compiled(case: Case, setting: Setting) -> Loop:
+    return _graphed(case, setting, compiled=True)
+
+
+def has_lightning() -> bool:
+    """Return whether the Lightning variant can be built here."""
+    return all(importlib.util.find_spec(name) for name in ("lightning", "ampkit.lightning"))
+
+
+def _lightning(case: Case, setting: Setting) -> Loop:
+    """A Lightning Trainer with ampkit's callback, over the same input."""
+    import lightning.pytorch as pl
+
+    AmpkitCallback = importlib.import_module("ampkit.lightning").AmpkitCallback  # noqa: N806 - a class
+    policy, device = setting.policy, setting.device
+    scaler = GradScaler(device.type, INIT_SCALE) if policy.needs_scaling else None
+    callback = AmpkitCallback(scaler=scaler, on_failure="raise", graph="auto" if device.type == "cuda" else "emulate")
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _model(case, setting._replace(device=torch.device("cpu")))
+
+        def training_step(self, batch: Batch) -> Tensor:
+            return case.loss_fn(self.net, *batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = case.optimizer(self.net.parameters(), fused=True)
+            return [optimizer], [{"scheduler": _scheduler(optimizer, setting), "interval": "step"}]
+
+    class Losses(pl.Callback):
+        def __init__(self, on_loss: OnLoss) -> None:
+            self._on_loss = on_loss
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            self._on_loss(outputs["loss"])
+
+    def train(batches: Iterable[Batch], on_loss: OnLoss) -> None:
+        trainer = pl.Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=1 if device.index is None else [device.index],
+            max_epochs=1,
+            gradient_clip_val=MAX_NORM,
+            callbacks=[Losses(on_loss), callback],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **lightning_precision(policy, device),
+        )
+        trainer.fit(Module(), feed(batches, case, setting))
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # which devices there are, and tips
+    return Loop(train, report=lambda: callback.report().to_dict())
+
+
+def lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a Trainer that mean this policy."""
+    for name in ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
+        if policy == Policy.parse(name):
+            break
+    else:
+        raise ValueError(f"Lightning has no precision for the policy {policy}")
+    if name == "16-mixed" and device.type == "cpu":
+        from lightning.pytorch.plugins.precision import MixedPrecision
+
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", TorchScaler("cpu"))]}
+    return {"precision": name}
+
+
+VARIANTS: dict[str, Variant] = {
+    "float32": Variant("float32 with TF32, eager", _float32, on_cpu="float32, eager"),
+    "amp": Variant("torch AMP, eager", torch_amp, quick=True),
+    "amp-fused": Variant("torch AMP, fused optimizer", _amp_fused, quick=True),
+    "compile": Variant("torch.compile", _compiled, compiles=True),
+    "reduce-overhead": Variant("torch.compile reduce-overhead", _reduce_overhead, needs_cuda=True, compiles=True),
+    "max-autotune": Variant("torch.compile max-autotune", _max_autotune, needs_cuda=True, default=False, compiles=True),
+    "bare": Variant("bare capture (*)", _bare, whole=False, needs_cuda=True, quick=True),
+    "bare-compile": Variant(
+        "bare capture, compiled (*)", _bare_compiled, whole=False, needs_cuda=True, default=False, compiles=True
+    ),
+    "graphed": Variant("graphed_step", _graphed, quick=True, on_cpu="graphed_step, emulated"),
+    "graphed-compile": Variant(
+        "graphed_step + torch.compile",
+        _graphed_compiled,
+        compiles=True,
+        on_cpu="graphed_step + torch.compile, emulated",
+    ),
+    "lightning": Variant("Lightning, AmpkitCallback", _lightning, on_cpu="Lightning, AmpkitCallback, emulated"),
+}

@@ -1,0 +1,342 @@
+"""How the training loop that `module:function` names is made ready, examined and reported on."""
+
+import inspect
+import json
+import linecache
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._errors import UsageError
+from ..._precision.fake_tensors import can_save_for_backward
+from ..._precision.policy import Policy
+from ..._progress import Bar
+from ..._step.graphed_step import graphed_step
+from ..._text import size_text, type_text
+from ..._user_line import line_text, user_line
+from ...debug._memory.forecast import forecast
+from ..bench.profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
+from .faults import CHECKS, Fault, Origins, Subject, Trial
+
+RETURNED = (
+    "(loss_fn, model, optimizer, batches) or (loss_fn, model, optimizer, batches, options): loss_fn(model, *batch) "
+    "returns the loss; an optimizer, or a function that makes one of parameters; a loader or list of batches; options "
+    "is a dict of further arguments of ampkit.graphed_step, as {'policy': 'float16', 'scheduler': scheduler}"
+)
+RETURNED_LIGHTNING = (
+    "(LightningModule, batches) or (LightningModule, batches, options): batches is a dataloader or a list; options is "
+    "a dict of further arguments of ampkit.graphed_step, as {'policy': '16-mixed', 'max_norm': 1.0}"
+)
+_TIMED_STEPS = 10
+# Arguments of graphed_step that are not the loop's to choose.
+_OURS = ("graph", "warmup", "verify", "on_failure", "numerics")
+_UNCHECKED_ON_CPU = (
+    "copies from pageable memory, and waits other than for a value or a shape",
+    "operations that are not deterministic on CUDA alone",
+    "what capture would gain: it needs the time of the device",
+)
+
+
+class DoctorError(UsageError):
+    """What `module:function` names cannot be examined; the message says why and what to write instead."""
+
+
+@dataclass
+class Diagnosis:
+    """What was found. Prints as a report.
+
+    Attributes:
+        name: `module:function`.
+        device: where the model is.
+        findings: the worst first.
+        unchecked: what could not be looked at, and why.
+        figures: what was measured, by name, for the JSON file.
+        notes: the figures in words.
+    """
+
+    name: str
+    device: str
+    findings: list[Fault] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if nothing was found, 1 otherwise."""
+        return int(bool(self.findings))
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        told = {"torch": torch.__version__, "exit_code": self.exit_code}
+        return json.dumps({**asdict(self), **told}, indent=1)
+
+    def __str__(self) -> str:
+        count = f"{len(self.findings)} finding{'s' if len(self.findings) != 1 else ''}"
+        lines = [
+            f"{self.name} on {self.device}, torch {torch.__version__}: {count if self.findings else 'no findings'}"
+        ]
+        for found in self.findings:
+            lines += ["", *_in_words(found)]
+        lines += ["", *self.notes] if self.notes else []
+        if self.unchecked:
+            lines += ["", "Not checked:", *(f"  {text}" for text in self.unchecked)]
+        return "\n".join(lines)
+
+
+def _in_words(found: Fault) -> Iterator[str]:
+    times = f" ({found.count} times)" if found.count > 1 else ""
+    waited = f", {found.ms:.3f} ms" if found.ms else ""
+    yield f"{found.severity:8}{found.kind}: {found.line or '(no line of yours)'}"
+    yield f"{'':8}{found.what}{times}{waited}"
+    yield f"{'':8}{found.advice}"
+
+
+def diagnose(
+    name: str, find: Callable[[], Callable[[], Any]], *, lightning: bool = False, bar: bool = True
+) -> Diagnosis:
+    """Train what a function of the user's returns for a few eager steps, and return what is wrong with the step.
+
+    Args:
+        name: what to call it.
+        find: returns the function; what it imports is watched too.
+        lightning: it returns a LightningModule.
+        bar: show a progress bar, if there is a terminal.
+
+    Raises:
+        DoctorError: it cannot be trained. Its cause is what the user's code raised, if that is the reason.
+        UsageError: `find` raised it.
+
+    Sync: waits for the device.
+    """
+    progress = Bar(len(CHECKS) + 3, bar)
+    try:
+        progress.show("the first step")
+        trial = _trial(name, find, lightning)
+        return _examined(Diagnosis(name, _described(trial.device)), trial, progress)
+    finally:
+        progress.clear()
+
+
+def _trial(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) -> Trial:
+    """Return the training loop behind its first step, which makes what is made once (optimizer state)."""
+    try:
+        trial = Trial((_lightning_subject if lightning else _subject)(name, find))
+        trial.run()
+    except UsageError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        where = user_line(error)
+        raise DoctorError(f"{name}: {type(error).__name__}: {error}{f' ({where})' if where else ''}") from error
+    return trial
+
+
+def _examined(diagnosis: Diagnosis, trial: Trial, progress: Bar) -> Diagnosis:
+    for title, check in CHECKS.items():
+        progress.show(title)
+        with _unchecked_if_it_fails(diagnosis, title):
+            diagnosis.findings += check(trial)
+    if not trial.is_compared:
+        diagnosis.unchecked.append("host state: no two steps with inputs of one layout could be compared")
+    diagnosis.findings.sort(key=lambda found: found.rank)
+    progress.show("gain of a capture")
+    if trial.device.type == "cuda":
+        with _unchecked_if_it_fails(diagnosis, "gain of a capture"):
+            _add_gain(diagnosis, trial)
+    else:
+        why = "the model is on the CPU" if torch.cuda.is_available() else "there is no CUDA device"
+        diagnosis.unchecked += [f"{text} ({why})" for text in _UNCHECKED_ON_CPU]
+    progress.show("memory")
+    with _unchecked_if_it_fails(diagnosis, "memory"):
+        _add_memory(diagnosis, trial)
+    return diagnosis
+
+
+@contextmanager
+def _unchecked_if_it_fails(diagnosis: Diagnosis, title: str) -> Iterator[None]:
+    """Context in which an error becomes a line of what was not checked: the other checks go on."""
+    try:
+        yield
+    except Exception as error:  # of the user's code, after a first step that went well
+        where = user_line(error)
+        diagnosis.unchecked.append(f"{title}: {type(error).__name__}: {error}{f' ({where})' if where else ''}")
+
+
+def _described(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+# ---------------------------------------------------------------------------------------------------- what is examined
+
+
+def _subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
+    """Return what the user's function makes, checked."""
+    origins = Origins()
+    with origins:
+        function = find()
+        made = function()
+        if not isinstance(made, tuple) or len(made) not in (4, 5):
+            raise DoctorError(f"{name} returned {type_text(made)}, expected {RETURNED}.")
+        loss_fn, model, optimizer, batches = made[:4]
+        if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer) and isinstance(model, nn.Module):
+            optimizer = optimizer(model.parameters())  # as `bench` takes it
+    options = _options(name, made[4] if len(made) == 5 else {})
+    if not callable(loss_fn):
+        raise DoctorError(f"{name} returned {type_text(loss_fn)} for loss_fn, expected {RETURNED}.")
+    return Subject(_line_of(function), loss_fn, model, optimizer, batches, options, origins)
+
+
+def _options(name: str, options: Any) -> dict[str, Any]:
+    known = [key for key, arg in inspect.signature(graphed_step).parameters.items() if arg.kind is arg.KEYWORD_ONLY]
+    if not isinstance(options, dict) or (strange := [key for key in options if key not in known]):
+        found = f"the options {', '.join(map(repr, strange))}" if isinstance(options, dict) else type_text(options)
+        raise DoctorError(f"{name} returned {found}, expected a dict of arguments of graphed_step: {', '.join(known)}.")
+    return {key: value for key, value in options.items() if key not in _OURS}
+
+
+def _line_of(function: Callable[..., Any]) -> str:
+    """Return `file:line: source` of a function, "" where it has none."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    number = next((i for i in range(code.co_firstlineno, code.co_firstlineno + 9) if _defines(code.co_filename, i)), 0)
+    number = number or code.co_firstlineno  # of a decorator
+    return line_text(code.co_filename, number)
+
+
+def _defines(filename: str, number: int) -> bool:
+    return linecache.getline(filename, number).lstrip().startswith(("def ", "async def "))
+
+
+# ------------------------------------------------------------------------------------------------------------ Lightning
+
+
+def _lightning_subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
+    """Return the automatic optimisation of a LightningModule as a loop without a Trainer."""
+    try:
+        import lightning.pytorch as pl
+    except ImportError as error:
+        raise DoctorError("--lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
+    origins = Origins()
+    with origins:
+        function = find()
+        made = function()
+        if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], pl.LightningModule):
+            raise DoctorError(f"{name} returned {type_text(made)}, expected {RETURNED_LIGHTNING}.")
+        module = made[0].to("cuda") if torch.cuda.is_available() else made[0]  # as a Trainer does
+        if not module.automatic_optimization:
+            raise DoctorError(f"{name}: automatic_optimization is False; its step is not where --lightning looks.")
+        optimizer, scheduler = _configured(name, module.configure_optimizers())
+    options = _options(name, made[2] if len(made) == 3 else {})
+    if scheduler is not None:
+        options.setdefault("scheduler", scheduler)
+    return Subject(_line_of(function), _lightning_loss, module, optimizer, made[1], options, origins, whole=True)
+
+
+def _lightning_loss(module: Any, batch: Any) -> Any:
+    wants_index = len(inspect.signature(module.training_step).parameters) > 1
+    with warnings.catch_warnings():
+        # self.log says so without a Trainer, and does nothing.
+        warnings.filterwarnings("ignore", "You are trying to `self.log")
+        out = module.training_step(batch, 0) if wants_index else module.training_step(batch)
+    return out["loss"] if isinstance(out, Mapping) else out
+
+
+def _configured(name: str, made: Any) -> tuple[Any, Any]:
+    """Return optimizer and scheduler of what `configure_optimizers` returned; one stepped by epochs counts as none."""
+    optimizers, schedulers = made, []
+    if isinstance(made, dict):
+        optimizers, schedulers = [made.get("optimizer")], [made["lr_scheduler"]] if "lr_scheduler" in made else []
+    elif isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], (tuple, list)):
+        optimizers, schedulers = made
+    optimizers = list(optimizers) if isinstance(optimizers, (tuple, list)) else [optimizers]
+    if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
+        raise DoctorError(f"{name}: configure_optimizers returned {type_text(made)}, expected a single optimizer.")
+    each_step = [part["scheduler"] for part in schedulers if isinstance(part, dict) and part.get("interval") == "step"]
+    return optimizers[0], each_step[0] if each_step else None
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+def _add_gain(diagnosis: Diagnosis, trial: Trial) -> None:
+    """Measure for how long a step takes, keeps the host and keeps the device: capture takes the host out of it."""
+    trial = trial.without_schedule()
+    step_ms, host_ms = _step_ms(trial), _host_ms(trial)
+    steps = LEAD_IN + PROFILED_STEPS + LEAD_OUT  # what `device_work` takes the events to be of
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(steps):
+            trial.run()
+        torch.cuda.synchronize(trial.device)
+    work = device_work(profiler.events() or ())
+    if not work.kernels:
+        diagnosis.unchecked.append("gain of a capture: torch.profiler saw no kernel")
+        return
+    device_ms, kernels = work.busy_us / steps / 1e3, work.kernels / steps
+    figures = {"step_ms": step_ms, "host_ms": host_ms, "device_ms": device_ms, "kernels": kernels}
+    diagnosis.figures["capture"] = figures
+    diagnosis.notes.append(
+        f"A step takes {step_ms:.2f} ms; the host is busy for {host_ms:.2f} ms, the device for {device_ms:.2f} ms "
+        f"({kernels:.0f} kernels). A capture can make it up to {step_ms / device_ms:.1f} times as fast."
+    )
+
+
+def _step_ms(trial: Trial) -> float:
+    torch.cuda.synchronize(trial.device)
+    start = time.perf_counter()
+    for _ in range(_TIMED_STEPS):
+        trial.run()
+    torch.cuda.synchronize(trial.device)
+    return (time.perf_counter() - start) / _TIMED_STEPS * 1e3
+
+
+def _host_ms(trial: Trial) -> float:
+    """Return how long a call takes with nothing queued."""
+    took = []
+    for _ in range(_TIMED_STEPS):
+        torch.cuda.synchronize(trial.device)
+        start = time.perf_counter()
+        trial.run()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took) * 1e3
+
+
+def _add_memory(diagnosis: Diagnosis, trial: Trial) -> None:
+    """Forecast the memory of a step for CUDA, also without a GPU, as it is and under the policy."""
+    policy = trial.subject.options.get("policy")
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    device = "cuda" if can_save_for_backward("cuda") else "cpu"
+    # A policy that changes the model is on it already, so that there is no model without it.
+    whole = policy is not None and bool(policy.modules or policy.params is not torch.float32)
+    peaks = {str(each): _peak(trial, each, device) for each in ([policy] if whole else dict.fromkeys((None, policy)))}
+    diagnosis.figures["memory"] = {"device": device, "peak_bytes": peaks}
+    told = (f"{size_text(peak)} {_under(name)}" for name, peak in peaks.items())
+    diagnosis.notes.append(f"Memory of a step on {device}, forecast: {', '.join(told)}.")
+
+
+def _under(policy: str) -> str:
+    return "without a policy" if policy == "None" else f"under {policy}"
+
+
+def _peak(trial: Trial, policy: Policy | None, device: str) -> int:
+    subject = trial.subject
+    loss_fn = _LossOfBatch(subject.loss_fn)
+    return forecast(loss_fn, subject.model, subject.optimizer, trial.kept[0], policy=policy, device=device).peak
+
+
+class _LossOfBatch(nn.Module):
+    """A loss of a kept batch. A module, as the loss may be: tensors of a module are copied to the forecast's device."""
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.loss_fn(model, *args, **kwargs)

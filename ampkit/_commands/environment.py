@@ -1,0 +1,145 @@
+"""What a bug report needs to know of the machine and the installation. Reads a fixed list of variables, no secrets."""
+
+import json
+import os
+import platform
+import re
+import warnings
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._text import size_text
+from .._torch.settings import SETTINGS, settings
+
+_PACKAGES = ("numpy", "triton", "lightning", "torchvision", "matplotlib")
+# Which kernels run, how memory is allocated, how ranks talk to each other. None of them names a person or a secret.
+_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_JIT"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_LINALG_PREFER_CUSOLVER"),
+    *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCH_LOGS"),
+    *("TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"),
+    *("TORCH_NCCL_CUDA_EVENT_CACHE", "TORCH_NCCL_USE_COMM_NONBLOCKING", "TORCH_NCCL_AVOID_RECORD_STREAMS"),
+    *("NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE"),
+    *("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_GRAPH_REGISTER", "NCCL_GRAPH_MIXING_SUPPORT"),
+    *("NCCL_LAUNCH_MODE", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE",
+)
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Environment:
+    """What ampkit runs on. Prints as text.
+
+    Args:
+        ampkit: its version.
+
+    Sync: none. Starts CUDA as far as reading the properties of the devices does; allocates nothing there.
+    """
+
+    def __init__(self, ampkit: str) -> None:
+        self.facts: dict[str, Any] = {
+            "ampkit": ampkit,
+            "torch": _torch_build(),
+            "python": platform.python_version(),
+            "os": platform.platform(),
+            "cpu": {"cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()},
+            "cuda": _cuda(),
+            "packages": {name: _version(name) for name in _PACKAGES},
+            "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            "settings": {name: _plain(value) for name, value in zip(SETTINGS, settings(), strict=True)},
+        }
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps(self.facts, indent=1)
+
+    def __str__(self) -> str:
+        facts = self.facts
+        torch_, cpu, cuda = facts["torch"], facts["cpu"], facts["cuda"]
+        built = ", ".join(f"{name} {torch_[key] or 'none'}" for key, name in _BUILT.items())
+        gpus = cuda["gpus"] or [None]
+        lines = [
+            ("ampkit", facts["ampkit"]),
+            ("torch", f"{torch_['version']} (git {torch_['git']}), built with {built}"),
+            ("python", facts["python"]),
+            ("os", facts["os"]),
+            ("cpu", f"{cpu['cores']} cores, {cpu['capability']}"),
+            ("driver", cuda["driver"] or "unknown"),
+            *(("gpu" if i == 0 else "", _gpu_text(gpu, cuda["why_not"])) for i, gpu in enumerate(gpus)),
+            ("packages", ", ".join(f"{name} {version or '-'}" for name, version in facts["packages"].items())),
+            ("environment", " ".join(f"{key}={value}" for key, value in facts["environment"].items()) or "-"),
+        ]
+        told = [f"{name:<12} {value}" for name, value in lines]
+        told += ["", "Settings of torch that decide which kernels run, as a new process has them:"]
+        return "\n".join([*told, *(f"  {name}: {value}" for name, value in facts["settings"].items())])
+
+
+_BUILT = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
+
+
+def _torch_build() -> dict[str, Any]:
+    """Return the version of torch, and those of the libraries that it was built with; None for one that it has not."""
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return {
+        "version": str(torch.__version__),
+        "git": torch.version.git_version,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+    }
+
+
+def _cuda() -> dict[str, Any]:
+    """Return what the devices are, or why there are none. Whatever is wrong with them, the report is to go on."""
+    gpus, why_not = [], None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's warning of an old driver is in the error as well
+        try:
+            torch.cuda.init()
+            gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
+        except (AssertionError, RuntimeError) as error:  # AssertionError: this torch was built without CUDA
+            why_not = (str(error).splitlines() or [type(error).__name__])[0]
+    return {"available": bool(gpus), "why_not": why_not, "driver": _driver(), "gpus": gpus}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(index)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "memory_bytes": found.total_memory,
+        "multiprocessors": found.multi_processor_count,
+    }
+
+
+def _gpu_text(gpu: dict[str, Any] | None, why_not: str | None) -> str:
+    if gpu is None:
+        return f"none: {why_not or 'no device is visible'}"
+    memory, parts = size_text(gpu["memory_bytes"]), gpu["multiprocessors"]
+    return f"{gpu['name']}, compute capability {gpu['capability']}, {memory}, {parts} multiprocessors"
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver, None where Linux does not tell it; no process is started to ask."""
+    with suppress(OSError):
+        if match := re.search(r"\d+\.\d[\d.]*", _DRIVER.read_text()):
+            return match[0]
+    return None
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON has: its text, if it has no such value."""
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

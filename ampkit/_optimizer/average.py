@@ -1,0 +1,153 @@
+"""The running average of a model, EMA or SWA, without the host reads of torch's own, so that a graph can hold it."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn, get_swa_multi_avg_fn
+
+from .._torch.tensors import devices_with_foreach, foreach_copy_, grouped_by_device_and_dtype
+
+Tensors = Sequence[Tensor]
+
+# Each call of get_swa_multi_avg_fn makes another function of the same code.
+_SWA_CODE = inspect.unwrap(get_swa_multi_avg_fn()).__code__
+# The kernels of lerp compute these in float32: ATen/OpMathType.h.
+_IN_FLOAT32 = (torch.float16, torch.bfloat16)
+
+
+def capturable(
+    after_step: Callable[[nn.Module], object],
+) -> tuple[Callable[[nn.Module], object], nn.Module | None]:
+    """Return what to run behind the optimizer in place of `after_step`, and the module whose state it changes.
+
+    Args:
+        after_step: called with the model. `update_parameters` of an `AveragedModel` is replaced by `update_average`,
+            after `prepare_average`; everything else is run as it is.
+
+    Returns:
+        The callable, and the module that it is a method of, or None.
+
+    Raises:
+        ValueError: not a callable, or the `AveragedModel` itself.
+    """
+    if not callable(after_step):
+        raise ValueError(
+            f"graphed_step(after_step={type(after_step).__name__}): expected a callable that takes the model, such as "
+            "averaged.update_parameters."
+        )
+    if isinstance(after_step, AveragedModel):
+        raise ValueError(
+            "graphed_step(after_step=AveragedModel): that would run the model. Pass its update_parameters."
+        )
+    if isinstance(after_step, nn.Module):
+        return after_step, after_step
+    owner = getattr(after_step, "__self__", None)
+    if isinstance(owner, AveragedModel) and getattr(after_step, "__func__", None) is AveragedModel.update_parameters:
+        prepare_average(owner)
+        return partial(update_average, owner), owner
+    return after_step, owner if isinstance(owner, nn.Module) else None
+
+
+def prepare_average(averaged: AveragedModel) -> None:
+    """Put `averaged.n_averaged` on the device of the averaged parameters, where torch leaves it on the CPU.
+
+    Sync: none, once it is there; before, one copy.
+    """
+    some = next(_state(averaged.module), None)
+    if some is not None and averaged.n_averaged.device != some.device:
+        averaged.n_averaged = averaged.n_averaged.to(some.device)
+
+
+def update_average(averaged: AveragedModel, model: nn.Module) -> None:
+    """Do what `averaged.update_parameters(model)` does, bit by bit, and read nothing on the host.
+
+    The first update copies the model, later ones average. Which one this is, is on the device: both are computed, and
+    one is selected. So the averaging function is called for the first update too, with a count of 1, and its result
+    is dropped; it must keep no state of its own. Where torch raises in the second update, this raises in the first:
+    torch's SWA kernel takes no integers, so on CUDA the default average with `use_buffers` fails on BatchNorm's
+    counts. Give it an `avg_fn`.
+
+    Args:
+        averaged: an average of models like `model`, changed in place: its tensors keep their storage.
+        model: the model as it is now.
+
+    Sync: none, if `averaged` is on the model's device and `averaged.avg_fn` or `multi_avg_fn` has none.
+    """
+    prepare_average(averaged)
+    count = averaged.n_averaged
+    mine = _state(averaged.module) if averaged.use_buffers else averaged.parameters()
+    its = _state(model) if averaged.use_buffers else model.parameters()
+    # As in torch, what one of the two models has beyond the other is left alone.
+    pairs = [(ours.detach(), theirs.detach().to(ours.device)) for ours, theirs in zip(mine, its, strict=False)]
+    old, new = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
+    _average(averaged, old, new, count.clamp(min=1))  # functions that divide by the count never see 0
+    first = count == 0
+    for ours, theirs in zip(old, new, strict=True):
+        torch.where(first.to(ours.device), theirs.to(ours.dtype), ours, out=ours)
+    if not averaged.use_buffers:
+        _copy(list(averaged.module.buffers()), list(model.buffers()))
+    count.add_(1)
+
+
+def _state(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _average(averaged: AveragedModel, old: list[Tensor], new: list[Tensor], count: Tensor) -> None:
+    """Average `new` into `old`, choosing the function as `AveragedModel.update_parameters` does."""
+    if averaged.multi_avg_fn is None and averaged.avg_fn is not None:
+        _one_by_one(averaged.avg_fn, old, new, count)
+        return
+    for ours, theirs in _grouped(old, new):
+        device = ours[0].device
+        here = count.to(device)
+        if averaged.multi_avg_fn is not None and not _is_swa(averaged.multi_avg_fn):
+            averaged.multi_avg_fn(ours, theirs, here)
+        elif averaged.multi_avg_fn is not None or device.type in devices_with_foreach():
+            _swa(ours, theirs, here)
+        else:
+            _one_by_one(get_swa_avg_fn(), ours, theirs, here)
+
+
+def _one_by_one(avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor], old: Tensors, new: Tensors, count: Tensor) -> None:
+    for ours, theirs in zip(old, new, strict=True):
+        ours.copy_(avg_fn(ours, theirs, count.to(ours.device)))
+
+
+def _is_swa(multi_avg_fn: Callable[..., None]) -> bool:
+    return getattr(inspect.unwrap(multi_avg_fn), "__code__", None) is _SWA_CODE
+
+
+def _swa(old: list[Tensor], new: list[Tensor], count: Tensor) -> None:
+    """Do what the function of `get_swa_multi_avg_fn` does to tensors of one dtype.
+
+    torch's hands `1 / (count + 1)` to a foreach kernel as a number, which it reads from the device. As a tensor it
+    would have to be of the parameters' dtype, which for float16 rounds it: those are averaged in float32, as in the
+    kernel.
+    """
+    dtype = old[0].dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        get_swa_multi_avg_fn()(old, new, count)
+        return
+    wide = torch.float32 if dtype in _IN_FLOAT32 else dtype
+    weight = (1 / (count + 1)).to(wide)
+    for ours, theirs in zip(old, new, strict=True):
+        if wide is dtype:
+            ours.lerp_(theirs, weight)
+        else:
+            ours.copy_(ours.to(wide).lerp_(theirs.to(wide), weight))
+
+
+def _copy(old: list[Tensor], new: list[Tensor]) -> None:
+    new = [theirs.detach().to(ours.device, ours.dtype) for ours, theirs in zip(old, new, strict=True)]
+    for ours, theirs in _grouped([ours.detach() for ours in old], new):
+        foreach_copy_(ours, theirs)
+
+
+def _grouped(old: list[Tensor], new: list[Tensor]) -> list[list[list[Tensor]]]:
+    # torch's function refuses empty lists.
+    return [lists for lists, _ in grouped_by_device_and_dtype([old, new]).values()] if old else []

@@ -1,0 +1,62 @@
+"""Whether every step is skipped: counts are copied to the host now and then, and looked at when they have arrived."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch.modes import without_dispatch_modes
+
+IN_A_ROW = 50
+_EVERY = 25  # calls per copy: two copies of 8 bytes
+
+
+class _Copy(NamedTuple):
+    counts: Tensor  # pinned, of steps and of those that were skipped
+    arrived: torch.cuda.Event | None
+
+
+class SkipWatch:
+    """Looks at the two counters of a scaler without waiting for the device that they are on."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._copy: _Copy | None = None
+        self._base: tuple[float, float] | None = None  # counts at the last step that is known not to be skipped
+        self._told = False
+
+    def look(self, steps: Tensor, skipped: Tensor) -> int:
+        """Return how many steps in a row were skipped, once, when they are `IN_A_ROW` or more; else 0. Sync: none."""
+        if self._told or steps.device.type not in ("cpu", "cuda"):
+            return 0
+        self._calls += 1
+        in_a_row = self._read()
+        if self._copy is None and self._calls % _EVERY == 1:
+            with without_dispatch_modes():  # it is no part of the step that somebody may be looking at
+                self._copy = _sent(steps, skipped)
+        self._told = in_a_row >= IN_A_ROW
+        return in_a_row if self._told else 0
+
+    def _read(self) -> int:
+        """Return how many steps before the last copy were skipped in a row, 0 where none has arrived since."""
+        if self._copy is None or not (self._copy.arrived is None or self._copy.arrived.query()):
+            return 0
+        steps, skipped = self._copy.counts.tolist()
+        self._copy = None
+        base = self._base
+        if base is None or steps < base[0] or steps - base[0] != skipped - base[1]:
+            self._base = steps, skipped
+            return 0
+        return int(steps - base[0])
+
+
+def _sent(steps: Tensor, skipped: Tensor) -> _Copy:
+    on_cuda = steps.is_cuda
+    counts = torch.empty(2, dtype=torch.float64, pin_memory=on_cuda)
+    for place, count in zip(counts, (steps, skipped), strict=True):
+        place.copy_(count, non_blocking=True)
+    if not on_cuda:
+        return _Copy(counts, None)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(steps.device))
+    return _Copy(counts, arrived)

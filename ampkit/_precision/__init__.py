@@ -1,0 +1,1 @@
+"""Which dtype parameters, operations, modules and outputs have."""

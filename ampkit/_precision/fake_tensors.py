@@ -1,0 +1,231 @@
+"""A model on tensors without data, on a device that need not be there."""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .._torch.fake_tensors import autocast_without_cuda, fake_tensor_mode
+from .._torch.modules import module_tables
+from .._torch.operators import has_kernel, kernels, op_overload
+from .._torch.tree import tree_flatten
+
+
+def can_save_for_backward(device_type: str) -> bool:
+    """Return whether autograd can build a graph over fake tensors of this device type.
+
+    A torch that was built without CUDA ends the process on the first node of a graph on CUDA: "PyTorch is not linked
+    with support for cuda devices", thrown where nothing catches it. Seen with torch 2.13.0+cpu.
+    """
+    return device_type != "cuda" or torch.backends.cuda.is_built()
+
+
+@contextmanager
+def fake_device(device_type: str) -> Iterator[None]:
+    """Context in which tensors have no data, and CUDA's operations and autocast work without a CUDA device.
+
+    Gradients are on if they were and `can_save_for_backward`.
+
+    Where there is no device, the operations that would ask it which kernel to take are replaced for the while by ones
+    that take what a recent GPU takes. No other thread can be running them then.
+    """
+    fastpath, grad = torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole encoder layer, without a fake kernel
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True  # it writes a traceback for an error that is raised all the same
+    try:
+        with ExitStack() as stack:
+            if device_type == "cuda" and not torch.cuda.is_available():
+                stack.enter_context(autocast_without_cuda())
+                stack.enter_context(kernels(_WITHOUT_DEVICE, ("AutogradCUDA", "CUDA")))
+            if device_type == "cuda":
+                missing = {name: fn for name, fn in _WITHOUT_META.items() if not has_kernel(name, "Meta")}
+                stack.enter_context(kernels(missing, ("Meta",)))
+            # In inference mode, dispatch modes see whole compositions (linear, to) instead of what they come down to.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(grad and can_save_for_backward(device_type)))
+            stack.enter_context(fake_tensor_mode(allow_non_fake_inputs=True))
+            stack.enter_context(_Recurrent())
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        logger.disabled = before
+
+
+def fake_copy(tree: Any, device_type: str, dtype: torch.dtype | None = None) -> Any:
+    """Return a deep copy in which every tensor, also of modules, is a fake one. Within `fake_device`.
+
+    Args:
+        tree: what to copy. Its tensors may be on any device, also meta; they are not read.
+        device_type: where the copies are. A module's tensors that are neither parameters nor buffers stay on their
+            device, as `nn.Module.to` leaves them there; those on meta do not.
+        dtype: of floating tensors in the copy; as they are if None.
+    """
+    memo: dict[int, Any] = {}
+
+    def add(part: Any, stay: bool) -> None:
+        for tensor in tree_flatten(part)[0]:
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                stays = stay and tensor.device.type != "meta"
+                memo[id(tensor)] = _fake(tensor, tensor.device if stays else torch.device(device_type), dtype)
+
+    for leaf in tree_flatten(tree)[0]:
+        add(leaf, stay=False)
+        for module in leaf.modules() if isinstance(leaf, nn.Module) else ():
+            add(module_tables(module)[:2], stay=False)
+        for module in leaf.modules() if isinstance(leaf, nn.Module) else ():
+            add(vars(module), stay=True)
+    return copy.deepcopy(tree, memo)
+
+
+def _fake(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError("a lazy module has no parameters yet. Call the model once, on meta tensors for instance.")
+    grad = tensor.requires_grad and can_save_for_backward(device.type)
+    kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kept, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=grad)
+    return fake.requires_grad_(grad)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Take flash attention where it fits, else the memory-efficient kernel, else the formula, as an H100 does."""
+    size = query.size(-1)
+    scale = 1 / math.sqrt(size) if scale is None else scale
+    low = query.dtype in (torch.float16, torch.bfloat16)
+    if query.dim() != 4 or not (low or query.dtype is torch.float32):
+        return op_overload("aten::_scaled_dot_product_attention_math")(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if attn_mask is None and low and size == value.size(-1) and size <= 256:
+        padded = [F.pad(tensor, (0, -size % 8)) if size % 8 else tensor for tensor in (query, key, value)]
+        flash = op_overload("aten::_scaled_dot_product_flash_attention")
+        attended = flash(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return attended[..., :size] if size % 8 else attended
+    if attn_mask is not None:
+        attn_mask = _float_mask(attn_mask, query)
+    if enable_gqa:
+        key, value = (tensor.repeat_interleave(query.size(1) // tensor.size(1), 1) for tensor in (key, value))
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    return op_overload("aten::_scaled_dot_product_efficient_attention")(
+        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _float_mask(mask: Tensor, query: Tensor) -> Tensor:
+    if mask.dtype is torch.bool:
+        keep, drop = (torch.scalar_tensor(x, dtype=query.dtype, device=mask.device) for x in (0.0, -math.inf))
+        mask = torch.where(mask, keep, drop)
+    keys = mask.size(-1)
+    if keys % 8:  # the kernel reads aligned rows
+        mask = F.pad(mask, (0, 8 - keys % 8))[..., :keys]
+    return mask.expand(*query.shape[:3], mask.size(-1))
+
+
+# Operations of ATen that look at the device to pick a kernel.
+_WITHOUT_DEVICE = {"scaled_dot_product_attention": _attention}
+
+
+def _recurrent_backward(
+    input: Tensor,
+    weights: list[Tensor],
+    weight_stride: int,
+    weight_buf: Tensor,
+    hidden: Tensor,
+    cell: Tensor | None,
+    *more: Any,
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+    """Return gradients of input, states and weights, as _cudnn_rnn_backward does."""
+    of_cell = None if cell is None else torch.empty_like(cell)
+    of_weights = [torch.empty_like(weight) for weight in weights]
+    return torch.empty_like(input), torch.empty_like(hidden), of_cell, of_weights
+
+
+def _gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hidden: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the next state, and a workspace for backward, five times as large (ATen/native/cuda/RNN.cu)."""
+    return torch.empty_like(hidden), hidden.new_empty(hidden.size(0), 5 * hidden.size(1))
+
+
+def _gru_cell_backward(
+    grad: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return gradients of the two kinds of gates, of the state, and of the biases."""
+    gates = 3 * (workspace.size(1) // 5)
+    of_gates = [workspace.new_empty(workspace.size(0), gates) for _ in range(2)]
+    of_biases = [workspace.new_empty(gates) if has_bias else None for _ in range(2)]
+    return of_gates[0], of_gates[1], torch.empty_like(grad), of_biases[0], of_biases[1]
+
+
+# Operations of ATen for CUDA that torch has no meta kernel of (2.11), by which fake tensors know shapes.
+_WITHOUT_META: dict[str, Callable[..., Any]] = {
+    "_cudnn_rnn_backward": _recurrent_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}
+
+_LSTM = 2  # cudnnRNNMode_t
+_RECURRENT = {torch.rnn_relu: 0, torch.rnn_tanh: 1, torch.lstm: _LSTM, torch.gru: 3}
+
+
+class _Recurrent(TorchFunctionMode):
+    """Runs recurrent layers on cuDNN; torch would ask it for its layout of the weights and read their addresses."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # (input, hx, weights, ...); the variant for packed sequences has (data, batch_sizes, hx, weights, ...).
+        if func in _RECURRENT and args[0].device.type == "cuda" and isinstance(args[2], list):
+            return _recurrent(_RECURRENT[func], *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _recurrent(
+    mode: int,
+    input: Tensor,
+    hx: Any,  # a tensor, of lstm two
+    weights: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    hidden, cell = hx if mode == _LSTM else (hx, None)
+    size = hidden.size(-1) if cell is None else cell.size(-1)
+    projected = hidden.size(-1) if hidden.size(-1) != size else 0
+    stride = (4 if has_biases else 2) + bool(projected)  # weights of a layer
+    # To float16, also where autocast is set to bfloat16: ATen/cudnn/AutocastRNN.cpp says kHalf.
+    if torch.is_autocast_enabled("cuda"):
+        input, hidden, *weights = (tensor.to(torch.float16) for tensor in (input, hidden, *weights))
+        cell = cell if cell is None else cell.to(torch.float16)
+    # In place of the buffer that the weights lie in, which a backward asks for: no memory but theirs.
+    buffer = torch.empty(0, dtype=torch.uint8, device=input.device)
+    with torch.autocast("cuda", enabled=False):
+        output, hidden, cell, _, _ = op_overload("aten::_cudnn_rnn")(
+            input, weights, stride, buffer, hidden, cell, mode, size, projected, num_layers, batch_first, dropout,
+            train, bidirectional, [], None,
+        )  # fmt: skip
+    return (output, hidden, cell) if mode == _LSTM else (output, hidden)

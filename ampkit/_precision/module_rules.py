@@ -1,0 +1,390 @@
+"""How a policy's `modules` rules get onto a model and off it again: matching, casting, and a subclass per rule."""
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._text import dtype_name
+from .._torch.modules import module_tables
+from .._torch.tree import tree_flatten, tree_unflatten
+
+ModuleKey = type[nn.Module] | str
+
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+APPLIED = "_ampkit_applied"  # in the __dict__ of the module that `apply` was called with
+
+
+class ModuleRules(NamedTuple):
+    """What a policy asks of a model."""
+
+    rules: tuple[tuple[ModuleKey, torch.dtype], ...]
+    params: torch.dtype
+    output: torch.dtype
+
+
+class _Rule(NamedTuple):
+    """What the forward of one module does beside the module's own."""
+
+    compute: torch.dtype | None  # None: as the code around it
+    autocast: bool  # the parameters have another dtype than `compute`
+    outside: torch.dtype  # what code around it computes in where there is no autocast
+    output: torch.dtype | None  # of the module that `apply` was called with
+
+
+class _Applied(NamedTuple):
+    rules: ModuleRules
+    dtypes: dict[str, torch.dtype]  # of the parameters and buffers that were cast, before that
+
+
+class _Plan(NamedTuple):
+    rules: dict[nn.Module, _Rule]
+    tensors: dict[str, tuple[Tensor, torch.dtype]]  # parameters and buffers by path, with the dtype they should have
+
+
+def module_key(key: object) -> ModuleKey:
+    """Return `key` if it can name modules: a class of modules, a path, or a regular expression.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if isinstance(key, type) and issubclass(key, nn.Module):
+        return key
+    if not isinstance(key, str):
+        raise ValueError("expected a class of modules, a path, or a regular expression.")
+    try:
+        re.compile(key)
+    except (re.error, OverflowError) as error:
+        raise ValueError(f"not a regular expression: {error}.") from None
+    return key
+
+
+def class_name(cls: type[nn.Module]) -> str:
+    """Return the name by which `class_named` finds the class."""
+    if getattr(nn, cls.__name__, None) is cls:
+        return f"torch.nn.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def class_named(name: str) -> type[nn.Module]:
+    """Return the class of modules with this full name. Imports its module.
+
+    Raises:
+        ValueError: there is none.
+    """
+    parts = name.split(".")
+    if all(part.isidentifier() for part in parts):
+        for cut in range(len(parts) - 1, 0, -1):
+            try:
+                found: Any = importlib.import_module(".".join(parts[:cut]))
+            except ImportError:
+                continue
+            for part in parts[cut:]:
+                found = getattr(found, part, None)
+            if isinstance(found, type) and issubclass(found, nn.Module):
+                return found
+    raise ValueError(f"{name!r} is not the full name of a class of modules, such as torch.nn.LayerNorm.")
+
+
+def apply(model: nn.Module, wanted: ModuleRules) -> None:
+    """Put rules on `model` in place of those that are there, and cast its parameters, buffers and outputs.
+
+    Raises:
+        ValueError: see `Policy.apply`. Nothing was changed then.
+    """
+    plan = _plan(model, wanted)
+    _check_own_classes("apply", model)
+    before = _take_off(model)
+    for module, rule in plan.rules.items():
+        module.__class__ = _ruled(type(module), rule)
+    for path, (tensor, dtype) in plan.tensors.items():
+        if tensor.dtype is not dtype:
+            before.setdefault(path, tensor.dtype)
+            _cast_in_place(tensor, dtype)
+    vars(model)[APPLIED] = _Applied(wanted, before)
+
+
+def remove(model: nn.Module, rules: ModuleRules) -> None:
+    """Take these rules off `model` and cast its parameters and buffers back.
+
+    Raises:
+        ValueError: these rules are not on it.
+    """
+    applied: _Applied | None = vars(model).get(APPLIED)
+    if applied is None or applied.rules != rules:
+        other = "another policy is" if applied else "no policy is"
+        raise ValueError(f"Policy.remove({_name(model)}): {other} applied to this module.")
+    _check_own_classes("remove", model)
+    before = _take_off(model)
+    for path, tensor in _tensors(model):
+        if path in before:
+            _cast_in_place(tensor, before[path])
+
+
+def why_not_applied(model: nn.Module, wanted: ModuleRules) -> str:
+    """Return what keeps `model`, or a module that it wraps, from following these rules, or "" if nothing does."""
+    found = [(module, vars(module)[APPLIED]) for module in model.modules() if APPLIED in vars(module)]
+    if not found:
+        return "its module rules are not on the model. Call policy.apply(model) first."
+    for module, applied in found:
+        if applied.rules == wanted:
+            strays = [(p, t.dtype, d) for p, (t, d) in _plan(module, wanted).tensors.items() if t.dtype is not d]
+            if not strays:
+                return ""
+            path, dtype, expected = strays[0]
+            return f"{path} is {dtype}, and its rules want {expected}. Call policy.apply(model) again."
+    return "the model follows the rules of another policy. Call policy.apply(model) with this one."
+
+
+def _plan(model: nn.Module, wanted: ModuleRules) -> _Plan:
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    chosen = _choose(model, paths, wanted.rules)
+    rules: dict[nn.Module, _Rule] = {}
+    homes: dict[nn.Module, torch.dtype] = {}  # of the parameters
+    for path, module, around in _walk(model, chosen):
+        compute = chosen.get(module)
+        inside = compute or around
+        home = wanted.params if wanted.params is torch.float32 or inside is None else inside
+        output = wanted.output if module is model else None
+        rule = _Rule(compute, compute not in (None, home), around or wanted.params, output)
+        moved = homes.setdefault(module, home) is not home and any(map(len, module_tables(module)[:2]))
+        if moved or ((compute or output) and rules.setdefault(module, rule) != rule):
+            raise ValueError(
+                f"Policy.apply({_name(model)}): {path!r} is the same module as {paths[module][0]!r}, and the modules "
+                "around them have different rules. Give both the same."
+            )
+    for module in rules:
+        _check_can_have_rule(paths[module][0], module)
+    return _Plan(rules, _dtypes(model, homes))
+
+
+def _walk(
+    model: nn.Module, chosen: dict[nn.Module, torch.dtype]
+) -> Iterator[tuple[str, nn.Module, torch.dtype | None]]:
+    """Yield every module by each of its paths, with the rule around it."""
+    left: list[tuple[str, nn.Module, torch.dtype | None]] = [("", model, None)]
+    while left:
+        path, module, around = left.pop()
+        yield path, module, around
+        for name, child in module_tables(module)[2].items():
+            if child is not None:
+                left.append((f"{path}.{name}".lstrip("."), child, chosen.get(module, around)))
+
+
+def _choose(
+    model: nn.Module, paths: dict[nn.Module, list[str]], rules: tuple[tuple[ModuleKey, torch.dtype], ...]
+) -> dict[nn.Module, torch.dtype]:
+    """Return the dtype of every module that has a rule."""
+    every = {path for names in paths.values() for path in names}
+    unused = dict(rules)
+    chosen = {}
+    for module, names in paths.items():
+        matching = [(key, dtype) for key, dtype in rules if _matches(key, module, names, every)]
+        exact = [(key, dtype) for key, dtype in matching if key in names]
+        for key, _ in matching:
+            unused.pop(key, None)
+        deciding = exact or matching
+        if len({dtype for _, dtype in deciding}) > 1:
+            shown = " and ".join(f"{_shown(key)}: {dtype_name(dtype)}" for key, dtype in deciding)
+            raise ValueError(
+                f"Policy.apply({_name(model)}): the rules {shown} both match module {names[0]!r}, a {_name(module)}. "
+                "Narrow one of them, or add a rule for the path of the module, which wins over the others."
+            )
+        if deciding:
+            chosen[module] = deciding[0][1]
+    for key in unused:
+        problem = f"the rule {_shown(key)} matches no module. {_close(key, paths)}"
+        raise ValueError(f"Policy.apply({_name(model)}): {problem}")
+    return chosen
+
+
+def _matches(key: ModuleKey, module: nn.Module, names: list[str], every: set[str]) -> bool:
+    if isinstance(key, type):
+        return isinstance(module, key)
+    if key in every:
+        return key in names
+    return any(re.fullmatch(key, name) for name in names)
+
+
+def _close(key: ModuleKey, paths: dict[nn.Module, list[str]]) -> str:
+    if isinstance(key, type):
+        classes = sorted({_name(module) for module in paths})
+        close = difflib.get_close_matches(key.__name__, classes, n=3, cutoff=0.4) or classes[:6]
+        return f"The model has modules of {', '.join(close)}."
+    every = [path for names in paths.values() for path in names if path]
+    close = difflib.get_close_matches(key, every, n=3, cutoff=0.4) or every[:3]
+    return f"Close paths: {', '.join(map(repr, close))}." if close else "The model has no modules inside."
+
+
+def _check_can_have_rule(path: str, module: nn.Module) -> None:
+    why = ""
+    if isinstance(module, torch.jit.ScriptModule):
+        why = "it is scripted. Apply the policy before torch.jit.script"
+    elif "forward" in vars(module):
+        why = "something put a forward on the instance, which would bypass the rule. Apply the policy before that"
+    if why:
+        raise ValueError(f"Policy.apply: module {path!r} ({_name(module)}) cannot have a rule: {why}.")
+
+
+def _check_own_classes(call: str, model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if type(module) not in _BASES and any(cls in _BASES for cls in type(module).__mro__):
+            raise ValueError(
+                f"Policy.{call}: the class of module {path!r} ({_name(module)}) was changed after a policy was "
+                "applied, by torch.nn.utils.parametrize for one. Undo that first."
+            )
+
+
+def _dtypes(model: nn.Module, homes: dict[nn.Module, torch.dtype]) -> dict[str, tuple[Tensor, torch.dtype]]:
+    wanted: dict[str, tuple[Tensor, torch.dtype]] = {}
+    first: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        parameters, buffers, _ = module_tables(module)
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            if name in buffers and tensor.dtype not in _CASTABLE:
+                continue
+            path = f"{prefix}.{name}".lstrip(".")
+            other = first.setdefault(tensor, path)
+            if other != path and wanted[other][1] is not homes[module]:
+                raise ValueError(
+                    f"Policy.apply({_name(model)}): {path} is the same tensor as {other}, and their rules want "
+                    f"{dtype_name(homes[module])} and {dtype_name(wanted[other][1])} parameters. "
+                    "Give both the same rule."
+                )
+            wanted.setdefault(other, (tensor, homes[module]))
+    return wanted
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Cast as nn.Module.to does: the parameter stays the same object, which optimizers hold."""
+    with torch.no_grad():
+        tensor.data = tensor.data.to(dtype)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(dtype)
+
+
+def _take_off(model: nn.Module) -> dict[str, torch.dtype]:
+    """Give every module its own class back; return the dtypes from before any policy, by path."""
+    before: dict[str, torch.dtype] = {}
+    for prefix, module in model.named_modules():
+        applied = vars(module).pop(APPLIED, None)
+        if applied is not None:
+            for path, dtype in applied.dtypes.items():
+                before.setdefault(f"{prefix}.{path}".lstrip("."), dtype)
+        module.__class__ = _BASES.get(type(module), type(module))
+    return before
+
+
+def _ruled(base: type[nn.Module], rule: _Rule) -> type[nn.Module]:
+    """Return the subclass of `base` that follows `rule`: the same one each time, as torch.compile guards by it."""
+    if (base, rule) in _RULED:
+        return _RULED[base, rule]
+
+    @wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, base.forward, rule, args, kwargs)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
+        # As an instance of `base`: the subclass exists in this process only.
+        reduced: Any = base.__reduce_ex__(self, protocol)
+        make, args, *rest = reduced
+        return (_rebuild, (rule, make, tuple(base if arg is type(self) else arg for arg in args)), *rest)
+
+    members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": base.__module__}
+    ruled = type(base.__name__, (base,), {**members, "__qualname__": base.__qualname__, "__doc__": base.__doc__})
+    _RULED[base, rule] = ruled
+    _BASES[ruled] = base
+    return ruled
+
+
+def _rebuild(rule: _Rule, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    module = make(*args)
+    module.__class__ = _ruled(type(module), rule)
+    return module
+
+
+def _forward(
+    module: nn.Module, forward: Callable[..., Any], rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if rule.compute is None:
+        out = forward(module, *args, **kwargs)
+    else:
+        device_type = _device_type(args, kwargs, module)
+        around = _autocast_dtype(device_type)
+        args = tuple([_cast_tree(arg, rule.compute) for arg in args])
+        kwargs = {name: _cast_tree(arg, rule.compute) for name, arg in kwargs.items()}
+        with _autocast(device_type, rule.compute, rule.autocast):
+            out = forward(module, *args, **kwargs)
+        out = _returned(out, around, rule.outside)
+    return out if rule.output is None else _cast_tree(out, rule.output)
+
+
+def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> str:
+    if args and isinstance(args[0], Tensor):
+        return args[0].device.type
+    for leaf in (*tree_flatten((args, kwargs))[0], *module.parameters()):
+        if isinstance(leaf, Tensor):
+            return leaf.device.type
+    return "cpu"
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _autocast(device_type: str, dtype: torch.dtype, enabled: bool) -> AbstractContextManager[Any]:
+    if device_type == "meta":  # has no autocast
+        return nullcontext()
+    if not enabled:
+        return torch.autocast(device_type, enabled=False)
+    # The cache is keyed by the weight, not by the dtype: a weight that is also used outside could be served in the
+    # dtype from there.
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
+
+
+def _cast_tree(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...] = _CASTABLE) -> Any:
+    """Return `tree` with tensors of the dtypes `of` cast."""
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.dtype in of else tree
+    leaves, spec = tree_flatten(tree)
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return tree
+    return tree_unflatten([_cast_tree(leaf, dtype, of) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _returned(out: Any, around: torch.dtype | None, outside: torch.dtype) -> Any:
+    """Return outputs in a dtype that the code around the module can take."""
+    if around is None:
+        return _cast_tree(out, outside)
+    # Autocast refuses the other low precision in its widest-type operations. float32 holds every value of both.
+    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(around)
+    return out if other is None else _cast_tree(out, torch.float32, (other,))
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _shown(key: ModuleKey) -> str:
+    return class_name(key) if isinstance(key, type) else f'"{key}"'
+
+
+_RULED: dict[tuple[type[nn.Module], _Rule], type[nn.Module]] = {}
+_BASES: dict[type[nn.Module], type[nn.Module]] = {}

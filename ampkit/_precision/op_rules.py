@@ -1,0 +1,239 @@
+"""Which operations a policy's `ops` rules cast, and how: a function mode around autocast."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, get_overridable_functions, resolve_name
+
+from .._arguments import shortened, shown
+from .._torch.compile import never_compile_by_itself
+from .._torch.operators import nn_builtin
+
+OpRule = torch.dtype | str  # the str is PROMOTE
+OpRules = tuple[tuple[str, OpRule], ...]  # by a name that `op_name` returned
+PROMOTE = "promote"
+
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+
+# Where the spellings of an operation live. What torch calls linalg.norm is another function than norm, so those two
+# namespaces stay in the name, as they do in ATen; torch.special holds aliases only, or names that nothing else has.
+_PREFIXES = {
+    **dict.fromkeys(("", "torch", "torch.functional", "torch.special", "special"), ""),
+    **dict.fromkeys(("torch.nn.functional", "nn.functional", "functional", "F", "torch.Tensor", "Tensor"), ""),
+    **dict.fromkeys(("torch.linalg", "linalg"), "linalg_"),
+    **dict.fromkeys(("torch.fft", "fft"), "fft_"),
+}
+# What torch's documentation calls "alias for", and Python's operators. Operators that assign are not here.
+_ALIASES = {
+    **dict.fromkeys(("__add__", "__radd__"), "add"),
+    **dict.fromkeys(("__sub__", "__rsub__", "rsub", "subtract"), "sub"),
+    **dict.fromkeys(("__mul__", "__rmul__", "multiply"), "mul"),
+    **dict.fromkeys(("__truediv__", "__rtruediv__", "__div__", "__rdiv__", "divide", "true_divide"), "div"),
+    **dict.fromkeys(("__floordiv__", "__rfloordiv__"), "floor_divide"),
+    **dict.fromkeys(("__mod__", "__rmod__"), "remainder"),
+    **dict.fromkeys(("__matmul__", "__rmatmul__", "linalg_matmul"), "matmul"),
+    **dict.fromkeys(("__pow__", "__rpow__"), "pow"),
+    **dict.fromkeys(("__neg__", "negative"), "neg"),
+    **dict.fromkeys(("__abs__", "absolute"), "abs"),
+    **dict.fromkeys(("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")),
+    **{"clip": "clamp", "concat": "cat", "concatenate": "cat", "expit": "sigmoid", "gammaln": "lgamma"},
+}
+_ALIASES.update({name: name.strip("_") for name, meant in _ALIASES.items() if meant is None})
+
+# These write running statistics into their arguments: a cast copy would swallow the update. With a low-precision input
+# they take float32 weights and statistics, so casting the input is all that is needed.
+_INPUT_ONLY = ("batch_norm", "instance_norm")
+# Arguments that make a call write into its inputs. Such a call is left alone, as autocast leaves it.
+_MUTATING = ("out", "inplace", "max_norm")
+
+
+def op_name(key: object) -> str:
+    """Return the operation that a function, a method of Tensor, or a name of either stands for.
+
+    Raises:
+        ValueError: it is none that can have a rule; the message names close ones.
+    """
+    if isinstance(key, str):
+        name = _canonical(key)
+    else:
+        name = _name_of(key) if callable(key) else ""
+    if name in _spellings():
+        return name
+    raise ValueError(_unknown(key))
+
+
+def _canonical(dotted: str) -> str:
+    prefix, _, last = dotted.strip().rpartition(".")
+    if prefix not in _PREFIXES:
+        return ""
+    last = last.removeprefix("special_")
+    name = _PREFIXES[prefix] + last
+    return _ALIASES.get(name) or name
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return the canonical name of a function that torch dispatches on, or "" if it is none or writes in place."""
+    dotted = resolve_name(function) if function in _overridable() else None
+    name = _canonical(dotted) if dotted else ""
+    return "" if name.startswith("_") or name.endswith("_") else name
+
+
+@lru_cache(maxsize=1)
+def _overridable() -> frozenset[Callable[..., Any]]:
+    listed = (function for functions in get_overridable_functions().values() for function in functions)
+    # torch leaves these two out of its list, but they ask the mode like the others.
+    return frozenset([*listed, F.hardswish, F.hardsigmoid])
+
+
+@lru_cache(maxsize=1)
+def _spellings() -> dict[str, frozenset[Callable[..., Any]]]:
+    """Return every operation with all functions and methods that are it."""
+    found: dict[str, set[Callable[..., Any]]] = {}
+    for function in _overridable():
+        if name := _name_of(function):
+            found.setdefault(name, set()).add(function)
+    for name, functions in found.items():
+        # torch.compile sees through the Python function of some (F.pad) to the builtin below it.
+        if builtin := nn_builtin(name):
+            functions.add(builtin)
+    return {name: frozenset(functions) for name, functions in found.items()}
+
+
+def _unknown(key: object) -> str:
+    name = key if isinstance(key, str) else str(getattr(key, "__name__", "")) or shown(key)
+    if isinstance(key, type) and issubclass(key, torch.nn.Module):
+        return f"{name} is a module: give it a rule in Policy(modules=...)."
+    last = name.rpartition(".")[2]
+    plain = _ALIASES.get("__" + last.removeprefix("__i")) or last.rstrip("_")
+    if last != plain and plain in _spellings():
+        return f"{name} works in place, and a cast would make it write into a copy. {plain!r} is its other form."
+    close = difflib.get_close_matches(plain, _spellings(), n=3)
+    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return f"{shortened(name)} is no function or Tensor method of torch that can have a rule.{hint}"
+
+
+def define(ops: OpRules) -> None:
+    """Make these rules known to `op_rules_context`, which torch.compile may trace, and which must only look them up."""
+    if ops not in _MODES:  # not bounded: the type of a mode must live as long as compiled code that was guarded by it
+        table = {
+            function: (rule, any(part in name for part in _INPUT_ONLY), _mutating(function))
+            for name, rule in ops
+            for function in _spellings()[name]
+        }
+        in_python = tuple(item for item in table.items() if isinstance(item[0], FunctionType))
+        _MODES[ops] = type("OpRules", (_Mode,), {"table": table, "in_python": in_python, "__module__": __name__})
+
+
+@contextmanager
+def op_rules_context(ops: OpRules, device_type: str, autocast: torch.autocast) -> Iterator[None]:
+    """Run `autocast` and, above it, these rules.
+
+    Args:
+        ops: what `define` has defined.
+        device_type: the rules cast tensors of this device type only, and switch its autocast off.
+        autocast: entered first.
+    """
+    with autocast, _MODES[ops](device_type):
+        yield
+
+
+_Found = tuple[OpRule, bool, tuple[tuple[str, int], ...]]  # rule, whether it is for the input only, `_mutating`
+
+
+class _Mode(TorchFunctionMode):
+    """Casts the inputs of ruled operations. The rules live in the type: it is what torch.compile guards a mode by."""
+
+    table: ClassVar[dict[Callable[..., Any], _Found]]
+    in_python: ClassVar[tuple[tuple[Callable[..., Any], _Found], ...]]  # the functions of `table` written in Python
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, on cast inputs if it has a rule."""
+        found = self._find(func)
+        kwargs = kwargs or {}
+        if found is None:
+            return func(*args, **kwargs)
+        rule, input_only, mutating = found
+        for name, position in mutating:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if value is not None and value is not False:
+                return func(*args, **kwargs)
+        dtype = _widest((args, tuple(kwargs.values())), self.device_type) if isinstance(rule, str) else rule
+        if dtype is not None and input_only:
+            args, kwargs = _cast_input(args, kwargs, dtype, self.device_type)
+        elif dtype is not None:
+            args = _cast(args, dtype, self.device_type)
+            kwargs = {name: _cast(value, dtype, self.device_type) for name, value in kwargs.items()}
+        # Autocast has a rule of its own for many operations, which would undo this one.
+        with torch.autocast(self.device_type, enabled=False):
+            return func(*args, **kwargs)
+
+    def _find(self, func: Callable[..., Any]) -> _Found | None:
+        if isinstance(func, FunctionType):
+            # Not by the table: from torch 2.13 on, torch.compile does not find the function of an operator there (that
+            # of `1 - x` is Tensor.__rsub__), as it takes another hash for it.
+            for function, found in self.in_python:
+                if func is function:
+                    return found
+            return None
+        return self.table.get(func)
+
+
+def _castable(value: object, device_type: str) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _CASTABLE and value.device.type == device_type
+
+
+def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    if isinstance(value, (list, tuple)):
+        items = [_cast(item, dtype, device_type) for item in value]
+        # A namedtuple takes its fields one by one.
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    return value.to(dtype) if _castable(value, device_type) else value
+
+
+def _cast_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device_type: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (_cast(args[0], dtype, device_type), *args[1:]), kwargs
+    return args, {**kwargs, "input": _cast(kwargs.get("input"), dtype, device_type)}
+
+
+def _widest(values: Any, device_type: str) -> torch.dtype | None:
+    """Return the dtype that holds all castable tensors in `values`, or None if there are none."""
+    widest = None
+    for value in values:
+        dtype = _widest(value, device_type) if isinstance(value, (list, tuple)) else None
+        if _castable(value, device_type):
+            dtype = value.dtype
+        if dtype is not None:
+            # Of float16 and bfloat16 neither holds the other.
+            widest = dtype if widest is None or widest is dtype else torch.float32
+    return widest
+
+
+def _mutating(function: Callable[..., Any]) -> tuple[tuple[str, int], ...]:
+    """Return the arguments of `function` that make it write into its inputs, with their positions."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except ValueError:  # a builtin: `out` is keyword-only there, and there is no other
+        return (("out", _NOWHERE),)
+    return tuple((name, parameters.index(name)) for name in _MUTATING if name in parameters)
+
+
+_NOWHERE = 1 << 30  # a position that no call reaches
+_MODES: dict[OpRules, type[_Mode]] = {}
+never_compile_by_itself(_Mode.__torch_function__)

@@ -1,0 +1,1 @@
+"""A training step, written as one function for the engine in `_capture`."""

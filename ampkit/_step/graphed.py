@@ -1,0 +1,293 @@
+"""The function that a user declares: what it may change, and what is kept from it between calls."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import read_all
+from .._capture.engine import Engine, Options, Report
+from .._capture.inputs import flatten
+from .._capture.ranks import Ranks, why_not_sharded
+from .._capture.sparse_gradients import why_not_dense
+from .._capture.state import TrainingState
+from .._optimizer.device_step import CapturableGroups, broken_kernel, why_not_capturable
+from .._optimizer.scaler import GradScaler
+from .._torch.compile import cudagraphs_of_its_own
+from .._torch.tree import tree_flatten, tree_unflatten
+from .._undo import Undo
+
+
+def graphed(
+    *,
+    modules: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    scaler: GradScaler | None = None,
+    warmup: int = 3,
+    verify: int = 0,
+    on_failure: str = "eager",
+    graph: str = "auto",
+    generators: Sequence[torch.Generator] = (),
+    max_graphs: int = 16,
+    memory_budget: int | None = None,
+) -> "Callable[[Callable[..., Any]], GraphedFunction]":
+    """Decorate a function of tensors, so that after `warmup` calls a call is a single CUDA graph launch.
+
+    For a step that is not one loss and one optimizer (`graphed_step` is for that): a GAN, several losses, an update
+    written by hand, an evaluation without gradients. The function may do whatever a training step does (`zero_grad`,
+    autocast, `backward`, `scaler.step`, `scaler.update`, changes in place), as long as it computes everything from its
+    arguments and the declared state, and changes only declared state.
+
+    ::
+
+        @ampkit.graphed(modules=(gen, disc), optimizers=(opt_g, opt_d), scaler=scaler)
+        def train_step(real, noise): ...
+
+    Args:
+        modules: every module whose parameters or buffers it changes, or whose parameters get a gradient, on one device;
+            () if there is none. One that is only read, such as a frozen teacher, may be left out.
+        optimizers: every optimizer it steps, over parameters of these modules; capturable ones, see `graphed_step`.
+        scaler: the gradient scaler it uses, if any.
+        warmup: see `graphed_step`, as all that follow.
+        verify: likewise. It also finds changes to tensors that belong to no module.
+        on_failure: likewise.
+        graph: likewise.
+        generators: likewise.
+        max_graphs: likewise.
+        memory_budget: likewise.
+
+    Returns:
+        A decorator that makes a `GraphedFunction`.
+
+    Raises:
+        ValueError: an argument that cannot work; the message says what to pass.
+        CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
+    """
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget).checked("graphed")
+    modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
+    device = _device(modules)
+    expected = "a tuple of torch.optim.Optimizer"
+    optimizers = read_all("graphed", "optimizers", optimizers, torch.optim.Optimizer, expected)
+    _check_optimizers(optimizers, modules)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"graphed(scaler={type(scaler).__module__}.{type(scaler).__name__}): expected an ampkit.GradScaler, which "
+            "takes the same arguments and never waits for the device."
+        )
+    return lambda fn: GraphedFunction(fn, modules, optimizers, scaler, device, options)
+
+
+class GraphedFunction:
+    """A function whose calls are graph launches. Made by `graphed`. A context manager: leaving it closes it."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: GradScaler | None,
+        device: torch.device | None,
+        options: Options,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self._name = name = f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
+        self._fn = fn
+        self._modules = tuple(modules)
+        self._optimizers = tuple(optimizers)
+        self._scaler = scaler
+        self._options = options
+        self._groups: list[CapturableGroups] = []
+        self._making = threading.Lock()
+        for part in (fn, *modules):
+            if options.graph != "off" and cudagraphs_of_its_own(part):
+                raise ValueError(
+                    f"{name}: a part of it is compiled with CUDA graphs of its own, which cannot be captured in "
+                    "another one. Compile in the default mode, torch.compile(model), or pass graph='off'."
+                )
+        for i, module in enumerate(modules):
+            if options.graph != "off" and (problem := why_not_sharded(module)):
+                raise NotImplementedError(f"{name}, modules[{i}]: {problem}")
+        # Without a tensor in the modules, the first call tells the device.
+        self._engine = None if device is None else self._make_engine(device)
+
+    def _make_engine(self, device: torch.device) -> Engine:
+        if self._scaler is not None:
+            self._scaler.materialize(device)  # inside a capture its fill would reset the scale in every replay
+        blockers = [blocker for optimizer in self._optimizers if (blocker := why_not_capturable(optimizer))]
+        if self._optimizers and (sparse := why_not_dense(self._modules)):
+            blockers.insert(0, sparse)
+        self._groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
+        return Engine(
+            _Body(self._fn, self._modules, [] if blockers else self._groups, self._scaler, self._name),
+            TrainingState(
+                {f"modules[{i}]": module for i, module in enumerate(self._modules)},
+                self._optimizers,
+                self._scaler,
+                finds_gradients=True,
+            ),
+            device=device,
+            options=self._options,
+            ranks=Ranks(nn.ModuleList(self._modules), device),
+            blocker=blockers[0] if blockers else "",
+            name=self._name,
+            declared=True,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function.
+
+        Args:
+            *args: trees of tensors on the modules' device, which do not require grad, and of hashable constants. A
+                constant is part of the layout: another value is another layout.
+            **kwargs: likewise.
+
+        Returns:
+            What the function returned, a tree of tensors and None, detached.
+
+        Raises:
+            InputMismatch: a tensor on another device, a sparse one, one that requires grad, one that shares memory with
+                another one, or with the state, where the function changes one of the two in place; an unhashable leaf.
+            ValueError: the function returned something else.
+
+        Gradients that the function makes are gone after the call; `param.grad` that was there before is there after,
+        and what was added to it in place. Sync: none. Aliasing: the arguments are copied, and written back to only
+        where the function changes them in place; the outputs belong to the caller.
+        """
+        engine = self._engine
+        if engine is None:
+            with self._making:
+                engine = self._engine = self._engine or self._make_engine(_device_of(args, kwargs))
+        return engine.in_turn(self._call, engine, args, kwargs)
+
+    def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for groups in self._groups:
+            groups.refresh()
+        outputs = engine(args, kwargs)
+        # Under an autocast of the caller's, torch would keep the casts of weights that this call has changed.
+        torch.clear_autocast_cache()
+        if self._scaler is not None:
+            self._scaler.watch_skips()
+            # What a capture left there is memory of one graph, which says nothing about a replay of another.
+            self._scaler.grad_norm = self._scaler.found_inf = None
+        return outputs
+
+    def report(self) -> Report:
+        """Return graphs, replays, eager calls and why, bytes, skipped steps so far. Waits for the device."""
+        if self._engine is None:
+            return Report(0, 0, 0, 0, {}, 0, (), 0, None)
+        skipped = None if self._scaler is None else self._scaler.skipped
+        return self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured."""
+        return 0 if self._engine is None else self._engine.captures
+
+    @property
+    def replays(self) -> int:
+        """How many calls were a graph launch."""
+        return 0 if self._engine is None else self._engine.replays
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a GraphedFunction cannot be copied or pickled: its graphs belong to this process and to these tensors. "
+            "Copy or save modules, optimizers and scaler (state_dict), and decorate the function anew with graphed."
+        )
+
+    def close(self) -> None:
+        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device, and for
+        a call of another thread."""
+        if self._engine is not None:
+            self._engine.close_in_turn()
+
+    def __enter__(self) -> "GraphedFunction":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Body:
+    """The user's function as the engine calls it: optimizers ready for capture, gradients and casts cleared away."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        groups: Sequence[CapturableGroups],
+        scaler: GradScaler | None,
+        name: str,
+    ) -> None:
+        self._fn = fn
+        self._scaler = scaler
+        self._modules = tuple(modules)
+        self._groups = groups
+        self._name = name
+
+    def __call__(self, phase: object, *args: Any, **kwargs: Any) -> Any:
+        params = [param for module in self._modules for param in module.parameters()]
+        given = [param.grad for param in params]
+        with Undo() as undo, ExitStack() as stack:
+            # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
+            undo.note(torch.clear_autocast_cache)
+            undo.note(_give_back, params, given)
+            torch.clear_autocast_cache()  # of an autocast around the call, which has casts that an optimizer outdated
+            if self._scaler is not None:
+                stack.enter_context(self._scaler.unwatched())
+            for groups in self._groups:
+                stack.enter_context(groups.applied())
+            with Undo() as steps:
+                if self._scaler is not None:
+                    steps.note(self._scaler.forgetting())
+                outputs = self._fn(*args, **kwargs)
+                steps.forget()
+            return self._detached(outputs)
+
+    def _detached(self, outputs: Any) -> Any:
+        leaves, tree = tree_flatten(outputs)
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise ValueError(
+                    f"{self._name} returned a {type(leaf).__name__} ({leaf!r}), which a replay cannot compute anew. "
+                    "Return tensors."
+                )
+        return tree_unflatten([leaf if leaf is None else leaf.detach() for leaf in leaves], tree)
+
+
+def _give_back(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+
+
+def _device(modules: Sequence[nn.Module]) -> torch.device | None:
+    """Return the one device of all parameters and buffers, None where there are none."""
+    devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        found = ", ".join(map(str, devices))
+        raise ValueError(
+            f"graphed(modules): expected parameters and buffers on one device, found {found}. Use module.to(device)."
+        )
+    return devices.pop() if devices else None
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the device of the first tensor among the arguments, the one where torch makes tensors if there is none."""
+    tensors = [leaf for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
+    return tensors[0].device if tensors else torch.get_default_device()
+
+
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:
+    known = {param for module in modules for param in module.parameters()}
+    for i, optimizer in enumerate(optimizers):
+        if broken := broken_kernel(optimizer):
+            raise ValueError(f"graphed(optimizers): optimizers[{i}]: {broken}")
+        strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+        if strangers:
+            raise ValueError(
+                f"graphed(optimizers): optimizers[{i}] holds {len(strangers)} parameters of no module in modules, the "
+                f"first of shape {tuple(strangers[0].shape)}. Pass the module that has them in modules=(...)."
+            )

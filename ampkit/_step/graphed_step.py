@@ -1,0 +1,376 @@
+"""The training step that a user calls: its arguments, what they must be, and the window of micro-batches it is in."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
+from .._batches.buckets import Buckets
+from .._capture.engine import DoneError, Engine, Options, Report
+from .._capture.ranks import Ranks, why_not_sharded
+from .._capture.sparse_gradients import refuse_sparse, why_not_dense
+from .._capture.state import TrainingState
+from .._errors import CaptureError, InputMismatch
+from .._optimizer.average import capturable
+from .._optimizer.device_step import broken_kernel, why_not_called, why_not_capturable
+from .._optimizer.scaler import GradScaler
+from .._precision.module_rules import ModuleRules, why_not_applied
+from .._precision.policy import Policy, read_policy
+from .._torch.compile import cudagraphs_of_its_own
+from .observer import Observer
+from .training_step import Phase, Recipe, StepOutput
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler of torch.optim.lr_scheduler that needs no metric."""
+
+    def step(self) -> None:
+        """Set the next learning rate."""
+
+
+def graphed_step(
+    loss_fn: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    policy: Policy | str | None = None,
+    scaler: GradScaler | None = None,
+    max_norm: float | None = None,
+    accumulate: int = 1,
+    scheduler: Scheduler | None = None,
+    buckets: Buckets | None = None,
+    warmup: int = 3,
+    after_step: Callable[[nn.Module], object] | None = None,
+    verify: int = 0,
+    numerics: Observer | None = None,
+    on_failure: str = "eager",
+    graph: str = "auto",
+    generators: Sequence[torch.Generator] = (),
+    max_graphs: int = 16,
+    memory_budget: int | None = None,
+) -> "GraphedStep":
+    """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
+
+    A call zeroes gradients, runs `loss_fn` under the policy's autocast, scales the loss, runs backward, unscales,
+    clips, steps the optimizer (or skips it on the device if a gradient is not finite), updates the loss scale and
+    steps the scheduler. N calls leave the same bits as N calls with `graph="off"` and the same kernels. A loop written
+    with torch alone may differ in the last bits: here unscaling and clipping are one division in a fused optimizer's
+    kernel, and on CUDA the optimizer reads the learning rate from a float32 tensor, where torch passes a Python float
+    as float64.
+
+    Args:
+        loss_fn: `loss_fn(model, *batch, **batch)` returns the loss (a floating tensor of shape ()) or `(loss, aux)`,
+            aux a tree of tensors. Captured once and not called again in a replay: it must compute everything from its
+            inputs on the device.
+        model: all parameters on one device. Put it there, and load its state, before the first call. Or a
+            `DistributedDataParallel` made under a side stream (docs/capture.md): then all ranks decide together, and
+            `warmup` is at least 12.
+        optimizer: over parameters of `model`. To be captured it is Adam, AdamW or SGD with `fused=True`, or one
+            that has a `capturable` option.
+        policy: dtypes, see `Policy`. None leaves autocast as the caller has it. One with rules for modules must have
+            been put on the model by `policy.apply(model)`.
+        scaler: dynamic loss scale. None makes one if the policy computes in float16.
+        max_norm: clip the 2-norm over all gradients to this. `float("inf")` measures without clipping. None does
+            neither.
+        accumulate: calls (micro-batches) per optimizer step. Gradients are those of the mean of their losses: each loss
+            is divided by `accumulate` before its backward. Clipping, skipping and the schedule see the whole window.
+        scheduler: stepped once per optimizer step, skipped or not. It works on `group["lr"]`, which stays a float; the
+            step reads it through a device tensor, which is float32 on CUDA.
+        buckets: sizes to pad batches to, see `Buckets`.
+        warmup: eager calls per input layout before it is captured, at least 2 (1 is taken as 2). They are training
+            steps like any other. An early one is watched for what cannot be captured. The last one is recorded, and
+            what the capture records must be the same.
+        after_step: called with the model behind the optimizer, under `no_grad`, and captured: an EMA update
+            (`averaged.update_parameters` of torch's `AveragedModel`), a constraint on weights.
+        verify: compare the first so many replays with eager steps from the same state, bit by bit; on a difference name
+            the tensor and go on eagerly (or raise). Each takes two steps' time and a few copies of the state, and up to
+            eleven steps' time where kernels are not deterministic: what replays differ by from each other is allowed.
+        numerics: what `ampkit.debug.numerics(model)` returned: it measures in some of the steps, which get graphs of
+            their own, warmed up in the same way, and changes no bit of any step.
+        on_failure: "eager": if the step cannot be captured, or never is because the batch or a setting was new in each
+            of 32 calls, warn once and go on eagerly. "raise": raise `CaptureError`.
+        graph: "auto": a CUDA graph if the model is on CUDA. "emulate": the same engine, re-running `loss_fn` instead
+            of a graph, on any device. "off": eager.
+        generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.
+        max_graphs: how many graphs are kept, one per input layout (and per place in the window, with `accumulate`);
+            then the least recently used one goes.
+        memory_budget: bytes that all graphs may take together (`report().bytes`), None without limit. While a graph is
+            captured, more may be taken. A layout whose graph alone takes more stays eager.
+
+    Returns:
+        A `GraphedStep`: call it with a batch, on the model's device.
+
+    Raises:
+        ValueError: an argument that cannot work; the message says what to pass.
+        NotImplementedError: a model whose parameters are sharded over processes (`fully_shard`), unless `graph="off"`.
+        CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
+
+    Sync: none in a call, but one wait for the device when a graph is captured.
+    """
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget).checked("graphed_step")
+    check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
+    if max_norm is not None:
+        max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
+    check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
+    if numerics is not None and not isinstance(numerics, Observer):
+        raise wrong(
+            "graphed_step", "numerics", numerics, "what ampkit.debug.numerics(model, every=100) returned, or None"
+        )
+    policy = read_policy("graphed_step", policy)
+    device = _device(model, policy)
+    _check_optimizer(optimizer, model)
+    _check_scheduler(scheduler, optimizer)
+    refuse_sparse(model, optimizer, max_norm)
+    if graph != "off":
+        _check_capturable(model, loss_fn)
+    blocker = why_not_dense([model]) or why_not_capturable(optimizer)
+    ranks = Ranks(model, device)
+    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
+    recipe = Recipe(
+        loss_fn,
+        model,
+        optimizer,
+        policy=policy,
+        scaler=_scaler(scaler, policy, device),
+        max_norm=max_norm,
+        accumulate=accumulate,
+        after_step=follow_up,
+        ranks=ranks,
+        device=device,
+        capturable=not blocker,
+        observer=numerics,
+    )
+    modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
+    engine = Engine(
+        recipe,
+        TrainingState(modules, [optimizer], recipe.scaler, own=recipe.gradients),
+        device=device,
+        options=options,
+        ranks=ranks,
+        blocker=blocker,
+        name="graphed_step",
+        captured=recipe.captured,
+        watching=recipe.watching,
+    )
+    return GraphedStep(recipe, engine, accumulate, scheduler, buckets)
+
+
+class GraphedStep:
+    """One training step, or one micro-batch of it, per call. Made by `graphed_step`.
+
+    A context manager: leaving it closes the step.
+    """
+
+    def __init__(
+        self, recipe: Recipe, engine: Engine, accumulate: int, scheduler: Scheduler | None, buckets: Buckets | None
+    ) -> None:
+        self._recipe = recipe
+        self._engine = engine
+        self._accumulate = accumulate
+        self._scheduler = scheduler
+        self._buckets = buckets
+        self._micro = 0  # micro-batches in this window so far
+        self._held: tuple[int, ...] = ()
+        self._observed = False  # this window
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
+        """Do one step with this batch; with `accumulate`, one micro-batch of it.
+
+        Args:
+            *args: passed on to `loss_fn` behind the model: trees of tensors on the model's device, and of hashable
+                constants. A constant is part of the layout: another value is another layout.
+            **kwargs: likewise.
+
+        Raises:
+            InputMismatch: a tensor on another device, a sparse one, one of a class of its own, one that requires grad,
+                one that shares memory with another one, or with the state, where the step changes one of the two in
+                place; an unhashable leaf.
+            ValueError: the loss is not a floating tensor of shape () that requires grad.
+            CaptureError: with `on_failure="raise"`, the step cannot be captured, and was not done; or `verify` found a
+                difference, and it was done eagerly.
+
+        An exception out of `loss_fn` ends the window: what it had accumulated is dropped, for a part of this
+        micro-batch may be in it.
+
+        Sync: none. Aliasing: the batch is copied, and written back to only where `loss_fn` changes it in place; the
+        outputs belong to the caller. What `loss_fn` returns is copied tensor by tensor, so a view of an input or of
+        another output is a tensor of its own behind the call, in eager calls too.
+        """
+        return self._engine.in_turn(self._call, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
+        if self._buckets is not None:
+            args, kwargs = self._buckets.pad_batch(args, kwargs)
+        last = self._micro + 1 == self._accumulate
+        if self._micro == 0:
+            self._observed = self._recipe.begins_observed()
+        self._recipe.groups.refresh()
+        failure, before = None, (self._micro, self._held)
+        # Until this call has come to its end: an exception or an interrupt ends the window.
+        self._micro, self._held = 0, ()
+        try:
+            out, held = self._engine(args, kwargs, Phase(last, before[1], self._observed))
+        except DoneError as error:
+            (out, held), failure = error.outputs, error
+        except (InputMismatch, CaptureError):
+            self._micro, self._held = before
+            raise  # before anything was done
+        # Under an autocast of the caller's, torch would keep the casts of weights that this step has changed.
+        torch.clear_autocast_cache()
+        self._micro, self._held = (0, ()) if last else (before[0] + 1, held)
+        if last:
+            self._stepped(out.grad_norm)
+        if failure is not None:
+            raise failure
+        return out  # type: ignore[no-any-return]  # what the recipe returns
+
+    def flush(self) -> None:
+        """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
+
+        The gradients stay sums over its micro-batches divided by `accumulate`, as in Lightning and in loops that write
+        `(loss / accumulate).backward()`. Does nothing where the window is empty. Eager, counted as such. Sync: none.
+        """
+        self._engine.in_turn(self._flush)
+
+    def _flush(self) -> None:
+        if self._micro == 0:
+            return
+        self._recipe.groups.refresh()
+        held, self._micro, self._held = self._held, 0, ()
+        norm, _ = self._engine.run("flush of a short window", lambda: self._recipe.flush(held, self._observed))
+        torch.clear_autocast_cache()
+        self._stepped(norm)
+
+    def _stepped(self, grad_norm: Any) -> None:
+        # What a capture left there is memory of one graph, which says nothing about a replay of another.
+        self.scaler.grad_norm, self.scaler.found_inf = grad_norm, None
+        self._recipe.tell_observer()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def report(self) -> Report:
+        """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
+        return self._engine.report(self.skipped)
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The gradient scaler; a disabled one where the policy needs none."""
+        return self._recipe.scaler
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured."""
+        return self._engine.captures
+
+    @property
+    def replays(self) -> int:
+        """How many calls were a graph launch."""
+        return self._engine.replays
+
+    @property
+    def skipped(self) -> int:
+        """How many optimizer steps were skipped. Waits for the device."""
+        skipped = self._recipe.scaler.skipped
+        return 0 if skipped is None else int(skipped.item())  # sync
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a GraphedStep cannot be copied or pickled: its graphs belong to this process and to these tensors. Copy "
+            "or save model, optimizer and scaler (state_dict), and make a step of the copies with graphed_step."
+        )
+
+    def close(self) -> None:
+        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device.
+
+        A window of micro-batches goes on where it was. A step that is garbage-collected releases its graphs too. Waits
+        for a call of another thread as well.
+        """
+        self._engine.close_in_turn()
+
+    def __enter__(self) -> "GraphedStep":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _device(model: nn.Module, policy: Policy | None) -> torch.device:
+    """Return the one device of the parameters, having checked their dtype against the policy."""
+    check_instance("graphed_step", "model", model, nn.Module, "a torch.nn.Module")
+    devices = {param.device: name for name, param in model.named_parameters()}
+    if len(devices) != 1:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "no parameters"
+        raise ValueError(
+            f"graphed_step(model): expected parameters on one device, found {found}. Use model.to(device)."
+        )
+    if policy is not None and policy.modules:
+        if problem := why_not_applied(model, ModuleRules(policy.modules, policy.params, policy.output)):
+            raise ValueError(f"graphed_step(policy={str(policy)!r}): {problem}")
+    elif policy is not None:
+        for name, param in model.named_parameters():
+            if param.is_floating_point() and param.dtype is not policy.params:
+                raise ValueError(
+                    f"graphed_step(policy={str(policy)!r}): parameter {name} is {param.dtype}. "
+                    f"Use model.to({policy.params}), or a policy with params={str(param.dtype).removeprefix('torch.')}."
+                )
+    return next(iter(devices))
+
+
+def _check_capturable(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+    for name, part in (("model", model), ("loss_fn", loss_fn)):
+        if cudagraphs_of_its_own(part):
+            raise ValueError(
+                f"graphed_step({name}): it is compiled with CUDA graphs of its own, which cannot be captured in "
+                "another one. Compile it in the default mode, torch.compile(model), or pass graph='off'."
+            )
+    if problem := why_not_sharded(model):
+        raise NotImplementedError(f"graphed_step(model): {problem}")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    if problem := why_not_called(optimizer) or broken_kernel(optimizer):
+        raise ValueError(f"graphed_step(optimizer): {problem}")
+    known = set(model.parameters())
+    for i, group in enumerate(optimizer.param_groups):
+        strangers = [param for param in group["params"] if param not in known]
+        if strangers:
+            raise ValueError(
+                f"graphed_step(optimizer): param_groups[{i}] holds {len(strangers)} parameters that are not the "
+                f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
+                "after model.to(device), and put parameters of the loss into the model."
+            )
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a `ValueError` unless the scheduler can be stepped without arguments and works on this optimizer."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
+        )
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        expected = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
+        raise wrong("graphed_step", "scheduler", scheduler, f"{expected}, or None")
+    other = getattr(scheduler, "optimizer", optimizer)
+    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
+        raise ValueError(
+            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
+            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
+        )
+
+
+def _scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.device) -> GradScaler:
+    if scaler is None:
+        return GradScaler(device.type, enabled=policy is not None and policy.needs_scaling)
+    if not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"graphed_step(scaler={type(scaler).__module__}.{type(scaler).__name__}): it waits for the device. Pass an "
+            "ampkit.GradScaler, which takes the same arguments and loads the same state_dict."
+        )
+    return scaler

@@ -1,0 +1,123 @@
+"""torch's observer of executed operations, and the marks that structure what it writes."""
+
+import ctypes
+import functools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._undo import Undo
+from .guard import private
+from .modes import call_each, without_torch_function
+
+# The observer behind torch.profiler.ExecutionTraceObserver, which adds files and events of its own. One per process.
+_profiler = private(torch._C, "_profiler")
+_add_trace = private(_profiler, "_add_execution_trace_observer")
+_remove_trace = private(_profiler, "_remove_execution_trace_observer")
+_enable_trace = private(_profiler, "_enable_execution_trace_observer")
+_disable_trace = private(_profiler, "_disable_execution_trace_observer")
+# With this in the environment the observer reads tensors, which waits for the device.
+_READS_TENSORS = "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE"
+
+
+@contextmanager
+def execution_trace(path: str) -> Iterator[bool]:
+    """Context in which the operations of all threads are written to a file as JSON. Yields whether they are.
+
+    They are not where another observer of this kind is at work, where it would read tensors, or where another thread
+    has an autograd graph in hand: for a node of a backward the observer looks up what the thread of its forward has run
+    since the trace began, and reads beyond an empty list where that is nothing (torch 2.11,
+    csrc/profiler/standalone/execution_trace_observer.cpp). Nested tensors must not occur: they bring its lists out of
+    step, to the same effect.
+    """
+    with Undo() as undo:
+        trace = _Trace(path)
+        undo.note(trace.end)
+        impossible = os.environ.get(_READS_TENSORS, "0") != "0" or _others_run()
+        if impossible or _one_trace.setdefault("trace", trace) is not trace:
+            yield False
+            return
+        with _less_logging():
+            _add_trace(path)
+            if trace.has_begun():
+                _enable_trace()
+        yield trace.begun
+
+
+class _Trace:
+    """One that is written to a file, or is about to be."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.begun = False
+        # Each is to be called once, whatever is interrupted: torch crashes where it has no observer to disable.
+        self._ends = iter((_disable_trace, _remove_trace))
+
+    def has_begun(self) -> bool:
+        """Return whether torch's observer is this one: whatever torch returns, the file is there then."""
+        self.begun = self.begun or os.path.exists(self._path)  # which may be deleted before the end
+        return self.begun
+
+    def end(self) -> None:
+        """Stop writing."""
+        if _one_trace.get("trace") is not self:
+            return
+        if self.has_begun():
+            with _less_logging():
+                call_each(self._ends)
+        _one_trace.pop("trace", None)
+
+
+_one_trace: dict[str, _Trace] = {}  # at most one; `setdefault` is one step for all threads
+
+
+def _others_run() -> bool:
+    """Return whether another thread of Python's has an autograd graph in hand: a tensor of one, or its backward."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a frame that holds itself keeps everything on the stack alive
+    with without_torch_function():
+        return any(_has_graph(outer) for frame in frames.values() for outer, _ in traceback.walk_stack(frame))
+
+
+def _has_graph(frame: FrameType) -> bool:
+    if frame.f_globals.get("__name__", "").startswith("torch.autograd"):
+        return True
+    tensors = [value for value in list(frame.f_locals.values()) if issubclass(type(value), Tensor)]
+    return any(tensor.grad_fn is not None for tensor in tensors)
+
+
+@contextmanager
+def _less_logging() -> Iterator[None]:
+    """Context in which torch's C++ logs no warnings: the observer logs one each time that it begins or ends."""
+    level = _log_level()
+    if level is None:
+        yield
+        return
+    with Undo() as undo:
+        undo.note(setattr, level, "value", level.value)
+        level.value = 3  # c10/util/logging_is_not_google_glog.h: fatal
+        yield
+
+
+@functools.cache
+def _log_level() -> ctypes.c_int | None:
+    """Return the level that C++ logs from, None where it cannot be reached: there is no binding for it."""
+    library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"), None)
+    try:
+        return None if library is None else ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+
+
+# Marks what runs between the two calls in such a trace: enter(name) returns what exit takes.
+enter_mark: Callable[[str], Any] = private(torch.autograd, "_record_function_with_args_enter")
+exit_mark: Callable[[Any], None] = private(torch.autograd, "_record_function_with_args_exit")

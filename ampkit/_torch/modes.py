@@ -1,0 +1,139 @@
+"""Function modes and dispatch modes: which are entered, and how to be without them."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device, _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from .._undo import Undo
+from .guard import private
+
+_function_modes: Callable[[], list[Any]] = private(torch.overrides, "_get_current_function_mode_stack")
+
+
+def function_modes() -> list[Any]:
+    """Return the function modes that are entered, outermost first, without those that change nothing."""
+    return [mode for mode in _function_modes() if not isinstance(mode, UnseenFunctionMode)]
+
+
+# The mode that torch.set_default_device, and a torch.device as a context, enter.
+DeviceContext: Any = private(_device, "DeviceContext")
+
+
+class UnseenFunctionMode(TorchFunctionMode):
+    """A function mode of ampkit's that changes nothing, and that is no policy around the step."""
+
+
+@contextmanager
+def unseen_function_mode(mode: object) -> Iterator[None]:
+    """Context in which `torch.overrides.has_torch_function` answers as without this mode, if it is the only one.
+
+    nn.MultiheadAttention and nn.TransformerEncoderLayer ask for it and take slower kernels then.
+    """
+    asked = private(torch.overrides, "has_torch_function")
+
+    def has_torch_function(tensors: Any) -> Any:
+        if [*map(id, _function_modes())] != [id(mode)]:
+            return asked(tensors)
+        with private(torch.overrides, "_pop_mode_temporarily")():
+            return asked(tensors)
+
+    with Undo() as undo:
+        undo.note(setattr, torch.overrides, "has_torch_function", asked)
+        torch.overrides.has_torch_function = has_torch_function  # type: ignore[assignment]  # in its place
+        yield
+
+
+def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
+    """Take a dispatch mode or a function mode off, and those of its kind that were entered in it, if it is on.
+
+    `mode.__exit__` takes off whichever is on: in a generator that is closed late, one of somebody else.
+    """
+    dispatch = isinstance(mode, TorchDispatchMode)
+    kind: Any = TorchDispatchMode if dispatch else TorchFunctionMode
+    entered = _dispatch_modes if dispatch else _function_modes
+    while any(other is mode for other in entered()):
+        kind.__exit__(entered()[-1], None, None, None)
+
+
+def step_aside(mode: TorchDispatchMode) -> None:
+    """Take a dispatch mode off, where it is the innermost one, until autograd has run the node that it is about to."""
+    if private(_python_dispatch, "_get_current_dispatch_mode")() is mode:
+        private(_python_dispatch, "_pop_mode")()
+
+
+_FLAGS_OF_DISPATCH_MODES = tuple(
+    name
+    for name in (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    )
+    if hasattr(_python_dispatch, name)
+)
+_dispatch_modes = private(_python_dispatch, "_get_current_dispatch_mode_stack")
+_pop_dispatch_mode, _pop_function_mode = private(_python_dispatch, "_pop_mode"), private(torch.overrides, "_pop_mode")
+_tell_of_dispatch_modes = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+uses_autograd_threads: Callable[[], bool] = private(torch._C, "_is_multithreading_enabled")
+let_autograd_use_threads: Callable[[bool], None] = private(torch._C, "_set_multithreading_enabled")
+
+
+def modes() -> Callable[[], None]:
+    """Return what puts this thread's modes back to what they are now: gradients, autocast, anomaly mode, threads of
+    autograd, the stream; and what takes off the dispatch and function modes that were entered since.
+
+    For what an interrupt has left on: torch's contexts are Python, too, and one that is interrupted in `__enter__` or
+    `__exit__` leaves its mode as it is.
+    """
+    set_modes: list[Callable[[], object]] = [
+        functools.partial(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        functools.partial(let_autograd_use_threads, uses_autograd_threads()),
+        functools.partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+        functools.partial(private(torch._C, "_set_grad_enabled"), torch.is_grad_enabled()),
+    ]
+    for kind in ("cpu", "cuda"):
+        set_modes.append(functools.partial(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind)))
+        set_modes.append(functools.partial(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind)))
+    if torch.cuda.is_initialized():
+        set_modes.append(functools.partial(torch.cuda.set_stream, torch.cuda.current_stream()))
+    dispatch, functions, nesting = len(_dispatch_modes()), len(_function_modes()), _autocast_nesting()
+    flags = {name: getattr(_python_dispatch, name) for name in _FLAGS_OF_DISPATCH_MODES}
+
+    def put_back() -> None:
+        while len(_function_modes()) > functions:  # first: they see what is called below
+            _pop_function_mode()
+        while len(_dispatch_modes()) > dispatch:
+            _pop_dispatch_mode()
+        vars(_python_dispatch).update(flags)
+        if _tell_of_dispatch_modes is not None and flags:
+            _tell_of_dispatch_modes(flags["_is_in_any_mode_without_ignore_compile_internals"])
+        for set_mode in set_modes:
+            set_mode()
+        while _autocast_nesting() > nesting:
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+    return put_back
+
+
+def _autocast_nesting() -> int:
+    """Return how many autocast contexts are entered."""
+    return int(call_each((torch.autocast_increment_nesting, torch.autocast_decrement_nesting))[1])
+
+
+def call_each(functions: Iterable[Any]) -> list[Any]:
+    """Call functions of C's one behind the other, in one step of the interpreter: no interrupt comes between them, nor
+    between taking one from an iterator and calling it."""
+    return [*map(BuiltinFunctionType.__call__, functions)]
+
+
+# Context without function modes and `__torch_function__`, for what ampkit asks of tensors between operations.
+without_torch_function: Callable[[], AbstractContextManager[None]] = private(torch._C, "DisableTorchFunction")
+# Context without the dispatch modes that are entered: what runs in it is seen by none of them.
+without_dispatch_modes: Callable[[], Any] = private(_python_dispatch, "_disable_current_modes")

@@ -1,0 +1,88 @@
+"""The settings of torch that decide which kernels run."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .guard import private
+
+_choose_attention = private(torch, "_fused_sdp_choice")
+
+
+def settle_attention_priority(device: torch.device) -> None:
+    """Have torch settle in which order it tries attention kernels: its first choice on a device may change that order
+    for the process (cuDNN first on Hopper, ATen/native/transformers/cuda/sdp_utils.cpp). Runs no kernel of attention.
+    """
+    tokens = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
+    _choose_attention(tokens, tokens, tokens)
+
+
+def _settings() -> dict[str, Callable[[], Any]]:
+    """Return how each setting of torch is read that decides which kernels run, by the name that its user knows.
+
+    All of them are C functions where there is one, since they are read in every call: 1.9 us together. `allow_tf32` and
+    `torch.get_float32_matmul_precision` are not among them, because both raise once `fp32_precision` was set; what they
+    set shows in `fp32_precision`.
+    """
+    fp32_precision = private(torch._C, "_get_fp32_precision_getter")
+    found = {
+        "torch.is_grad_enabled()": torch.is_grad_enabled,
+        "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
+        "torch.get_default_dtype()": torch.get_default_dtype,
+        "torch.is_autocast_cache_enabled()": torch.is_autocast_cache_enabled,
+        "torch.backends.cuda.matmul.fp32_precision": functools.partial(fp32_precision, "cuda", "matmul"),
+        "torch.backends.cudnn.conv.fp32_precision": functools.partial(fp32_precision, "cuda", "conv"),
+        "torch.backends.cudnn.rnn.fp32_precision": functools.partial(fp32_precision, "cuda", "rnn"),
+        "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,
+        "torch.backends.opt_einsum.enabled": private(torch.backends.opt_einsum, "_get_enabled"),
+        "torch.backends.opt_einsum.strategy": private(torch.backends.opt_einsum, "_get_strategy"),
+        **{name: private(torch._C, binding) for name, binding in _BINDINGS.items()},
+    }
+    optional = {name: getattr(torch._C, binding, None) for name, binding in _OPTIONAL_BINDINGS.items()}
+    # torch 2.11 has it, with other implementations than its own behind the one flash attention.
+    optional["torch.nn.attention.current_flash_attention_impl()"] = getattr(
+        torch.nn.attention, "current_flash_attention_impl", None
+    )
+    return {**found, **{name: read for name, read in optional.items() if read is not None}}
+
+
+_MATMUL, _CUDNN = "torch.backends.cuda.matmul.", "torch.backends.cudnn."
+_BINDINGS = {
+    f"{_MATMUL}allow_fp16_reduced_precision_reduction": "_get_cublas_allow_fp16_reduced_precision_reduction",
+    f"{_MATMUL}allow_bf16_reduced_precision_reduction": "_get_cublas_allow_bf16_reduced_precision_reduction",
+    f"{_MATMUL}allow_fp16_accumulation": "_get_cublas_allow_fp16_accumulation",
+    "torch.backends.cuda.preferred_blas_library()": "_get_blas_preferred_backend",
+    "torch.backends.cuda.preferred_linalg_library()": "_get_linalg_preferred_backend",
+    f"{_CUDNN}enabled": "_get_cudnn_enabled",
+    f"{_CUDNN}benchmark": "_get_cudnn_benchmark",
+    f"{_CUDNN}deterministic": "_get_cudnn_deterministic",
+    "torch.are_deterministic_algorithms_enabled()": "_get_deterministic_algorithms",
+    "torch.is_deterministic_algorithms_warn_only_enabled()": "_get_deterministic_algorithms_warn_only",
+    "torch.utils.deterministic.fill_uninitialized_memory": "_get_deterministic_fill_uninitialized_memory",
+    "torch.backends.cuda.flash_sdp_enabled()": "_get_flash_sdp_enabled",
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": "_get_mem_efficient_sdp_enabled",
+    "torch.backends.cuda.math_sdp_enabled()": "_get_math_sdp_enabled",
+    "torch.backends.cuda.cudnn_sdp_enabled()": "_get_cudnn_sdp_enabled",
+    "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()": "_get_math_sdp_allow_fp16_bf16_reduction",
+    "the priority of attention kernels (torch.nn.attention.sdpa_kernel)": "_get_sdp_priority_order",
+}
+# Some builds have no such thing, and what torch does not have cannot change.
+_OPTIONAL_BINDINGS = {
+    f"{_CUDNN}benchmark_limit": "_cuda_get_cudnn_benchmark_limit",
+    "the use of FlashAttention 3": "_get_fa3_sdp_enabled",
+    "the use of an attention kernel from outside of torch": "_get_overrideable_sdp_enabled",
+    "the number of multiprocessors that matmul leaves free": "_get_sm_carveout_experimental",
+}
+if torch.version.hip is not None:
+    _OPTIONAL_BINDINGS["torch.backends.cuda.preferred_rocm_fa_library()"] = "_get_rocm_fa_preferred_backend"
+    _OPTIONAL_BINDINGS["torch.backends.miopen.immediate"] = "_get_miopen_immediate"
+_read_settings = _settings()
+SETTINGS: tuple[str, ...] = tuple(_read_settings)
+_settings_readers = tuple(_read_settings.values())
+
+
+def settings() -> list[Any]:
+    """Return the settings of torch, thread and process, that decide which kernels run, in the order of `SETTINGS`."""
+    return [read() for read in _settings_readers]

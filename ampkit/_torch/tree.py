@@ -1,0 +1,23 @@
+"""The tree that a batch or an output is: `torch.utils._pytree`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree
+
+from .guard import private
+
+# torch.utils._pytree: the tree that a batch or an output is. torch.compile and torch.export flatten with it too.
+TreeSpec = _pytree.TreeSpec
+tree_flatten: Callable[..., tuple[list[Any], TreeSpec]] = private(_pytree, "tree_flatten")
+tree_unflatten: Callable[[Sequence[Any], TreeSpec], Any] = private(_pytree, "tree_unflatten")
+tree_flatten_with_path: Callable[[Any], tuple[list[tuple[Any, Any]], TreeSpec]] = private(
+    _pytree, "tree_flatten_with_path"
+)
+keystr: Callable[[Any], str] = private(_pytree, "keystr")
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the leaves of a tree that are tensors."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -1,0 +1,202 @@
+"""Whose line it is: the innermost line of the user's own code in a stack, in an error, or where a node was made."""
+
+import contextlib
+import functools
+import inspect
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from ._torch.autograd import ENGINE_CODE, current_node, forward_stack
+
+_NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
+_TORCH, _AMPKIT = _NOT_THE_USERS
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
+_ENTRY = re.compile(r'  File "(.+)", line (\d+), in ')  # of traceback.format_stack
+# Between an operation, or a warning, and the line that it stands on.
+_WRAPPERS = (
+    __file__,
+    f"{_AMPKIT}_preflight.py",
+    f"{_AMPKIT}_working.py",
+    f"{_AMPKIT}_undeclared.py",
+    f"{_TORCH}_compile.py",
+    f"{_TORCH}_dynamo{os.sep}eval_frame.py",
+    warnings.catch_warnings.__init__.__code__.co_filename,
+)
+# It enters the preflight in the user's name.
+_ENTERS_FOR_THE_USER = f"{_AMPKIT}debug{os.sep}_syncs.py"
+# Files of torch whose lines say no more than the user's line does.
+_THIN = ("_tensor", "_tensor_str", "functional", "_jit_internal", "_ops", "__init__", "streams", "graph")
+
+
+def user_line(error: BaseException) -> str:
+    """Return `file:line: source` of the innermost of the user's lines that an error came through, "" if none."""
+    frames = _users_frames(error)
+    return line_text(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback of an error, of the user's lines alone, "" if it came through none of them.
+
+    A syntax error has no frame in the file that it is in: its own text names the line.
+    """
+    frames = _users_frames(error)
+    if not frames and not (isinstance(error, SyntaxError) and _is_users(error.filename or "<string>")):
+        return ""
+    lines = traceback.StackSummary.extract(iter(frames)).format()
+    return "".join([*lines, *traceback.format_exception_only(type(error), error)])
+
+
+def _users_frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Return the user's frames that an error came through, with the line in each, the innermost last."""
+    return [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if _is_users_frame(frame)]
+
+
+def running_place(frame: FrameType | None) -> tuple[str, int] | None:
+    """Return file and number of the innermost of the user's lines on a stack, which `line_text` takes; None if none."""
+    users = next(filter(_is_users_frame, _frames(frame)), None)
+    return None if users is None else (users.f_code.co_filename, users.f_lineno)
+
+
+def is_users_call(frame: FrameType | None) -> bool:
+    """Return whether what runs was called by a line of the user's, torch's own lines between them aside."""
+    called = next((outer for outer in _frames(frame) if _is_users_frame(outer) or _is_ampkits(outer)), None)
+    return called is not None and not _is_ampkits(called)
+
+
+def _is_ampkits(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_AMPKIT)
+
+
+def running_line(frame: FrameType | None) -> str:
+    """Return `file:line: source` of the innermost of the user's lines on a stack, "" if none."""
+    place = running_place(frame)
+    return line_text(*place) if place else ""
+
+
+def users_level() -> int:
+    """Return the `stacklevel` by which a warning of the caller names the innermost of the user's lines."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not _is_users_frame(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+class Place(NamedTuple):
+    """Where something happened.
+
+    Attributes:
+        line: the user's, "" if there is none.
+        inside: torch's or ampkit's line that it led to, "" if it says no more.
+        backward: it happened in a built-in backward, and `line` is of its forward.
+    """
+
+    line: str = ""
+    inside: str = ""
+    backward: bool = False
+
+    @property
+    def key(self) -> str:
+        """What tells places apart."""
+        return self.line or self.inside
+
+
+class Blame:
+    """Finds the user's line within a context.
+
+    Args:
+        entered: the frame that entered the context. Its callers are not to be blamed.
+        lenient: what happens in torch's code alone, or in its optimizers, counts for nothing.
+    """
+
+    def __init__(self, entered: FrameType, lenient: bool) -> None:
+        self._callers = len(list(_frames(_entering(entered)))) - 1
+        self._lenient = lenient
+
+    def __call__(self, node: object = None) -> Place | None:
+        """Return where the caller is called from, or where `node` was made; None if that does not count."""
+        frames = list(_frames(real_frame()))
+        node, inside = node or current_node(), ""
+        for frame in frames[: max(len(frames) - self._callers, 0)]:
+            if _is_users_frame(frame):
+                uncounted = self._lenient and inside.startswith(_OPTIMIZERS)
+                return None if uncounted else Place(line_text(frame.f_code.co_filename, frame.f_lineno), inside)
+            if node is not None and frame.f_code is ENGINE_CODE and (line := self._forward_line(node)):
+                return Place(line, backward=True)
+            inside = inside or _short(frame)
+        return None if self._lenient else Place(inside=inside)
+
+    def _forward_line(self, node: object) -> str:
+        made = forward_stack(node)[self._callers :]
+        entries = [match.groups() for match in map(_ENTRY.match, made) if match]
+        return next((line_text(file, int(number)) for file, number in reversed(entries) if _is_users(file)), "")
+
+
+def real_frame() -> FrameType:
+    """Return the innermost frame that would be there without the preflight."""
+    return next(frame for frame in _frames(sys._getframe(1)) if frame.f_code.co_filename not in _WRAPPERS)
+
+
+def warn_at(frame: FrameType, message: Warning | str, category: type[Warning]) -> None:
+    """Issue a warning, under the user's filters, as if the line that a frame is at had issued it."""
+    scope = frame.f_globals
+    registry = scope.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, scope["__name__"], registry)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(filename: str, module: str = "") -> bool:
+    """Return whether code is neither torch's (what it generates included) nor ampkit's nor Python's own."""
+    if filename.startswith((*_NOT_THE_USERS, "<eval_with_key>", "<frozen ", "<string>")) or module.startswith("torch."):
+        return False
+    return not filename.startswith(_STDLIB) or "-packages" in filename
+
+
+def _is_users_frame(frame: FrameType) -> bool:
+    return _is_users(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _entering(frame: FrameType) -> FrameType:
+    """Return the frame in which a context was entered.
+
+    If need be through an `ExitStack`, a `contextmanager` or `debug.find_syncs`.
+    """
+    if frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back and _passes_on(frame.f_back):
+        frame = frame.f_back
+    return next(outer for outer in _frames(frame) if not _passes_on(outer))
+
+
+def _passes_on(frame: FrameType) -> bool:
+    return frame.f_code.co_filename in (contextlib.__file__, _ENTERS_FOR_THE_USER)
+
+
+def line_text(filename: str, number: int) -> str:
+    """Return `file:line: source`."""
+    return f"{filename}:{number}: `{linecache.getline(filename, number).strip()}`"
+
+
+def _short(frame: FrameType) -> str:
+    """Return `torch/optim/adam.py:345`, "" for code that says no more than its caller's line."""
+    filename = frame.f_code.co_filename
+    folder = next((folder for folder in _NOT_THE_USERS if filename.startswith(folder)), None)
+    if folder is None or filename in _WRAPPERS or Path(filename).stem in _THIN:
+        return ""
+    return f"{os.path.relpath(filename, Path(folder).parent)}:{frame.f_lineno}"

@@ -1,0 +1,1 @@
+"""Which reference cycles keep tensors alive."""

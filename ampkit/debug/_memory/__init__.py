@@ -1,0 +1,1 @@
+"""Who holds the memory of a step, on a device or before there is one."""

@@ -1,0 +1,240 @@
+"""Memory of a training step before there is a device: the step on fake tensors, under the ledger of a real one."""
+
+import copy
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._arguments import check_at_least, check_callable, check_choice, check_instance
+from ..._precision.fake_tensors import can_save_for_backward, fake_copy, fake_device
+from ..._precision.policy import Policy, read_policy
+from ..._text import type_text
+from ..._torch.fake_tensors import is_limit_of_fake_tensors, is_mix_of_devices
+from ..._torch.modes import TorchDispatchMode
+from ..._torch.operators import IN_PLACE_WITHOUT_META, READ
+from ..._torch.tree import tree_flatten
+from ..._user_line import user_line
+from .allocator import Allocator
+from .backward import without_engine
+from .categories import Ledger, Sizes
+from .profile import MemoryProfile
+
+
+def forecast(
+    loss_fn: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    *,
+    policy: Policy | str | None = None,
+    device: str = "cuda",
+    steps: int = 2,
+    label: str = "",
+) -> MemoryProfile:
+    """Return who will hold how much memory in a training step, without a GPU and without memory.
+
+    ::
+
+        at32 = ampkit.debug.forecast(loss_fn, model, optimizer, batch)
+        at16 = ampkit.debug.forecast(loss_fn, model, optimizer, batch, policy="16-mixed")
+        print(at16.beside(at32))
+
+    Model, optimizer and batch are copied, without their data, to the device. Then `zero_grad`, forward, backward and
+    `optimizer.step` run on these copies. For CUDA the caching allocator is run along, for a tensor takes the block that
+    it lies in, and cuBLAS's workspaces are counted, of an H100 where there is no GPU. Not counted, for no one can know
+    without the device: workspaces that kernels take while they run (cuDNN's, above all while it chooses algorithms),
+    and the context of CUDA itself, which is not in `torch.cuda.memory_allocated` either. What torch.compile made runs
+    as the eager code that it was made of.
+
+    Args:
+        loss_fn: `loss_fn(model, *batch)`, or `loss_fn(model, **batch)` where the batch is a dict, returns the loss, or
+            `(loss, aux)`, as for `graphed_step`. It cannot read the value of a tensor.
+        model: on any device, also on meta. It is not touched.
+        optimizer: over its parameters. Its state is thought to be empty before the first step. Not touched; its step
+            may need no closure.
+        batch: what the loss is called with behind the model: a tuple or list of arguments, a dict of keyword arguments,
+            or a single tensor. `(batch,)` is one argument, whatever it is. On any device.
+        policy: `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it.
+        device: "cuda" (no GPU needed, but a torch that was built with CUDA) or "cpu".
+        steps: how many; the first makes the optimizer's state, so the second is like those that follow.
+        label: what the profile calls itself, by default the policy.
+
+    Raises:
+        ValueError: an argument that cannot work, or a step that reads the value of a tensor or mixes devices; the
+            message has the line.
+
+    Sync: none. Hooks on modules' gradients are not called, nor those on tensors that are no leaves.
+    """
+    check_callable("debug.forecast", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
+    check_instance("debug.forecast", "model", model, nn.Module, "a torch.nn.Module")
+    check_instance("debug.forecast", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    check_choice("debug.forecast", "device", device, ("cuda", "cpu"))
+    if not can_save_for_backward(device):
+        raise ValueError(
+            "debug.forecast(device='cuda'): this torch was built without CUDA. Use one that was, or 'cpu'."
+        )
+    check_at_least("debug.forecast", "steps", steps, 1, "the number of steps that are run")
+    check_instance("debug.forecast", "label", label, str, "a string")
+    _check_closure(optimizer)
+    policy = read_policy("debug.forecast", policy)
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    args = args if isinstance(args, (tuple, list)) else (args,)
+    label = label or ("autocast as it was" if policy is None else str(policy))
+    with fake_device(device), torch.set_grad_enabled(True):
+        try:
+            step = _Step(loss_fn, model, optimizer, (tuple(args), kwargs), policy, device)
+            return step.profile(steps, label, sys._getframe(1))
+        except Exception as error:
+            where = f" At {line}" if (line := user_line(error)) else ""
+            if is_mix_of_devices(error):
+                raise ValueError(
+                    f"debug.forecast: the step mixes devices: {error}. Only the tensors of the model, of the batch and "
+                    "of a loss_fn that is a module are brought to the device: let loss_fn be an nn.Module that has its "
+                    f"tensors as buffers, or pass them in the batch.{where}"
+                ) from error
+            if not is_limit_of_fake_tensors(error):
+                raise
+            raise ValueError(
+                f"debug.forecast: the step needs a value or a device, and fake tensors have none: {error}{where}"
+            ) from error
+
+
+class _Step:
+    """A training step on fake tensors. Made and run within `fake_device`."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        policy: Policy | None,
+        device: str,
+    ) -> None:
+        (self._model, self._loss_fn), self._batch = fake_copy((model, loss_fn), device), fake_copy(batch, device)
+        if policy is not None and (policy.modules or policy.params is not torch.float32):
+            policy.apply(self._model)
+        pairs = zip(model.parameters(), self._model.parameters(), strict=True)
+        copies: dict[int, Any] = {id(param): fake for param, fake in pairs}
+        self._optimizer = _optimizer_of(optimizer, copies, device)
+        self._policy = policy
+        self._device = device
+
+    def profile(self, steps: int, label: str, entered: FrameType) -> MemoryProfile:
+        """Run it, and return what it took."""
+        on_cuda = self._device == "cuda"
+        device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+        sizes = Allocator() if on_cuda else Sizes()
+        parts = self._model, [self._optimizer], self._batch
+        ledger = Ledger(device, *parts, entered, sizes, watches_allocator=False)
+        with without_engine(ledger.at_node), ledger:
+            for _ in range(steps):
+                ledger.begin_step()
+                self._run(ledger)
+        return ledger.profile(label, forecast=True)
+
+    def _run(self, ledger: Ledger) -> None:
+        self._optimizer.zero_grad()
+        with self._autocast():
+            args, kwargs = self._batch
+            loss = self._loss_fn(self._model, *args, **kwargs)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        if self._policy is not None and self._policy.needs_scaling:
+            loss = loss * torch.ones((), device=loss.device)
+        loss.backward()
+        with _Stepping(ledger):
+            self._optimizer.step()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._policy is None else self._policy.autocast(self._device)
+
+
+class _Stepping(TorchDispatchMode):
+    """Context in which an optimizer can step: it reads its count of steps, and calls kernels that make no tensor."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READ:
+            return 2  # no size depends on it; 0 or 1 would be divided by, or by its difference to 1
+        if func.overloadpacket in IN_PLACE_WITHOUT_META:
+            self._ledger.read((args, kwargs))
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str) -> torch.optim.Optimizer:
+    """Return a copy over the copies of parameters, with the state that it has before a first step.
+
+    Args:
+        optimizer: what to copy.
+        copies: copies by the id of what they are of; this one and those of its parameters outside the model are added.
+        device: where the copies are.
+    """
+    made = copies[id(optimizer)] = copy.copy(optimizer)
+    made.param_groups = [_group(group, optimizer, copies, device) for group in optimizer.param_groups]
+    made.state = defaultdict(dict)
+    if isinstance(optimizer, torch.optim.Adagrad):  # makes all of it when it is made
+        for param, state in optimizer.state.items():
+            made.state[copies[id(param)]] = fake_copy(state, device)
+    for name, value in vars(optimizer).items():
+        # A method in an instance is a wrapper around that of the original: a scheduler has one of `step`.
+        if name not in vars(made) and not hasattr(type(optimizer), name):
+            setattr(made, name, _attribute(optimizer, name, value, copies, device))
+    return made
+
+
+def _attribute(optimizer: torch.optim.Optimizer, name: str, value: Any, copies: dict[int, Any], device: str) -> Any:
+    """Return a copy of what a subclass keeps beside the state: `Optimizer.__getstate__` leaves it out."""
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.optim.Optimizer) and id(leaf) not in copies:  # one that it wraps
+            _optimizer_of(leaf, copies, device)
+        elif isinstance(leaf, Tensor) and id(leaf) not in copies:
+            copies[id(leaf)] = fake_copy(leaf, device)
+    try:
+        return copy.deepcopy(value, copies)
+    except Exception as error:  # of whatever the attribute is
+        raise ValueError(
+            f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
+            "Forecast with an optimizer without it."
+        ) from error
+
+
+def _check_closure(optimizer: torch.optim.Optimizer) -> None:
+    _, *args = inspect.signature(type(optimizer).step).parameters.values()
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = [arg.name for arg in args if arg.default is arg.empty and arg.kind not in variable]
+    if required:
+        raise ValueError(
+            f"debug.forecast: {type(optimizer).__name__}.step needs {', '.join(required)}, and the forecast calls "
+            "optimizer.step(). Forecast with another optimizer, or record a real step: debug.memory(train_step, ...)."
+        )
+
+
+def _group(
+    group: dict[str, Any], optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str
+) -> dict[str, Any]:
+    options = {name: fake_copy(value, device) for name, value in group.items() if name != "params"}
+    for param in _params(group):
+        if id(param) not in copies:
+            copies[id(param)] = fake_copy(param, device)
+    params = [copies[id(param)] for param in _params(group)]
+    # torch takes foreach by itself, but asks the exact class of each parameter, which a fake one has not.
+    if device == "cuda" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
+        tensor_rate = isinstance(options.get("lr"), Tensor) and not options.get("capturable")
+        options["foreach"] = not (tensor_rate and isinstance(optimizer, torch.optim.Adam))  # as torch/optim/adam.py
+    return {"params": params, **options}
+
+
+def _params(group: dict[str, Any]) -> Iterable[Tensor]:
+    params: Iterable[Tensor] = group["params"]
+    return params

@@ -1,0 +1,1 @@
+"""Where the numbers of a step overflow, underflow or vanish."""

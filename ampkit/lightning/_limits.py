@@ -1,0 +1,103 @@
+"""What of a Lightning fit is left to Lightning, why, and what to write instead. Imported by lightning.py alone."""
+
+import inspect
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from .._capture.ranks import why_not_sharded
+from .._optimizer.device_step import broken_kernel, why_not_called, why_not_capturable
+from .._torch.compile import cudagraphs_of_its_own
+from ._host_state import HostReads
+
+# Every private name of Lightning that is used, with the reason; a test fails when one goes.
+PRIVATE_NAMES = {
+    "DDPStrategy._ddp_comm_state": "communication hooks with state (PowerSGD, post-local SGD) count steps on the host",
+}
+
+
+def why_not(trainer: Trainer, module: LightningModule, plugin: Precision) -> str:
+    """Return why this fit is left to Lightning and what to write instead, "" if it need not be."""
+    if not module.automatic_optimization:
+        return (
+            "automatic_optimization is False: the step is written in training_step, where a graph cannot find it. In a "
+            "loop of your own ampkit.graphed captures such a step."
+        )
+    return (
+        _why_not_strategy(trainer.strategy)
+        or _why_not_precision(plugin)
+        or _why_not_hooks(trainer, module)
+        or HostReads(module, LightningModule).problem
+    )
+
+
+def _why_not_strategy(strategy: Strategy) -> str:
+    name, kind = type(strategy).__name__, type(strategy)
+    if (
+        not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+        or strategy.handles_gradient_accumulation
+        or kind.training_step is not Strategy.training_step
+        or kind.backward is not Strategy.backward
+        or kind.optimizer_step not in (Strategy.optimizer_step, DDPStrategy.optimizer_step)
+        or strategy.root_device.type not in ("cpu", "cuda")
+    ):
+        return f"{name} trains by a step of its own. Use one device, or Trainer(strategy='ddp')."
+    if getattr(strategy, "_ddp_comm_state", None) is not None:
+        return f"{name}(ddp_comm_state=...): such a communication hook counts steps on the host. Leave it out."
+    return ""
+
+
+def _why_not_precision(plugin: Precision) -> str:
+    if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
+        return ""
+    return (
+        f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}: ampkit knows "
+        "32-true, bf16-mixed, 16-mixed, bf16-true and 16-true."
+    )
+
+
+_STEPS = {
+    "optimizer_step": "For a warm-up of the learning rate use a scheduler with interval='step'.",
+    "backward": "Return the loss whose gradient you want.",
+    "configure_gradient_clipping": "Use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...).",
+    "optimizer_zero_grad": "Leave it out: gradients are None before each backward.",
+}
+
+
+def _why_not_hooks(trainer: Trainer, module: LightningModule) -> str:
+    name = type(module).__name__
+    for hook, advice in _STEPS.items():
+        if is_overridden(hook, module):
+            return f"{name}.{hook} changes what a step does, where a graph would not call it. {advice}"
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        return f"{name}.training_step takes its batches from dataloader_iter. Write training_step(self, batch)."
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        return "StochasticWeightAveraging ends with an epoch without backward. EMAWeightAveraging can be captured."
+    return ""
+
+
+def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Return why a step of this optimizer is left to Lightning, "" if it need not be."""
+    if not any(group["params"] for group in optimizer.param_groups):
+        return "configure_optimizers returned no optimizer with parameters."
+    return why_not_called(optimizer) or broken_kernel(optimizer) or why_not_capturable(optimizer)
+
+
+def why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """Return why these parameters keep the step with Lightning, "" if they do not."""
+    if problem := why_not_sharded(module):
+        return problem
+    for name, param in module.named_parameters():
+        if param.device != device:
+            return f"parameter {name} is on {param.device}, not on {device}: a graph is of one device."
+    if cudagraphs_of_its_own(module):
+        return "the model is compiled with CUDA graphs of its own. Compile it in the default mode."
+    known = set(module.parameters())
+    if any(param not in known for group in optimizer.param_groups for param in group["params"]):
+        return "the optimizer has parameters that are not the module's. Make them parameters of the module."
+    return ""

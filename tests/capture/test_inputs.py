@@ -1,0 +1,166 @@
+"""What counts as the same input; static buffers; the paths that messages use."""
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ampkit import InputMismatch
+from ampkit._capture import inputs as _inputs
+from ampkit._capture.inputs import Spec, StaticInputs, paths, read_batch
+from ampkit._torch.tree import tree_flatten
+
+CPU = torch.device("cpu")
+
+
+class OfItsOwn(torch.Tensor):
+    """A loss may ask for it, as for an image of torchvision's."""
+
+
+class Wrapper(torch.Tensor):
+    """Stands for another tensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def spec_of(*args: Any, **kwargs: Any) -> Spec:
+    return read_batch(args, kwargs, CPU)[0]
+
+
+def test_equal_layouts_have_equal_specs() -> None:
+    """Values do not matter, layout does; a spec is hashable."""
+    assert spec_of(torch.zeros(2, 3), scale=2) == spec_of(torch.ones(2, 3), scale=2)
+    assert hash(spec_of(torch.zeros(2, 3), scale=2)) == hash(spec_of(torch.ones(2, 3), scale=2))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (((torch.zeros(4, 3),), {}), ((torch.zeros(2, 3),), {})),
+        (((torch.zeros(2),), {}), ((torch.zeros(2).half(),), {})),
+        (((torch.zeros(2, 3),), {}), ((torch.zeros(3, 2).t(),), {})),
+        ((({"a": [torch.zeros(2)]},), {}), (({"a": [torch.zeros(1)]},), {})),
+        (((), {"k": 1}), ((), {"k": 2})),
+        (((), {"k": 1}), ((), {"k": True})),
+        (((torch.zeros(2),), {}), ((torch.zeros(2), torch.zeros(2)), {})),
+    ],
+    ids=["shape", "dtype", "strides", "nested", "constant", "type of a constant", "tree"],
+)
+def test_what_makes_another_input(old: Any, new: Any) -> None:
+    """Shape, dtype, strides, constants and tree are all part of the key."""
+    assert spec_of(*old[0], **old[1]) != spec_of(*new[0], **new[1])
+
+
+def test_a_leaf_is_named_by_its_path() -> None:
+    """Messages name a leaf as the user wrote it, whether it came by position or by name."""
+    spec = spec_of(torch.zeros(2), {"a": [torch.zeros(2), 3]}, mask=torch.zeros(2))
+    assert paths(spec.tree) == ["batch[0]", "batch[1]['a'][0]", "batch[1]['a'][1]", "batch['mask']"]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "says"),
+    [
+        (torch.zeros(2, device="meta"), r"batch\['x'\] is on meta, but the model is on cpu. Move it with .to\('cpu'\)"),
+        (torch.zeros(2, requires_grad=True), r"batch\['x'\] requires grad.*Pass batch\['x'\].detach\(\)"),
+        (torch.eye(2).to_sparse(), r"batch\['x'\] has layout torch.sparse_coo.*to_dense"),
+        (
+            torch.zeros(2).as_subclass(OfItsOwn),
+            r"batch\['x'\] is a .*OfItsOwn; a step takes plain tensors.*as_subclass\(torch.Tensor\)",
+        ),
+        (
+            torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged),
+            r"batch\['x'\] is a nested tensor.*to_padded_tensor\(0\)",
+        ),
+        (
+            Wrapper(torch.zeros(2)),
+            r"batch\['x'\] is a .*Wrapper; a step takes plain tensors.*Pass a plain torch.Tensor.",
+        ),
+        ({1, 2}, r"batch\['x'\] is a set, which is neither a tensor nor hashable.*torch.as_tensor"),
+    ],
+)
+def test_unusable_leaves_are_refused(leaf: Any, says: str) -> None:
+    """What no graph can take is an error that has the leaf's path and the remedy."""
+    with pytest.raises(InputMismatch, match=says):
+        spec_of(torch.zeros(1), x=leaf)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3),
+        torch.arange(6.0).reshape(3, 2).t(),
+        torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        torch.arange(12.0).reshape(3, 4)[:, ::2],
+        torch.arange(3.0).expand(4, 3),
+        torch.tensor(5),
+        torch.zeros(0, 3),
+    ],
+)
+def test_static_buffers_hold_any_layout(tensor: torch.Tensor) -> None:
+    """A buffer equals what is copied into it, keeps strides that can be written to, and never aliases the caller."""
+    spec, leaves = read_batch((tensor,), {}, CPU)
+    inputs = StaticInputs(spec, leaves)
+    inputs.copy_(leaves)
+    (buffer,) = inputs.args
+    assert torch.equal(buffer, tensor)
+    assert buffer.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or tensor.numel() == 0
+    if 0 not in tensor.stride():
+        assert buffer.stride() == tensor.stride()
+
+
+def test_static_inputs_keep_tree_and_constants() -> None:
+    """The static batch is the tree that the user passed, constants included; bytes count tensors only."""
+    spec, leaves = read_batch(({"a": torch.zeros(4), "n": 3},), {"flag": True}, CPU)
+    inputs = StaticInputs(spec, leaves)
+    assert inputs.args[0]["n"] == 3
+    assert inputs.kwargs == {"flag": True}
+    assert inputs.nbytes == 16
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+T = torch.zeros(2)
+BATCHES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "tensors": ((T, T), {}),
+    "by name": ((T,), {"mask": T, "scale": 2.0}),
+    "nothing": ((), {}),
+    "nested": (([T, (T, {"a": T, "b": [None, "x"]})],), {"more": {"c": ()}}),
+    "keys in another order": (({"b": T, "a": T},), {}),
+    "numbers as keys": (({1: T, "1": T},), {}),
+    "named tuple": ((Pair(T, [T]),), {}),
+    "ordered": ((OrderedDict(a=T, b=T),), {}),
+    "dtype and device": ((T, torch.float16, CPU), {}),
+    "parameter": ((torch.nn.Parameter(T, requires_grad=False),), {}),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_leaves_and_tree_are_those_of_torch(name: str) -> None:
+    """Containers that are looked up and containers that are flattened anew: torch's leaves, in its order, its tree."""
+    args, kwargs = BATCHES[name]
+    expected, tree = tree_flatten((args, kwargs))
+    for _ in range(2):  # made, then looked up
+        spec, leaves = read_batch(args, kwargs, CPU)
+        assert spec.tree == tree
+        assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in expected]
+    others = [read_batch(*batch, CPU)[0] for other, batch in BATCHES.items() if other != name]
+    assert spec not in others
+
+
+def test_trees_that_vary_do_not_pile_up() -> None:
+    """A dict with other keys in each batch: its tree is right each time, and memory is bounded."""
+    for i in range(600):
+        spec, leaves = read_batch(({f"key {i}": T},), {}, CPU)
+        assert spec.tree == tree_flatten((({f"key {i}": T},), {}))[1]
+        assert leaves[0] is T
+    assert len(_inputs._trees) <= _inputs._MAX_TREES

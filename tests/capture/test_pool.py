@@ -1,0 +1,175 @@
+"""Which segments a pool takes, and what a capture leaves of the process's settings, which torch has without a GPU."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ampkit._capture import pool as _segments
+from ampkit._capture.graph import CudaGraph
+from ampkit._capture.pool import _Growth, _Overlapping
+from ampkit._errors import CaptureError
+from ampkit._torch.allocator import allocator_settings, set_allocator_settings
+from ampkit._undo import Undo
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The allocator of a GPU on Linux; its settings are put back."""
+    before = allocator_settings()
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr("sys.platform", "linux")
+    yield
+    set_allocator_settings("expandable_segments:False")
+    set_allocator_settings(before[0])
+    assert allocator_settings() == before
+
+
+def all_settings() -> Any:
+    return torch._C._cuda_memorySnapshot((0, 0, False))["allocator_settings"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "",
+        "max_split_size_mb:512",
+        "max_split_size_mb:512, ",
+        "roundup_power2_divisions:[256:1,512:2,1024:4,>:8],garbage_collection_threshold:0.8",
+    ],
+)
+def test_segments_grow_and_nothing_else_changes(settings: str) -> None:
+    """G4: in a capture, and after it, or an error in it, all settings are those of before."""
+    set_allocator_settings(settings)
+    before = all_settings()
+
+    def capture() -> None:
+        with _Overlapping(_Growth().begin)():
+            assert {**all_settings(), "PYTORCH_CUDA_ALLOC_CONF": settings} == {**before, "expandable_segments": True}
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        capture()
+    assert all_settings() == before
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments:True", "backend:native"])
+def test_what_the_user_has_set_stays(settings: str) -> None:
+    """G4: to either value; a text with a backend is for the start of the process."""
+    set_allocator_settings(settings)
+    before = all_settings()
+    with _Overlapping(_Growth().begin)():
+        assert all_settings() == before
+    assert all_settings() == before
+
+
+def test_an_option_that_the_last_text_does_not_name_stays() -> None:
+    """G4: torch keeps expandable_segments:True behind a text without it."""
+    set_allocator_settings("expandable_segments:True")
+    set_allocator_settings("max_split_size_mb:512")
+    with _Overlapping(_Growth().begin)():
+        pass
+    assert allocator_settings() == ("max_split_size_mb:512", True)
+
+
+@pytest.mark.parametrize("why", ["NCCL", "Windows", "cudaMallocAsync"])
+def test_segments_do_not_grow_where_they_cannot(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """G4: never where NCCL looks on, where torch would warn, or under another allocator."""
+    if why == "NCCL":
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    elif why == "Windows":
+        monkeypatch.setattr("sys.platform", "win32")
+    else:
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: why)
+    with _Overlapping(_Growth().begin)():
+        assert not allocator_settings()[1]
+
+
+def test_a_text_that_takes_no_more_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G4: a capture goes on without, and raises nothing."""
+    told: list[str] = []
+
+    def refuse(text: str) -> None:
+        told.append(text)
+        if "," in text:
+            raise ValueError("Unrecognized key")
+
+    monkeypatch.setattr(_segments, "allocator_settings", lambda: ("a:1", False))
+    monkeypatch.setattr(_segments, "set_allocator_settings", refuse)
+    with _Overlapping(_Growth().begin)():
+        assert told == ["a:1,expandable_segments:True", "a:1"]
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "attempts"),
+    [("CUDA driver error: operation not supported", 2), ("CUDA driver error: out of memory", 1), ("other", 1)],
+)
+def test_a_machine_that_cannot_map_memory(monkeypatch: pytest.MonkeyPatch, message: str, attempts: int) -> None:
+    """G2: WSL2: the first capture is done once more, and from then on no segment is to grow."""
+    growth = _Growth()
+    monkeypatch.setattr("ampkit._capture.graph.growth", growth)
+    graph, grew = CudaGraph.__new__(CudaGraph), []
+
+    def capture(self: CudaGraph, fn: Any, around: Any) -> None:
+        with _Overlapping(growth.begin)():
+            grew.append(allocator_settings()[1])
+            if grew[-1]:
+                raise CaptureError("capture failed") from RuntimeError(message)
+
+    monkeypatch.setattr(CudaGraph, "_capture", capture)
+    if attempts == 1:
+        with pytest.raises(CaptureError):
+            graph.capture(list)
+        assert grew == [True]
+        return
+    graph.capture(list)
+    graph.capture(list)
+    assert grew == [True, False, False]
+
+
+def test_captures_of_two_threads_overlap() -> None:
+    """G12: what holds for the process is undone by the last thread, whichever began first."""
+    enabled = gc.isenabled()
+    collection, first_is_in, second_is_in, first_is_out = (
+        _segments.no_collection,
+        *(threading.Event() for _ in range(3)),
+    )
+    seen: list[bool] = []
+
+    def second() -> None:
+        first_is_in.wait(10)
+        with collection():
+            second_is_in.set()
+            first_is_out.wait(10)
+            seen.append(gc.isenabled())
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with collection():
+        first_is_in.set()
+        second_is_in.wait(10)
+    first_is_out.set()
+    thread.join(10)
+    assert (seen, gc.isenabled()) == ([False], enabled)
+
+
+def test_an_error_in_the_making_leaves_nothing_held() -> None:
+    """G12: the next one that enters makes it."""
+    made = []
+
+    def make(undo: Undo) -> None:
+        made.append(1)
+        if len(made) == 1:
+            raise KeyError
+        _segments._stop_collection(undo)
+
+    context = _Overlapping(make)
+    with pytest.raises(KeyError), context():
+        pass
+    with context():
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -1,0 +1,382 @@
+"""What a capture records is compared with the eager call before it; user code does not learn that it is captured."""
+
+import json
+import random
+import time
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic, training_state
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit._capture import capture_query as _capturing
+from ampkit._capture.call_record import Recorder, first_difference
+
+Engine = tuple[str, str]
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Two linear layers; `choose` decides on the host what lies between them."""
+
+    def __init__(self, choose: Callable[["Net", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.banks = nn.ParameterList([torch.full((6,), 1.0), torch.full((6,), 3.0)])
+        self.choose = choose
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(self.choose(self, self.first(x)))
+
+
+def counter(net: Net, x: Tensor) -> Tensor:
+    return x * (1 + 0.1 * net.calls)
+
+
+def own_generator() -> Callable[[Net, Tensor], Tensor]:
+    draws = random.Random(0)
+    return lambda net, x: x + draws.random()
+
+
+def numpy_generator() -> Callable[[Net, Tensor], Tensor]:
+    import numpy as np
+
+    draws = np.random.default_rng(0)
+    return lambda net, x: x * draws.normal()
+
+
+def clock(net: Net, x: Tensor) -> Tensor:
+    return F.leaky_relu(x, time.perf_counter() % 1)
+
+
+def rate(net: Net, x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5 / net.calls)
+
+
+def operation(net: Net, x: Tensor) -> Tensor:
+    return torch.tanh(x) if net.calls % 2 else torch.sigmoid(x)
+
+
+def shape(net: Net, x: Tensor) -> Tensor:
+    return F.pad(x[:, : 6 - net.calls % 3], (0, net.calls % 3))
+
+
+def parameter(net: Net, x: Tensor) -> Tensor:
+    return x * net.banks[net.calls % 2]
+
+
+def in_backward(net: Net, x: Tensor) -> Tensor:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.tanh() if net.calls % 2 else grad.sigmoid()
+
+    out: Tensor = Scaled.apply(x)
+    return out
+
+
+VARYING: dict[str, Callable[[], Callable[[Net, Tensor], Tensor]]] = {
+    "counter": lambda: counter,
+    "random.Random": own_generator,
+    "numpy": numpy_generator,
+    "clock": lambda: clock,
+    "dropout rate": lambda: rate,
+    "operation": lambda: operation,
+    "shape": lambda: shape,
+    "parameter": lambda: parameter,
+    "in backward": lambda: in_backward,
+}
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def trained(net: nn.Module, engine: Engine, graph: str, loss_fn: Loss = square, **options: Any) -> tuple[Any, Any]:
+    """Return losses and state after 12 steps, and the step."""
+    net = net.to(engine[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, fused=True)
+    step = ampkit.graphed_step(loss_fn, net, optimizer, graph=graph, **options)
+    made = torch.Generator().manual_seed(1)
+    torch.manual_seed(2)
+    losses = [step(torch.randn(4, 6, generator=made).to(engine[0])).loss for _ in range(12)]
+    return (losses, training_state(net, optimizer, step.scaler)), step
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", [kind for kind in VARYING if kind != "clock"])
+def test_what_varies_on_the_host_is_never_frozen(engine: Engine, kind: str) -> None:
+    """A number, an operation, a shape or a parameter that the host chooses anew: one warning with the line, and eager
+    steps with eager's bits.
+    """
+    runs = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        net = Net(VARYING[kind]())
+        with warnings.catch_warnings(record=True) as caught, deterministic():
+            warnings.simplefilter("always")
+            result, step = trained(net, engine, graph)
+        runs.append((result, step, [str(w.message) for w in caught if issubclass(w.category, ampkit.AmpkitWarning)]))
+    (eager, _, none), (graphed, step, messages) = runs
+    assert_same(eager, graphed)
+    assert none == []
+    assert len(messages) == 1
+    where = "in ScaledBackward - " if kind == "in backward" else f"{Path(__file__).name}:"
+    assert where in messages[0]
+    assert "the capture ran" in messages[0]
+    assert "eager call before it" in messages[0]
+    assert step.report().graphs == 0
+    assert step.report().eager["capture failed"] >= 4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_clock_is_noticed(engine: Engine) -> None:
+    """No two calls agree on the time: the message says what it went into."""
+    with pytest.raises(ampkit.CaptureError, match=r"`return F\.leaky_relu\(x, time.*ran .*leaky_relu.*was done"):
+        trained(Net(clock), engine, engine[1], on_failure="raise")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_call_that_differs_by_chance_is_forgiven(engine: Engine) -> None:
+    """What differs once, such as what a thread of the user's did meanwhile, costs another comparison and no more."""
+    net = Net(lambda net, x: x + 0.0 * x if net.calls == 3 else x)
+    _, step = trained(net, engine, engine[1], on_failure="raise")
+    assert (step.report().eager, step.captures, step.replays) == ({"warm-up": 4}, 2, 8)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_numbers_that_stay_are_no_reason(engine: Engine) -> None:
+    """Dropout, constants, nan and inf, attention, a profiler's ranges that count: captured in the fourth call."""
+
+    class Steady(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.2, batch_first=True)
+            self.last = nn.Linear(6, 1)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            with torch.profiler.record_function(f"call {self.calls}"):
+                x = self.encoder(x[None])[0]
+            return self.last(x.masked_fill(x > 100.0, float("-inf")).clamp(max=float("inf")) * 0.5)
+
+    _, step = trained(Steady(), engine, engine[1], policy="bfloat16", max_norm=1.0, on_failure="raise")
+    assert (step.captures, step.replays) == (1, 9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compiled_code_is_compared_by_its_identity(engine: Engine) -> None:
+    """Nothing is compiled anew for the comparison, and what is captured is the compiled step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1)).to(engine[0])
+    compiled = torch.compile(net, backend="aot_eager")
+    with torch.compiler.set_stance("default"):
+        _, step = trained(compiled, engine, engine[1], on_failure="raise")
+    assert (step.captures, step.replays) == (1, 9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_profiler_of_the_users_works(engine: Engine, tmp_path: Path) -> None:
+    """The user's profiler records through rehearsal and capture; with the user's own execution trace nothing can be
+    compared, which is said.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        _, step = trained(nn.Linear(6, 1), engine, engine[1], on_failure="raise")
+    assert step.replays == 9
+    assert any(event.key == "aten::addmm" for event in profiler.key_averages())
+
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
+    observer.start()
+    try:
+        with pytest.warns(ampkit.CaptureWarning, match="ExecutionTraceObserver"):
+            _, step = trained(nn.Linear(6, 1), engine, engine[1])
+        assert step.captures == 1
+    finally:
+        observer.stop()
+        observer.unregister_callback()
+    assert any(node["name"] == "aten::addmm" for node in json.loads((tmp_path / "trace.json").read_text())["nodes"])
+
+
+def test_a_recorder_leaves_nothing_behind() -> None:
+    """Modes, torch's functions and its observer are as they were, behind an error too; a nested one sees nothing."""
+    has = torch.overrides.has_torch_function
+    with pytest.raises(ZeroDivisionError), Recorder() as failed:
+        torch.ones(2) / (1 // 0)
+    assert failed.record is None
+    with Recorder() as outer:
+        with Recorder() as inner:
+            torch.ones(2) * 2
+        torch.ones(2) + 1
+    assert inner.record is None
+    assert outer.record is not None
+    assert [op.text.partition("(")[0] for op in outer.record.threads[0]].count("aten::mul.Tensor") == 1
+    assert torch.overrides.has_torch_function is has
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_a_difference_names_both_operations() -> None:
+    """The message has the line, what the capture ran, and what the eager call did."""
+
+    def record(factor: float, dims: int) -> Any:
+        with Recorder() as recorder:
+            x = torch.ones(3, 4).mul(factor)
+            x.sum(dims)
+        return recorder.record
+
+    assert first_difference(record(2.0, 0), record(2.0, 0)) == ""
+    numbers = first_difference(record(2.0, 0), record(3.0, 0))
+    assert "`x = torch.ones(3, 4).mul(factor)` - the capture ran torch.Tensor.mul with 3.0" in numbers
+    assert numbers.endswith("the eager call before it torch.Tensor.mul with 2.0")
+    assert "`x.sum(dims)` - the capture ran aten::sum.dim_IntList(float[3, 4], [1]" in first_difference(
+        record(2.0, 0), record(2.0, 1)
+    )
+
+
+def test_attention_is_as_fast_under_a_recorder() -> None:
+    """nn.TransformerEncoderLayer asks for function modes, and would take slower kernels under one."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad(), Recorder() as recorder:
+        layer(x)
+    assert recorder.record is not None
+    assert "aten::_transformer_encoder_layer_fwd" in {op.text.partition("(")[0] for op in recorder.record.threads[0]}
+
+
+@pytest.mark.cuda
+def test_the_net_changes_neither_kernels_nor_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph captured under the observer has the kernels, in this order, and the bytes of one captured without."""
+    found = []
+    for seen in (True, False):
+        if not seen:
+            monkeypatch.setattr("ampkit._capture.call_record.execution_trace", _no_trace)
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10)
+        ).cuda()
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        step = ampkit.graphed_step(lambda m, x: m(x).square().mean(), net, optimizer, policy="float16", max_norm=1.0)
+        x = torch.randn(8, 3, 8, 8, device="cuda")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)  # that nothing could be compared
+            for _ in range(20):
+                step(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+            step(x)
+            torch.cuda.synchronize()
+        kernels = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        found.append((step.report().bytes, kernels))
+        assert step.report().graphs == 1
+        step.close()
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 10
+
+
+def _no_trace(path: str) -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext(False)
+
+
+# ---------------------------------------------------------------------------- torch.cuda.is_current_stream_capturing
+
+
+class Asks(nn.Module):
+    """Takes another branch in a capture, as transformers does, also where checkpointing calls it in the backward."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.checkpointed = checkpointed
+
+    def branch(self, x: Tensor) -> Tensor:
+        asked = asks()
+        return torch.tanh(self.inner(x)) if asked else torch.sigmoid(self.inner(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            hidden = torch.utils.checkpoint.checkpoint(self.branch, x, use_reentrant=False)
+        else:
+            hidden = self.branch(x)
+        return self.last(hidden)
+
+
+asks = torch.cuda.is_current_stream_capturing  # imported by name, before any capture
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_code_that_asks_takes_the_same_branch(checkpointed: bool) -> None:
+    """R1: in a capture, user code is told what it is told eagerly; so the graph has eager's bits."""
+    runs = []
+    for graph in ("off", "auto"):
+        torch.manual_seed(0)
+        with deterministic():
+            result, step = trained(Asks(checkpointed), ("cuda", graph), graph, on_failure="raise")
+        runs.append(result)
+    assert_same(*runs)
+    assert step.replays == 9
+
+
+@pytest.mark.cuda
+def test_torch_and_other_threads_see_the_truth() -> None:
+    """R1: during a capture of ampkit's, torch's own modules are told that it runs; after it the question is torch's."""
+    told: dict[str, bool] = {}
+    torchs = types.ModuleType("torch.something")
+    exec("import torch\ndef ask(): return torch.cuda.is_current_stream_capturing()", vars(torchs))
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        told["user"], told["torch"] = asks(), torchs.ask()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            told["side stream"] = asks()
+        torch.cuda.current_stream().wait_stream(side)
+        return square(model, x)
+
+    before = torch.cuda.graphs._cuda_isCurrentStreamCapturing
+    _, step = trained(nn.Linear(6, 1), ("cuda", "auto"), "auto", loss_fn, on_failure="raise")
+    assert step.captures == 1
+    assert told == {"user": False, "torch": True, "side stream": False}
+    assert torch.cuda.graphs._cuda_isCurrentStreamCapturing is before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        told["own"] = asks()
+        torch.ones(1, device="cuda").add_(1)
+    assert told["own"]
+
+
+def test_who_is_told_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R1: by the module that asks and by the stream, here on stand-ins for streams."""
+    ours, others = types.SimpleNamespace(cuda_stream=1), types.SimpleNamespace(cuda_stream=2)
+    current = [ours]
+    monkeypatch.setattr(_capturing, "_is_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+
+    def answers(module: str) -> bool:
+        scope: dict[str, Any] = {"__name__": module, "asks": asks}
+        exec("def ask(): return asks()", scope)
+        return bool(scope["ask"]())
+
+    with _capturing.hidden_capture(ours):  # type: ignore[arg-type]  # it needs no more of a stream
+        names = ("model", "transformers.masking_utils", "torch.optim.optimizer", "ampkit._callables.graphed_callable")
+        assert [answers(name) for name in names] == [False, False, True, True]
+        # What autograd's threads see: they are not the one that captures.
+        monkeypatch.setattr(_capturing, "_captures", types.SimpleNamespace(inside=0))
+        assert answers("model") is False
+        current[0] = others
+        assert answers("model") is True
+        monkeypatch.undo()

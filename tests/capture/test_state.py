@@ -1,0 +1,329 @@
+"""TrainingState: names of tensors, what changes a generation and what does not, putting tensors back."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from harness import make_net
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampkit import GradScaler
+from ampkit._capture.state import TrainingState
+
+
+def make() -> tuple[TrainingState, torch.nn.Module, torch.optim.Optimizer]:
+    model = make_net("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    return TrainingState({"model": model}, [optimizer], GradScaler("cpu")), model, optimizer
+
+
+def test_tensors_have_readable_names() -> None:
+    """Parameters, buffers and optimizer state are named as a user would."""
+    state, model, _ = make()
+    tensors = state.tensors()
+    assert tensors["model.head.weight"] is model.head.weight
+    assert "model.norm.running_mean" in tensors
+    assert "optimizer[0].model.conv.bias.exp_avg" in tensors
+
+
+def test_state_of_parameters_that_are_none_of_the_modules() -> None:
+    """Each moment has a name of its own."""
+    model = make_net("cpu")
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    tensors = TrainingState({}, [optimizer]).tensors()
+    assert len(tensors) == 3 * len(list(model.parameters()))
+    assert "optimizer[0].state[1].exp_avg" in tensors
+
+
+def test_training_does_not_change_the_generation() -> None:
+    """Values change in every step; addresses, modes and hyperparameters do not. Nor does a new learning rate count."""
+    state, model, optimizer = make()
+    before = state.generation()
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert state.generation() == before
+    assert before.replaced_in(state.generation()) == ""
+    assert before.settings.changes(state.generation().settings) == ""
+
+
+def test_two_loads_in_a_row_are_a_change() -> None:
+    """An address that the allocator hands out again is not taken for the old object."""
+    state, _, optimizer = make()
+    before = state.generation()
+    for _ in range(10):
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert state.generation() != before
+
+
+def test_rebind_puts_tensors_back() -> None:
+    """New and replaced tensors are reported by name and undone."""
+    state, model, optimizer = make()
+    before = state.tensors()
+    mean = model.norm.running_mean
+    model.norm.running_mean = mean + 1
+    optimizer.state[model.head.bias]["extra"] = torch.zeros(1)
+    assert state.rebound_since(before) == ["model.norm.running_mean", "optimizer[0].model.head.bias.extra"]
+    state.rebind(before)
+    assert state.rebound_since(before) == []
+    assert model.norm.running_mean is mean
+    assert "extra" not in optimizer.state[model.head.bias]
+
+
+def test_plain_attributes_that_are_rebound() -> None:
+    """A tensor that a module keeps as a plain attribute is state too; one that is derived from parameters is not."""
+    state, model, _ = make()
+    model.seen, model.last = torch.zeros(2), None
+    model.derived = model.head.weight * 2
+    before = state.tensors()
+    model.seen, model.last = model.seen + 1, torch.ones(3)
+    model.derived = model.head.weight * 3
+    assert state.rebound_since(before) == ["model.seen", "model.last"]
+    state.rebind(before)
+    assert model.seen is before["model.seen"]
+    assert model.last is None
+
+
+def test_shared_modules_are_walked_once() -> None:
+    """A module registered under two names, or inside itself by way of a cycle, does not hang or double the walk."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.append(model[0])
+    state = TrainingState({"model": model}, [])
+    assert len(state.generation().settings.modes) == 2 + 2
+
+
+# ------------------------------------------------------------------------------------------- what a graph has frozen
+
+Touch = Callable[[Any, torch.optim.Optimizer], object]
+REPLACED: dict[str, tuple[str, Touch]] = {
+    "load_state_dict": ("load_state_dict", lambda m, o: o.load_state_dict(o.state_dict())),
+    "a group in its place": ("load_state_dict", lambda m, o: o.param_groups.__setitem__(0, dict(o.param_groups[0]))),
+    "its list of parameters": ("load_state_dict", lambda m, o: o.param_groups[0].update(params=[*m.parameters()])),
+    "add_param_group": (
+        "param group was added",
+        lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    ),
+    "state cleared": ("state was cleared or replaced", lambda m, o: o.state.clear()),
+    "state of a parameter": ("state was cleared or replaced", lambda m, o: o.state.update({m.conv.weight: {}})),
+    "parameters in another order": (
+        "state was replaced",
+        lambda m, o: o.param_groups[0]["params"].reverse(),
+    ),
+    "a parameter more": ("added to a param group", lambda m, o: o.param_groups[0]["params"].append(m.head.bias)),
+    "parameter": ("model.head.bias was replaced", lambda m, o: setattr(m.head, "bias", nn.Parameter(torch.ones(10)))),
+    "parameter, same memory": (
+        "model.head.bias was replaced",
+        lambda m, o: setattr(m.head, "bias", nn.Parameter(m.head.bias.data)),
+    ),
+    "equal buffer of one element": (
+        "model.norm.num_batches_tracked was replaced",
+        lambda m, o: setattr(m.norm, "num_batches_tracked", m.norm.num_batches_tracked.clone()),
+    ),
+    "parameter set to None": ("model.head.bias was replaced", lambda m, o: setattr(m.head, "bias", None)),
+    "module": ("model.dropout was replaced", lambda m, o: setattr(m, "dropout", nn.Dropout(0.3))),
+    "module added in a leaf": ("was added", lambda m, o: m.conv.add_module("more", nn.ReLU())),
+    "buffer added in a leaf": ("was added", lambda m, o: m.dropout.register_buffer("more", torch.ones(1))),
+    "module removed": ("removed", lambda m, o: delattr(m, "dropout")),
+    ".data of a parameter": ("other memory", lambda m, o: setattr(m.conv.weight, "data", m.conv.weight.data.clone())),
+    ".data of a buffer": (
+        "other memory",
+        lambda m, o: setattr(m.norm.running_var, "data", m.norm.running_var.data.clone()),
+    ),
+    "set_": ("other memory", lambda m, o: m.norm.running_mean.set_(torch.zeros(8))),
+}
+
+
+def test_tensor_as_hyperparameter_is_read_where_it_is() -> None:
+    """Another tensor in its place is another setting, whatever its value; the same one is not, whatever is in it."""
+    state, _, optimizer = make()
+    group = optimizer.param_groups[0]
+    group["eps"] = torch.tensor(1e-8)
+    before = state.generation()
+    group["eps"].fill_(1e-6)
+    assert state.generation() is before
+    group["eps"] = group["eps"].clone()
+    assert "['eps'] changed" in before.settings.changes(state.generation().settings)
+
+
+def test_state_that_a_first_step_makes_replaces_nothing() -> None:
+    """Lazily made moments are another generation, in which graphs of the one before may go on."""
+    state, model, optimizer = make()
+    optimizer.state.clear()
+    before = state.generation()
+    model.head.bias.grad = torch.ones_like(model.head.bias)
+    optimizer.step()
+    after = state.generation()
+    assert (after == before, before.replaced_in(after), before.settings) == (False, "", after.settings)
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_replaced_memory_is_noticed(name: str) -> None:
+    """Whatever a graph has addresses of, in whichever way it goes: another generation, and the reason in words."""
+    says, touch = REPLACED[name]
+    state, model, optimizer = make()
+    before = state.generation()
+    assert state.generation() is before, "nothing was touched"
+    touch(model, optimizer)
+    after = state.generation()
+    assert after != before
+    assert says in before.replaced_in(after)
+    assert state.generation() is after
+
+
+SETTINGS: dict[str, tuple[str, Touch, Touch]] = {
+    "eval of a leaf": ("train/eval", lambda m, o: m.dropout.eval(), lambda m, o: m.dropout.train()),
+    "frozen parameter": (
+        "requires_grad",
+        lambda m, o: m.conv.bias.requires_grad_(False),
+        lambda m, o: m.conv.bias.requires_grad_(True),
+    ),
+    "buffer with grad": (
+        "requires_grad",
+        lambda m, o: m.norm.running_mean.requires_grad_(True),
+        lambda m, o: m.norm.running_mean.requires_grad_(False),
+    ),
+    "hyperparameter": (
+        "param_groups[0]['eps'] changed",
+        lambda m, o: o.param_groups[0].update(eps=0.5),
+        lambda m, o: o.param_groups[0].update(eps=float("1e-8")),
+    ),
+    "number in a list": (
+        "param_groups[0]['betas'] changed",
+        lambda m, o: o.param_groups[0]["betas"].__setitem__(0, 0.5),
+        lambda m, o: o.param_groups[0]["betas"].__setitem__(0, float("0.9")),
+    ),
+    "option added": (
+        "the options of a param group changed",
+        lambda m, o: o.param_groups[0].update(more=1),
+        lambda m, o: o.param_groups[0].pop("more"),
+    ),
+    "option made a tensor": (
+        "param_groups[0]['eps'] changed",
+        lambda m, o: o.param_groups[0].update(eps=torch.tensor(1e-8)),
+        lambda m, o: o.param_groups[0].update(eps=1e-8),
+    ),
+    "class of a module": (
+        "the policy on the model changed",
+        lambda m, o: setattr(m.head, "__class__", type("Other", (nn.Linear,), {})),
+        lambda m, o: setattr(m.head, "__class__", nn.Linear),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_noticed_and_change_back(name: str) -> None:
+    """What may be toggled: other settings and the reason in words; toggled back, the generation is equal again."""
+    says, there, back = SETTINGS[name]
+    state, model, optimizer = make()
+    optimizer.param_groups[0]["betas"] = [0.9, 0.999]
+    before = state.generation()
+    there(model, optimizer)
+    after = state.generation()
+    assert after != before
+    assert before.replaced_in(after) == ""
+    assert says in before.settings.changes(after.settings)
+    assert state.generation() is after
+    back(model, optimizer)
+    assert state.generation() == before
+
+
+class Passing(TorchFunctionMode):
+    """Does nothing but count."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("around", "says"),
+    [
+        (torch.autocast("cpu", dtype=torch.bfloat16), "cpu autocast around the step"),
+        (Passing(), "the policy around the step"),
+        (nullcontext(), ""),
+    ],
+)
+def test_what_is_entered_around_is_noticed(around: AbstractContextManager[Any], says: str) -> None:
+    """Autocast and function modes around the call are settings like any other."""
+    state, _, _ = make()
+    before = state.generation()
+    with around:
+        inside = state.generation()
+    assert (inside != before) == bool(says)
+    assert says in before.settings.changes(inside.settings)
+    assert state.generation() == before
+
+
+def test_the_rule_of_the_scaler_is_noticed() -> None:
+    """growth_interval and the like are constants in a graph."""
+    state, _, _ = make()
+    before = state.generation()
+    assert isinstance(state.scaler, GradScaler)
+    state.scaler.set_growth_interval(7)
+    assert before.settings.changes(state.generation().settings) == "the scaler's growth_interval changed"
+
+
+def test_gradients_that_are_found_are_noticed() -> None:
+    """Where a function finds gradients: one made, replaced or dropped is another setting."""
+    _, model, optimizer = make()
+    state = TrainingState({"model": model}, [optimizer], finds_gradients=True)
+    optimizer.zero_grad()
+    none = state.generation()
+    model.conv.bias.grad = first = torch.ones(8)
+    one = state.generation()
+    assert "gradients were made" in none.settings.changes(one.settings)
+    model.conv.bias.grad = torch.ones(8)
+    assert state.generation() != one
+    model.conv.bias.grad = first
+    assert state.generation() == one
+    model.conv.bias.grad = None
+    assert state.generation() == none
+
+
+def test_training_may_be_a_property() -> None:
+    """A module class that computes `training` is asked each time."""
+
+    class Odd(nn.Linear):
+        mode = True
+
+        @property
+        def training(self) -> bool:  # type: ignore[override]
+            return type(self).mode
+
+        @training.setter
+        def training(self, mode: bool) -> None:
+            vars(self)["training"] = True
+
+    state = TrainingState({"model": nn.Sequential(Odd(2, 2), nn.ReLU())}, [])
+    before = state.generation()
+    Odd.mode = False
+    after = state.generation()
+    assert before.settings.changes(after.settings) == "train/eval mode or requires_grad changed"
+
+
+def test_the_look_at_the_state_is_no_operation() -> None:
+    """No operation runs and no mode of the user's is asked, however many tensors there are."""
+    state, _, _ = make()
+    state.generation()
+
+    class Operations(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Passing() as mode, Operations() as operations:
+        state.generation()
+        state.generation()
+    assert (mode.calls, operations.seen) == (0, 0)

@@ -1,0 +1,788 @@
+"""doctor: planted faults are found by line, a repaired script has none, and what cannot be run or checked is said."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ampkit.__main__ import main
+from ampkit._commands.doctor import doctor as _doctor
+from ampkit._commands.doctor.doctor import Diagnosis, DoctorError, diagnose
+from ampkit._commands.doctor.faults import CHECKS, Fault
+from ampkit._text import size_text
+
+ROOT = Path(__file__).parents[2]
+MARK = re.compile(r"# fault: ([\w ]+)$")
+# What scripts below leave as it is.
+COMMON = """
+import torch
+from functools import partial
+from torch import nn
+from torch.nn import functional as F
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True, **options)
+
+def data(*sizes):
+    return [(torch.randn(n, 8), torch.randint(4, (n,))) for n in sizes or (8, 8)]
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Return a function that writes a module with a function `training` and examines it; it returns path and result."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = iter(f"script_{i}" for i in range(9))
+
+    def examine(text, device="cpu", **options):
+        name = next(names)
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"DEVICE = {device!r}\n" + COMMON + textwrap.dedent(text))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return path, diagnose(name, lambda: importlib.import_module(name).training, bar=False, **options)
+
+    return examine
+
+
+def planted(path: Path) -> list[tuple[str, str]]:
+    """Return (line of the file, kind) of each marked line."""
+    lines = path.read_text().splitlines()
+    found = [(i, match[1]) for i, line in enumerate(lines, 1) if (match := MARK.search(line))]
+    return sorted((f"{path}:{i}: `{lines[i - 1].strip()}`", kind) for i, kind in found)
+
+
+def named(found: Diagnosis) -> list[tuple[str, str]]:
+    return sorted((fault.line, fault.kind) for fault in found.findings)
+
+
+def failed(unchecked: list[str]) -> list[str]:
+    """Return the checks that an error kept from their end."""
+    return [title for text in unchecked if (title := text.partition(":")[0]) in CHECKS]
+
+
+def cli(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ampkit", "doctor", *argv]
+    return subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
+
+
+# -------------------------------------------------------------------------------------------------------- whole scripts
+
+
+def test_six_faults(tmp_path):
+    """All six planted faults are named by line and nothing else is, worst first; the exit status says so."""
+    out = tmp_path / "found.json"
+    done = cli("doctor_faulty:training", "--json", str(out))
+    assert (done.returncode, done.stderr) == (1, "")
+    found = json.loads(out.read_text())
+    expected = planted(ROOT / "tests" / "support" / "doctor_faulty.py")
+    assert len(expected) == 6
+    assert sorted((fault["line"], fault["kind"]) for fault in found["findings"]) == expected
+    assert found["exit_code"] == 1
+    severities = [fault["severity"] for fault in found["findings"]]
+    assert severities == sorted(severities, key=["high", "medium", "low"].index)
+    for fault in found["findings"]:
+        assert fault["line"] in done.stdout
+        assert fault["advice"] in done.stdout
+
+
+def test_repaired(capsys):
+    """The same script, repaired as advised, has no findings."""
+    assert main(["doctor", "doctor_repaired:training", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["findings"], found["exit_code"]) == ([], 0)
+    assert failed(found["unchecked"]) == []
+    assert not planted(ROOT / "tests" / "support" / "doctor_repaired.py")
+
+
+# ------------------------------------------------------------------------------------------------------- fault by fault
+
+FAULTS = {
+    "reads in the loss and in the backward": """
+        class Read(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * float(grad.new_ones(()))  # fault: blocking line
+        def loss(model, x, y):
+            keep = model(x)[x.sum(1) > 0]  # fault: blocking line
+            return Read.apply(keep).square().mean() + loss_fn(model, x, y)
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """,
+    "Python's random numbers": """
+        import random
+        def loss(model, x, y):
+            scale = random.random()
+            return loss_fn(model, x * scale, y)  # fault: host random numbers
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """,
+    "a counter that scales the loss": """
+        class Counted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.calls = net(), 0
+            def forward(self, x):
+                self.calls += 1
+                return self.net(x) / self.calls  # fault: host state
+        def training():
+            model = Counted()
+            return loss_fn, model, sgd(model), data()
+        """,
+    "random numbers of generators that nothing watches": """
+        import random, secrets, time
+        import numpy as np
+        rng, other = np.random.default_rng(0), random.Random(0)
+        def loss(model, x, y):
+            x = x + torch.from_numpy(rng.normal(size=(8, 8))).float()  # fault: host state
+            x = x * torch.as_tensor(rng.normal(size=8)).float()  # fault: host state
+            x = x * other.random()  # fault: host state
+            x = F.dropout(x, p=0.1 + 0.1 * rng.random())  # fault: host state
+            x = torch.roll(x, secrets.randbelow(2**30) * 2, 0)  # fault: host state
+            return loss_fn(model, x, y) * torch.tensor(time.perf_counter())  # fault: host state
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """,
+    "another operation in every other step": """
+        import itertools
+        turns = itertools.cycle([True, False])
+        def loss(model, x, y):
+            x = x.sin() if next(turns) else x.cos()  # fault: host state
+            return loss_fn(model, x, y)
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """,
+    "a slice that moves, per micro-batch": """
+        import itertools
+        places = itertools.count()
+        def loss(model, x, y):
+            k = next(places)
+            x[k % 8, :k % 5] = 0  # fault: host state
+            return loss_fn(model, x, y)
+        def training():
+            model = net()
+            return loss, model, sgd(model), data(8, 8, 8), {"accumulate": 2}
+        """,
+    "a counter in a hook of the backward and in what follows the step": """
+        import itertools
+        counter = itertools.count(1)
+        def training():
+            model = net()
+            model[0].weight.register_hook(lambda grad: grad * next(counter))  # fault: host state
+            def decay(model):
+                model[0].bias.mul_(1 - 1e-3 * next(counter))  # fault: host state
+            return loss_fn, model, sgd(model), data(), {"after_step": decay}
+        """,
+    "a batch of another dtype in a list": """
+        def training():
+            model = net()
+            batches = data()
+            x = torch.randn(8, 8, dtype=torch.float64).float()
+            odd = torch.randn(8, 8).t()  # fault: changing shapes
+            return loss_fn, model, sgd(model), [*batches, (odd, batches[0][1]), (x, batches[1][1])]
+        """,
+    "a user's collate function": """
+        def collate(samples):
+            width = max(len(text) for text in samples)
+            return torch.stack([F.pad(text, (0, width - len(text))) for text in samples])  # fault: changing shapes
+        def training():
+            model = nn.Sequential(nn.AdaptiveAvgPool1d(8), net())
+            texts = [torch.ones(n) for n in (8, 8, 8, 8, 12, 9)]
+            batches = torch.utils.data.DataLoader(texts, batch_size=2, collate_fn=collate)
+            return lambda model, x: model(x[:, None]).square().mean(), model, sgd(model), batches
+        """,
+    "a short batch that is not looked at": """
+        def training():
+            model = net()
+            x, y = torch.randn(101, 8), torch.randint(4, (101,))
+            samples = torch.utils.data.TensorDataset(x, y)
+            return (
+                loss_fn, model, sgd(model), torch.utils.data.DataLoader(samples, batch_size=2)  # fault: changing shapes
+            )
+        """,
+    "an optimizer that no graph can hold": """
+        def training():
+            model = net()
+            optimizer = torch.optim.Adafactor(model.parameters())  # fault: optimizer
+            return loss_fn, model, optimizer, data()
+        """,
+    "an optimizer that is capturable but not fused": """
+        def training():
+            model = net()
+            optimizer = torch.optim.AdamW(model.parameters())  # fault: optimizer
+            return loss_fn, model, optimizer, data()
+        """,
+    "betas under a schedule": """
+        def training():
+            model = net()
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)  # fault: schedule
+            return loss_fn, model, optimizer, data(), {"scheduler": schedule, "accumulate": 2}
+        """,
+    "weight decay under a schedule of the user's": """
+        class Decay:
+            def __init__(self, optimizer):
+                self.optimizer = optimizer
+            def step(self):
+                self.optimizer.param_groups[0]["weight_decay"] += 1e-4
+        def training():  # fault: schedule
+            model = net()
+            optimizer = sgd(model)
+            return loss_fn, model, optimizer, data(), {"scheduler": Decay(optimizer)}
+        """,
+    "a model in half": """
+        class Normed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.norm = net(), nn.BatchNorm1d(4)
+            def forward(self, x):
+                return self.norm(self.net(x.bfloat16()))  # fault: low precision
+        def loss(model, x, y):
+            return F.nll_loss(model(x).log_softmax(-1), y)  # fault: low precision
+        def training():
+            model = Normed().bfloat16()
+            return loss, model, torch.optim.AdamW(model.parameters(), fused=True), data()
+        """,
+    "an operation without determinism": """
+        def loss(model, x, y):
+            index = torch.arange(8)
+            mask = torch.zeros(8).put_(index, torch.ones(8))  # fault: nondeterministic
+            return loss_fn(model, x * mask, y)
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """,
+    "an operation without determinism in a module of torch": """
+        class Unpooled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.pool, self.unpool = net(), nn.MaxPool1d(2, return_indices=True), nn.MaxUnpool1d(2)
+            def forward(self, x):
+                pooled, where = self.pool(x[:, None])
+                return self.net(self.unpool(pooled, where)[:, 0])  # fault: nondeterministic
+        def training():
+            model = Unpooled()
+            return loss_fn, model, sgd(model), data()
+        """,
+}
+
+
+@pytest.mark.parametrize("text", FAULTS.values(), ids=FAULTS)
+def test_fault(script, text):
+    """What is planted is found on its line, and nothing else."""
+    path, found = script(text)
+    assert named(found) == planted(path)
+
+
+def test_modules_of_one_line(script):
+    """A line that many modules share is one finding, which says how many."""
+    path, found = script(
+        """
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = nn.BatchNorm1d(8)
+            def forward(self, x):
+                return self.norm(x)  # fault: low precision
+        def training():
+            model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(8, 4)).bfloat16()
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            return lambda model, x, y: loss_fn(model, x.bfloat16(), y).float(), model, optimizer, data()
+        """
+    )
+    norms = [fault for fault in found.findings if fault.what.startswith("batch_norm")]
+    assert [(fault.line, fault.kind) for fault in norms] == planted(path)
+    assert norms[0].what == "batch_norm computes in bfloat16 in 0.norm and 2 more modules"
+    assert norms[0].count == 3
+    assert "Keep the model in float32" in norms[0].advice
+
+
+def test_what_varies_is_told_with_both_values(script):
+    """The first argument that differs is named with its two values, and how to pass it in."""
+    _, found = script(
+        """
+        import itertools
+        counter = itertools.count()
+        def loss(model, x, y):
+            return loss_fn(model, x, y) * torch.full((), next(counter) / 2.0)
+        def training():
+            model = net()
+            return loss, model, sgd(model), data(8)
+        """
+    )
+    (fault,) = found.findings
+    values = r"(0\.5 in one step and 1\.0|1\.0 in one step and 1\.5)"  # a step less where dynamo was imported before
+    assert re.match(f"full takes {values} in another, with inputs of one layout: a graph would repeat", fault.what)
+    assert "Pass what varies in as a tensor of the batch" in fault.advice
+    assert fault.severity == "high"
+    assert fault.count in (2, 3)  # each step behind the first is compared with the first of these
+
+
+def test_layouts_that_come_once_are_not_compared(script):
+    """What a layout's first call makes may be missing in its second: too few calls are said to be too few."""
+    _, found = script(
+        """
+        def training():
+            model = net()
+            return loss_fn, model, sgd(model), data(8, 7, 6, 5)
+        """
+    )
+    assert [fault.kind for fault in found.findings] == ["changing shapes"]
+    assert "host state: no two steps with inputs of one layout could be compared" in found.unchecked
+
+
+def test_compiled_code_is_compared_as_it_was_written(script, fresh_dynamo):
+    """A counter in compiled code is found, and the code is compiled no more often for that."""
+    path, found = script(
+        """
+        compiled = []
+        def backend(graph, inputs):
+            compiled.append(graph)
+            return graph
+        class Counted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.calls = net(), 1.0
+            def forward(self, x):
+                self.calls = self.calls + 0.5
+                return self.net(x) / self.calls  # fault: host state
+        def training():
+            model = Counted()
+            return loss_fn, torch.compile(model, backend=backend), sgd(model), data()
+        """
+    )
+    assert planted(path)[0] in named(found)
+    assert len(sys.modules[path.stem].compiled) == 2  # with the first number and with any, as without the records
+
+
+SOUND = {
+    "a learning rate under a schedule": """
+        def training():
+            model = net()
+            optimizer = sgd(model)
+            return loss_fn, model, optimizer, data(), {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+        """,
+    "autocast, which has a softmax in float32 on CUDA": """
+        def training():
+            model = nn.Sequential(net(), nn.BatchNorm1d(4), nn.LogSoftmax(-1))
+            return loss_fn, model, sgd(model), data(), {"policy": "bfloat16"}
+        """,
+    "float16 with a loss scale and clipping": """
+        def training():
+            model = net()
+            return loss_fn, model, sgd(model), data(), {"policy": "float16", "max_norm": 1.0}
+        """,
+    "an optimizer of the user's with a step count": """
+        class Mine(torch.optim.Optimizer):
+            def __init__(self, params):
+                super().__init__(params, {"lr": 0.1, "capturable": True})
+                self.steps = 0
+            @torch.no_grad()
+            def step(self, closure=None):
+                self.steps += 1
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.sub_(p.grad * (group["lr"] / self.steps))
+        def training():
+            model = net()
+            return loss_fn, model, Mine(model.parameters()), data()
+        """,
+    "a mask that is made once, random numbers of the device, a counter on the device": """
+        class Masked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.mask = net(), None
+                self.register_buffer("calls", torch.zeros(()))
+            def forward(self, x):
+                if self.mask is None:
+                    self.mask = torch.ones(8).cumsum(0) / 8
+                self.calls += 1
+                return self.net(F.dropout(x * self.mask + torch.rand_like(x), 0.3)) / self.calls
+        def training():
+            model = Masked()
+            return loss_fn, model, sgd(model), data()
+        """,
+    "shapes that buckets make equal": """
+        from ampkit import Buckets
+        def training():
+            model = net()
+            loss = lambda model, x, mask: (model(x).square().mean(1) * mask).sum() / mask.sum()
+            batches = [(torch.randn(n, 8),) for n in (8, 5)]
+            return loss, model, sgd(model), batches, {"buckets": Buckets(batch=(8,))}
+        """,
+    "an optimizer's maker, keyword arguments, what bench takes": """
+        def training():
+            batches = [{"x": x, "y": y} for x, y in data()]
+            return loss_fn, net(), lambda params: torch.optim.Adam(params, fused=True), batches
+        """,
+    "a batch that is like a dict": """
+        from collections import UserDict
+        def training():
+            model = net()
+            return loss_fn, model, sgd(model), [UserDict(x=x, y=y) for x, y in data()]
+        """,
+    "an optimizer without a fused form that a graph can hold": """
+        def training():
+            model = net()
+            return loss_fn, model, torch.optim.RMSprop(model.parameters()), data()
+        """,
+    "a loader with one batch, which is short": """
+        def training():
+            model = net()
+            samples = torch.utils.data.TensorDataset(torch.randn(5, 8), torch.randint(4, (5,)))
+            return loss_fn, model, sgd(model), torch.utils.data.DataLoader(samples, batch_size=8)
+        """,
+    "one argument that is no tuple, an iterator": """
+        def training():
+            model = net()
+            return lambda model, x: model(x).square().mean(), model, sgd(model), iter([torch.ones(2, 8)] * 3)
+        """,
+}
+
+
+@pytest.mark.parametrize("text", SOUND.values(), ids=SOUND)
+def test_no_fault(script, text):
+    """What is in order is not reported, and every check ran."""
+    _, found = script(text)
+    assert not found.findings
+    assert found.exit_code == 0
+    assert failed(found.unchecked) == []
+    assert "no findings" in str(found)
+
+
+# ------------------------------------------------------------------------------------------------------------ Lightning
+
+LIGHTNING = """
+    import lightning.pytorch as pl
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            loss = F.cross_entropy(self.net(x), y)
+            self.log("loss", loss)
+            {extra}
+            return {returned}
+        def configure_optimizers(self):
+            {optimizer}
+            return {configured}
+    def training():
+        x, y = torch.randn(20, 8), torch.randint(4, (20,))
+        samples = torch.utils.data.TensorDataset(x, y)
+        loader = torch.utils.data.DataLoader(samples, {loader})
+        return Module(), loader
+    """
+
+
+def test_lightning(script):
+    """Faults of a LightningModule, its optimizer, its schedule by step and its loader."""
+    pytest.importorskip("lightning.pytorch")
+    text = LIGHTNING.format(
+        extra="self.seen = loss.item()  # fault: blocking line",
+        returned='{"loss": loss}',
+        optimizer="optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)  # fault: optimizer\n"
+        "            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50)  # fault: schedule",
+        configured='{"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}',
+        loader="batch_size=8)  # fault: changing shapes\n        loader = (loader",
+    )
+    path, found = script(text, lightning=True)
+    assert named(found) == planted(path)
+
+
+@pytest.mark.parametrize(
+    "configured", ["[optimizer]", "optimizer", "([optimizer], [cycle])", '{"optimizer": optimizer}']
+)
+def test_lightning_without_faults(script, configured):
+    """All forms of one optimizer; a scheduler that is stepped per epoch changes nothing between steps."""
+    pytest.importorskip("lightning.pytorch")
+    text = LIGHTNING.format(
+        extra="",
+        returned="loss",
+        optimizer="optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, fused=True)\n"
+        "            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50)",
+        configured=configured,
+        loader="batch_size=8, drop_last=True",
+    )
+    _, found = script(text, lightning=True)
+    assert not found.findings
+
+
+def test_lightning_with_two_optimizers(script):
+    """What a callback would refuse is refused here."""
+    pytest.importorskip("lightning.pytorch")
+    text = LIGHTNING.format(
+        extra="", returned="loss", optimizer="a, b = sgd(self), sgd(self)", configured="[a, b]", loader="batch_size=8"
+    )
+    with pytest.raises(DoctorError, match="expected a single optimizer"):
+        script(text, lightning=True)
+
+
+def test_without_lightning(script, monkeypatch):
+    """The message has the command that installs it."""
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    with pytest.raises(DoctorError, match=re.escape("pip install 'ampkit[lightning]'")):
+        script("def training(): ...", lightning=True)
+
+
+# -------------------------------------------------------------------------------------------------------- cannot be run
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def training():\n    return 3", r"returned int, expected \(loss_fn, model, optimizer, batches\)"),
+        (
+            "def training():\n    return loss_fn, net(), 0.1, data()",
+            r"optimizer=float\): expected a torch.optim.Optimizer",
+        ),
+        ("def training():\n    model = net()\n    return loss_fn, model, sgd(model), []", "there is no batch"),
+        ("def training():\n    model = net()\n    return 3, model, sgd(model), data()", "returned int for loss_fn"),
+        ("def training():\n    model = net()\n    return loss_fn, 3, sgd(model), data()", "expected a torch.nn.Module"),
+        ("def training():\n    model = net()\n    return loss_fn, model, sgd(model), data(), {'lr': 1}", "'lr'"),
+        ("def training():\n    return 1 / 0", r"ZeroDivisionError: .*:\d+: `return 1 / 0`"),
+        (
+            "def training():\n    model = net()\n    return lambda model, x, y: model(x), model, sgd(model), data()",
+            "loss_fn returned a loss of shape",
+        ),
+    ],
+)
+def test_cannot_be_run(script, text, message):
+    """The message says what came, and names the line of an error in the user's code."""
+    with pytest.raises(DoctorError, match=message):
+        script(text)
+
+
+def test_exit_status_2(capsys):
+    """Also for a module that is not there, which is Python's 1 elsewhere."""
+    for call, message in (("nope:x", "No module named 'nope'"), ("nope", "expected module:function")):
+        assert main(["doctor", call]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert message in printed.err
+
+
+def test_a_check_that_fails(script):
+    """An error after the first step costs one check, which is said; the others go on."""
+    path, found = script(
+        """
+        def training():
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # fault: optimizer
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3, cycle_momentum=False)
+            return loss_fn, model, optimizer, data(), {"scheduler": schedule}
+        """
+    )
+    assert named(found) == planted(path)
+    assert failed(found.unchecked) == ["schedule", "kernels", "host state"]
+    assert any("Tried to step 4 times" in text for text in found.unchecked)
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def test_order_and_text():
+    """By severity, then by time waited, then by count; times and counts stand in the text."""
+    faults = [
+        Fault("low", "c", "f:1: `c`", "is c", "Do."),
+        Fault("high", "a", "f:2: `a`", "is a", "Do.", ms=1.0),
+        Fault("medium", "b", "f:3: `b`", "is b", "Do.", count=3),
+        Fault("high", "d", "", "is d", "Do.", ms=2.0),
+    ]
+    found = Diagnosis("m:f", "cpu", sorted(faults, key=lambda fault: fault.rank))
+    assert [fault.kind for fault in found.findings] == ["d", "a", "b", "c"]
+    text = str(found)
+    assert "m:f on cpu" in text
+    assert "4 findings" in text
+    assert "high    d: (no line of yours)" in text
+    assert "is b (3 times)" in text
+    assert "is d, 2.000 ms" in text
+    assert found.exit_code == 1
+
+
+def test_progress(script, monkeypatch):
+    """A line on a terminal, which is gone at the end; none where there is no terminal."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    written = []
+    monkeypatch.setattr(sys.stderr, "write", written.append)
+    text = "def training():\n    model = net()\n    return loss_fn, model, sgd(model), data()"
+    script(text)
+    assert not written  # bar=False
+    sys.modules.pop("script_1", None)
+    diagnose("again", lambda: sys.modules["script_0"].training)
+    shown = "".join(written)
+    assert all(title in shown for title in CHECKS)
+    assert shown.endswith("\r\033[K")
+    before = len(written)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    diagnose("again", lambda: sys.modules["script_0"].training)
+    assert len(written) == before
+
+
+def test_gain(script, monkeypatch):
+    """Step and host time are measured, the device's is the profiler's; a schedule that is at its end is left alone."""
+    calls, profiled, kept = [], [], []
+
+    class Profiler:
+        def __init__(self, **options):
+            profiled.append(-len(calls))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            profiled[-1] += len(calls)
+
+        def events(self):
+            kernel = {"device_type": SimpleNamespace(name="CUDA"), "is_user_annotation": False, "name": "gemm"}
+            spans = [SimpleNamespace(start=10 * i, end=10 * i + 5) for i in range(2 * profiled[-1])]  # microseconds
+            return [SimpleNamespace(**kernel, time_range=span, id=i) for i, span in enumerate(spans)]
+
+    trial_of = _doctor._trial
+    monkeypatch.setattr(_doctor, "_trial", lambda *args: kept.append(trial_of(*args)) or kept[-1])
+    _, found = script(
+        """
+        def training():
+            model = net()
+            optimizer = sgd(model)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5, cycle_momentum=False)
+            return loss_fn, model, optimizer, data(), {"scheduler": schedule}
+        """
+    )
+    assert not found.findings
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    loss_fn = kept[0].subject.loss_fn
+    kept[0].subject.loss_fn = lambda *args: calls.append(1) or loss_fn(*args)
+    _doctor._add_gain(found, kept[0])
+    gain = found.figures["capture"]
+    assert gain["kernels"] == 2
+    assert gain["device_ms"] == pytest.approx(0.01)
+    assert gain["step_ms"] > 0
+    assert gain["host_ms"] > 0
+    assert f"up to {gain['step_ms'] / 0.01:.1f} times as fast" in str(found)
+
+
+@pytest.mark.parametrize("batch", ["(x, y)", "{'x': x, 'y': y}"])
+def test_memory(script, batch):
+    """The forecast for CUDA before and after the policy, of batches in any form."""
+    if not torch.backends.cuda.is_built():
+        pytest.skip("torch was built without CUDA")
+    _, found = script(
+        f"""
+        def training():
+            x, y = torch.randn(65536, 8), torch.randint(4, (65536,))
+            optimizer = partial(torch.optim.AdamW, fused=True)
+            return loss_fn, net(), optimizer, [{batch}], {{"policy": "bfloat16"}}
+        """
+    )
+    memory = found.figures["memory"]
+    policy = "params=float32,compute=bfloat16,output=float32"
+    assert memory["device"] == "cuda"
+    assert list(memory["peak_bytes"]) == ["None", policy]
+    before, after = memory["peak_bytes"].values()
+    assert 4 * 65536 * (8 + 16 + 4) < after < before
+    told = f"{size_text(before)} without a policy, {size_text(after)} under {policy}"
+    assert f"Memory of a step on cuda, forecast: {told}." in str(found)
+
+
+def test_memory_of_a_loss_with_tensors(script):
+    """A loss that is a module is brought to the forecast's device with its tensors."""
+    _, found = script(
+        """
+        class Weighted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("weight", torch.ones(4))
+
+            def forward(self, model, x, y):
+                return F.cross_entropy(model(x), y, weight=self.weight)
+
+        def training():
+            model = net()
+            return Weighted(), model, torch.optim.NAdam(model.parameters()), data()
+        """
+    )
+    assert not [text for text in found.unchecked if text.startswith("memory")]
+    assert found.figures["memory"]["peak_bytes"]["None"] > 0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_runs_on_behind_it(script):
+    """What was compiled in the first step runs compiled in a step behind all checks."""
+    path, _ = script(
+        """
+        calls = []
+
+        def counted(graph, inputs):
+            return lambda *args: calls.append(None) or graph.forward(*args)
+
+        def training():
+            global compiled
+            model = net()
+            compiled = torch.compile(model, backend=counted)
+            return loss_fn, compiled, sgd(model), data()
+        """
+    )
+    ours = sys.modules[path.stem]
+    before = len(ours.calls)
+    assert before > 0
+    ours.compiled(torch.randn(8, 8))
+    assert len(ours.calls) == before + 1
+
+
+@pytest.mark.cuda
+def test_on_cuda(script):
+    """What a CPU cannot show: copies, waits in the optimizer, determinism in a backward, the gain of a capture."""
+    path, found = script(
+        """
+        def loss(model, x, y):
+            weight = torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)  # fault: pageable copy
+            wide = F.adaptive_avg_pool2d(x[:, None, None], (4, 8))[:, 0]  # fault: nondeterministic
+            return F.cross_entropy(model(wide).mean(1), y, weight)
+        def training():
+            model = nn.Sequential(nn.Linear(8, 8), net()).to(DEVICE)
+            inner = model[0]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # fault: optimizer
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=False)
+            def embedded(model, x, y):
+                return loss(model, inner(x), y)
+            return embedded, model, optimizer, data(), {"scheduler": schedule}
+        """,
+        device="cuda",
+    )
+    assert named(found) == planted(path)
+    assert failed(found.unchecked) == []
+    gain = found.figures["capture"]
+    assert 0 < gain["device_ms"] <= gain["step_ms"]
+    assert gain["kernels"] >= 10
+    assert "A capture can make it up to" in str(found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_without_cuda(script):
+    """It says what it could not check."""
+    _, found = script("def training():\n    return loss_fn, net(), partial(torch.optim.AdamW, fused=True), data()")
+    assert len(found.unchecked) == 3
+    assert "Not checked:\n  copies from pageable memory" in str(found)
+    assert json.loads(found.to_json())["unchecked"] == found.unchecked

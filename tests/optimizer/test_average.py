@@ -1,0 +1,322 @@
+"""The update of an averaged model without host reads equals torch's own, bit by bit, and fits into a CUDA graph."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import DEVICES, assert_same, no_sync
+from torch import Tensor, nn
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_avg_fn,
+    get_swa_multi_avg_fn,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampkit._optimizer.average import capturable, prepare_average, update_average
+
+
+def rising_decay(old: Tensor, new: Tensor, count: Tensor) -> Tensor:
+    decay = torch.clamp((1 + count) / (10 + count), max=0.99)
+    return decay * old + (1 - decay) * new
+
+
+def kept_fraction(old: Any, new: Any, count: Tensor) -> None:
+    for ours, theirs in zip(old, new, strict=True):
+        ours.copy_(ours - (ours - theirs) // (count * 2))  # an integer division: a count of 0 would raise
+
+
+FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "default": dict,
+    "ema": lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "swa": lambda: {"multi_avg_fn": get_swa_multi_avg_fn()},
+    "single ema": lambda: {"avg_fn": get_ema_avg_fn(0.9)},
+    "single swa": lambda: {"avg_fn": get_swa_avg_fn()},
+    "custom": lambda: {"avg_fn": rising_decay},
+    "custom multi": lambda: {"multi_avg_fn": kept_fraction},
+}
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, shapes and memory formats, a shared one, float and integer buffers."""
+
+    def __init__(self, integers: bool, complexes: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(5)  # num_batches_tracked is an int64 of shape ()
+        if not integers:
+            self.norm.num_batches_tracked = None
+        self.double = nn.Linear(7, 3).double()
+        self.half = nn.Linear(33, 5).half()
+        self.bfloat16 = nn.Linear(17, 3).bfloat16()
+        self.shared = self.double
+        self.offset = nn.Parameter(torch.randn(()))
+        if complexes:
+            self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+
+def make_pair(
+    device: str, function: str, use_buffers: bool, integers: bool
+) -> tuple[nn.Module, AveragedModel, AveragedModel]:
+    """Return a model and two equal averages of it, whose values the first update must forget."""
+    torch.manual_seed(5)
+    # Complex numbers have no floor division.
+    model = Mixed(integers, complexes=function != "custom multi").to(device)
+    averaged = AveragedModel(model, device=torch.device(device), use_buffers=use_buffers, **FUNCTIONS[function]())
+    with torch.no_grad():
+        for i, param in enumerate(averaged.parameters()):
+            param.fill_([float("nan"), float("inf"), -0.0][i % 3])
+        model.conv.weight[0] = -0.0
+    return model, averaged, copy.deepcopy(averaged)
+
+
+def drift(model: nn.Module, seed: int) -> None:
+    """Change everything in the model, as a training step would, in place and without random numbers of the device."""
+    made = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.dtype is torch.int64:
+                tensor.add_(seed % 5 + 1)
+            else:
+                tensor.add_(torch.randn(tensor.shape, generator=made).to(tensor.device, tensor.dtype))
+
+
+def takes_integers(device: str, function: str) -> bool:
+    """Return whether torch's own update averages integer buffers; its SWA kernel refuses them."""
+    return function != "swa" and not (function == "default" and device == "cuda")
+
+
+def state(averaged: AveragedModel) -> dict[str, Tensor]:
+    return dict(averaged.state_dict(keep_vars=True))
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_updates_equal_those_of_torch(device: str, function: str, use_buffers: bool) -> None:
+    """The copy of the first update, the averages of later ones, buffers and the count: the same bits, in place."""
+    integers = takes_integers(device, function) or not use_buffers
+    model, averaged, reference = make_pair(device, function, use_buffers, integers)
+    addresses = {name: tensor.data_ptr() for name, tensor in state(averaged).items()}
+    for seed in range(5):
+        reference.update_parameters(model)
+        update_average(averaged, model)
+        assert_same(dict(averaged.state_dict()), dict(reference.state_dict()), f"after {seed + 1} updates")
+        drift(model, seed)
+    assert averaged.n_averaged == 5
+    assert {name: tensor.data_ptr() for name, tensor in state(averaged).items()} == addresses
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_count_that_was_set_back_copies_again(device: str) -> None:
+    """Whether an update is the first is read on the device each time: a checkpoint may say that it is."""
+    model, averaged, reference = make_pair(device, "ema", True, True)
+    for seed in range(4):
+        if seed == 2:
+            averaged.n_averaged.zero_()
+            reference.n_averaged.zero_()
+        reference.update_parameters(model)
+        update_average(averaged, model)
+        drift(model, seed)
+    assert_same(dict(averaged.state_dict()), dict(reference.state_dict()))
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_where_torch_takes_the_foreach_kernel(monkeypatch: pytest.MonkeyPatch, use_buffers: bool) -> None:
+    """On a GPU the default is another formula than on the CPU. Here it is chosen on the CPU."""
+    monkeypatch.setattr("torch.optim.swa_utils._get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    monkeypatch.setattr("ampkit._optimizer.average.devices_with_foreach", lambda: ["cpu"])
+    model, averaged, reference = make_pair("cpu", "default", use_buffers, integers=not use_buffers)
+    single = copy.deepcopy(reference)
+    single.avg_fn = get_swa_avg_fn()
+    for seed in range(4):
+        reference.update_parameters(model)
+        single.update_parameters(model)
+        update_average(averaged, model)
+        assert_same(dict(averaged.state_dict()), dict(reference.state_dict()), f"after {seed + 1} updates")
+        drift(model, seed)
+    assert not torch.equal(single.module.conv.weight, averaged.module.conv.weight), "the formulas do not differ here"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_in_another_dtype(dtype: torch.dtype, use_buffers: bool) -> None:
+    """A wider or narrower average, one tensor at a time, rounds as torch's does, in the copy and in buffers too."""
+    model = nn.BatchNorm1d(9)
+    averaged = AveragedModel(model, avg_fn=get_ema_avg_fn(0.7), use_buffers=use_buffers).to(dtype)
+    reference = copy.deepcopy(averaged)
+    for seed in range(3):
+        reference.update_parameters(model)
+        update_average(averaged, model)
+        assert_same(dict(averaged.state_dict()), dict(reference.state_dict()))
+        drift(model, seed)
+
+
+def test_integers_under_torchs_swa_kernel_raise_as_in_torch() -> None:
+    """torch raises in the second update; here the same error comes in the first, where both results are computed."""
+    model, averaged, reference = make_pair("cpu", "swa", True, True)
+    reference.update_parameters(model)
+    with pytest.raises(RuntimeError, match="Integer division with addcdiv"):
+        reference.update_parameters(model)
+    with pytest.raises(RuntimeError, match="Integer division with addcdiv"):
+        update_average(averaged, model)
+
+
+def test_an_empty_or_parameterless_model() -> None:
+    """A model of buffers alone, or of nothing, is counted as in torch."""
+    for model in (nn.BatchNorm1d(3, affine=False), nn.Identity()):
+        averaged = AveragedModel(model)
+        update_average(averaged, model)
+        update_average(averaged, model)
+        assert averaged.n_averaged == 2
+
+
+class _Reads(TorchDispatchMode):
+    """Counts reads of a tensor's value by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_nothing_is_read_on_the_host(function: str) -> None:
+    """torch's own update reads the count twice and its SWA kernel once more per dtype; this one reads nothing."""
+    reads = Counter[str]()
+    model, averaged, reference = make_pair("cpu", function, False, True)
+    for name, update in {"torch": reference.update_parameters, "ours": partial(update_average, averaged)}.items():
+        update(model)
+        with _Reads() as mode:
+            update(model)
+        reads[name] = mode.count
+    assert reads["ours"] == 0
+    assert reads["torch"] >= (6 if function == "swa" else 2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_no_sync(function: str, use_buffers: bool) -> None:
+    """An update waits for nothing, the first one neither."""
+    model, averaged, _ = make_pair("cuda", function, use_buffers, takes_integers("cuda", function) or not use_buffers)
+    with no_sync():
+        update_average(averaged, model)
+        update_average(averaged, model)
+    assert int(averaged.n_averaged) == 2
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_graph_holds_the_update(function: str, use_buffers: bool) -> None:
+    """One update is captured behind one eager one; replays average, and copy where the count was set back to 0."""
+    integers = takes_integers("cuda", function) or not use_buffers
+    model, averaged, reference = make_pair("cuda", function, use_buffers, integers)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        update_average(averaged, model)
+    torch.cuda.current_stream().wait_stream(stream)
+    reference.update_parameters(model)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        update_average(averaged, model)
+    for seed in range(5):
+        if seed == 3:
+            averaged.n_averaged.zero_()
+            reference.n_averaged.zero_()
+        drift(model, seed)
+        graph.replay()
+        reference.update_parameters(model)
+        assert_same(dict(averaged.state_dict()), dict(reference.state_dict()), f"after {seed + 1} replays")
+
+
+@pytest.mark.cuda
+def test_the_count_follows_the_model_to_the_gpu() -> None:
+    """torch leaves the count on the CPU, from where no graph can read it; a state_dict still fits both ways."""
+    model = nn.Linear(3, 3, device="cuda")
+    averaged, reference = AveragedModel(model), AveragedModel(model)
+    assert averaged.n_averaged.device.type == "cpu"
+    prepare_average(averaged)
+    assert averaged.n_averaged.device == model.weight.device
+    update_average(averaged, model)
+    reference.load_state_dict(averaged.state_dict())
+    averaged.load_state_dict(reference.state_dict())
+    assert averaged.n_averaged.device == model.weight.device
+    assert reference.n_averaged == averaged.n_averaged == 1
+
+
+# -------------------------------------------------------------------------------------------------- which callable
+
+
+class Watched(AveragedModel):
+    """Overrides the update."""
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Do it torch's way."""
+        super().update_parameters(model)
+
+
+class Renamed(AveragedModel):
+    """Overrides nothing."""
+
+
+class Clamp(nn.Module):
+    """Has state, and a method to be called behind the optimizer."""
+
+    def keep(self, model: nn.Module) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("kind", [AveragedModel, Renamed])
+def test_torchs_update_is_replaced(kind: type[AveragedModel]) -> None:
+    """`averaged.update_parameters` becomes the update without host reads, with the average as what it changes."""
+    model = nn.Linear(2, 2)
+    averaged = kind(model)
+    run, owner = capturable(averaged.update_parameters)
+    assert owner is averaged
+    with _Reads() as mode:
+        run(model)
+    assert mode.count == 0
+    assert averaged.n_averaged == 1
+
+
+def test_other_callables_are_left_alone() -> None:
+    """A method gives its module, as a module does; an overridden update is the user's own."""
+    watched, clamp = Watched(nn.Linear(2, 2)), Clamp()
+    assert capturable(watched.update_parameters) == (watched.update_parameters, watched)
+    assert capturable(clamp.keep) == (clamp.keep, clamp)
+    assert capturable(clamp) == (clamp, clamp)
+    assert capturable(print) == (print, None)
+    assert capturable("ab".join) == ("ab".join, None)  # type: ignore[arg-type]
+
+
+def test_the_count_is_moved_before_the_first_step() -> None:
+    """Within a captured step it would be too late."""
+    averaged = AveragedModel(nn.Linear(2, 2, device="meta"))
+    assert averaged.n_averaged.device.type == "cpu"
+    capturable(averaged.update_parameters)
+    assert averaged.n_averaged.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("after_step", "says"),
+    [
+        (3, r"graphed_step\(after_step=int\): expected a callable.*averaged.update_parameters"),
+        (AveragedModel(nn.Linear(1, 1)), "would run the model. Pass its update_parameters"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(after_step: Any, says: str) -> None:
+    """The message says what to pass."""
+    with pytest.raises(ValueError, match=says):
+        capturable(after_step)

@@ -1,0 +1,98 @@
+"""Every optimizer of torch.optim in every form, in a step: captured with eager's bits, or said to be eager."""
+
+import inspect
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic, training_state
+from torch import Tensor, nn
+
+import ampkit
+from ampkit._optimizer.device_step import why_not_capturable
+
+FORMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "foreach": {"foreach": True},
+    "for loop": {"foreach": False},
+    "fused": {"fused": True},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "RMSprop": {"momentum": 0.9, "centered": True, "weight_decay": 0.01},
+    "SGD": {"momentum": 0.9, "weight_decay": 0.01},
+    "Adam": {"amsgrad": True},
+    "Adadelta": {"weight_decay": 0.01},
+}
+
+
+def optimizers() -> Iterator[tuple[str, str]]:
+    """Yield every optimizer whose step takes a dense gradient and no closure, in each of its forms."""
+    for name, cls in sorted(vars(torch.optim).items()):
+        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer):
+            known = inspect.signature(cls).parameters
+            if cls is not torch.optim.Optimizer and name not in ("LBFGS", "SparseAdam"):
+                yield from ((name, form) for form, flags in FORMS.items() if flags.keys() <= known.keys())
+
+
+def boosted(model: nn.Module, x: Tensor, boost: Tensor) -> Tensor:
+    return model(x).square().mean() * boost
+
+
+def trajectory(engine: tuple[str, str], name: str, form: str, scaled: bool) -> tuple[list[Any], ampkit.GraphedStep]:
+    """Return the state after each of 10 steps, with a rate that falls in each, set to 0 in the last but one."""
+    device, graph = engine
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False)).to(device)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **OPTIONS.get(name, {}), **FORMS[form])
+    scaler = ampkit.GradScaler(device, init_scale=1024.0, enabled=scaled)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    step = ampkit.graphed_step(boosted, model, optimizer, scaler=scaler, scheduler=schedule, max_norm=1.0, graph=graph)
+    history = []
+    for i in range(10):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(i)).to(device)
+        if i == 8:
+            optimizer.param_groups[0]["lr"] = 0.0
+            before = [param.detach().clone() for param in model.parameters()]
+        step(x, torch.tensor(math.inf if scaled and i in (1, 6) else 1.0).to(device))
+        if i == 8 and name not in ("Rprop", "ASGD"):  # Rprop reads the rate once; ASGD's state keeps that of the last
+            assert_same(before, [param.detach().clone() for param in model.parameters()], "with a rate of 0")
+        history.append(training_state(model, optimizer, scaler))
+    return history, step
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("name", "form"), list(optimizers()))
+@pytest.mark.parametrize("scaled", [False, True])
+def test_every_optimizer_in_every_form(engine: tuple[str, str], name: str, form: str, scaled: bool) -> None:
+    """S1, G5, G7: whether it can be captured or not, each step has the bits of the eager one, and its rate."""
+    cls = getattr(torch.optim, name)
+    if (engine[0], name, form) == ("cuda", "Adagrad", "fused"):
+        pytest.skip("torch refuses fused Adagrad on CUDA")
+    probe = [nn.Parameter(torch.ones(2, 2, device=engine[0]))]
+    blocked = bool(why_not_capturable(cls(probe, **FORMS[form])))
+    assert blocked == (form != "fused" and "capturable" not in inspect.signature(cls).parameters)
+    with warnings.catch_warnings(record=True) as caught, deterministic():
+        warnings.simplefilter("always")
+        eager, _ = trajectory((engine[0], "off"), name, form, scaled)
+        graphed, step = trajectory(engine, name, form, scaled)
+    for i, (left, right) in enumerate(zip(eager, graphed, strict=True)):
+        assert_same(left, right, f"after step {i}")
+    told = [warning for warning in caught if issubclass(warning.category, ampkit.CaptureWarning)]
+    assert (step.replays, len(told)) == ((0, 1) if blocked else (7, 0))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["RMSprop", "Adadelta"])
+def test_loops_that_read_the_rate_are_named(name: str) -> None:
+    """S1: the step runs other kernels than were asked for, which is said; `foreach` is as it was behind it."""
+    model = nn.Linear(6, 3).cuda()
+    optimizer = getattr(torch.optim, name)(model.parameters(), foreach=False)
+    with pytest.warns(ampkit.AmpkitWarning, match=rf"{name}\(foreach=False\) reads its learning rate on the host"):
+        step = ampkit.graphed_step(boosted, model, optimizer, on_failure="raise")
+    for _ in range(5):
+        step(torch.ones(5, 6, device="cuda"), torch.ones((), device="cuda"))
+    assert step.replays == 2
+    assert optimizer.param_groups[0]["foreach"] is False

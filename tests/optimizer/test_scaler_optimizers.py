@@ -1,0 +1,254 @@
+"""Skipping with every optimizer: the bits of a skipped step, agreement with torch, no host read, odd gradients."""
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import DEVICES, assert_same, no_sync, scaled_backward
+from torch import Tensor, nn
+
+import ampkit
+from ampkit._optimizer.device_step import revocable_step
+
+Make = Callable[[Any, bool], torch.optim.Optimizer]
+
+
+def plain(name: str, **options: Any) -> Make:
+    """Return how to build an optimizer without a fused kernel; `capturable` where torch allows it, on CUDA."""
+    cls = getattr(torch.optim, name)
+
+    def make(params: Any, on_cuda: bool) -> torch.optim.Optimizer:
+        flag = {"capturable": True} if on_cuda and "capturable" in inspect.signature(cls).parameters else {}
+        return cls(params, **{"lr": 0.01, **options, **flag})  # type: ignore[no-any-return]
+
+    return make
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "Adadelta": plain("Adadelta", weight_decay=0.01),
+    "Adam": plain("Adam", amsgrad=True),
+    "AdamW": plain("AdamW", weight_decay=0.1),
+    "Adamax": plain("Adamax"),
+    "ASGD": plain("ASGD", weight_decay=0.01),
+    "NAdam": plain("NAdam"),
+    "RAdam": plain("RAdam"),
+    "RMSprop": plain("RMSprop", momentum=0.9, centered=True),
+    "Rprop": plain("Rprop"),
+    "SGD": plain("SGD", momentum=0.9, weight_decay=0.01),
+    "SGD for loop": plain("SGD", momentum=0.9, foreach=False),
+    "fused Adam": plain("Adam", fused=True),
+    "fused AdamW": plain("AdamW", fused=True),
+    "fused SGD": plain("SGD", momentum=0.9, nesterov=True, fused=True),
+}
+
+
+def make(name: str, device: str) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Linear(6, 3).to(device)
+    return model, OPTIMIZERS[name](model.parameters(), device == "cuda")
+
+
+def initialised(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return its state without the entries that are still empty."""
+    return {"state": {i: s for i, s in optimizer.state_dict()["state"].items() if s}}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_agrees_with_torch(device: str, name: str, max_norm: float | None) -> None:
+    """S1: parameters within 1e-6 of torch's unscale, clip, step over 12 steps with overflows; the scale exactly."""
+    results = []
+    for cls in (ampkit.GradScaler, torch.amp.GradScaler):
+        model, optimizer = make(name, device)
+        scaler = cls(device, init_scale=1024.0, growth_interval=3)
+        for i in range(12):
+            scaled_backward(model, scaler, i, math.inf if i in (2, 7) else None)
+            if isinstance(scaler, ampkit.GradScaler):
+                scaler.step(optimizer, max_norm=max_norm)
+            else:
+                scaler.unscale_(optimizer)
+                if max_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                scaler.step(optimizer)
+            scaler.update()
+        results.append((model.state_dict(), scaler.get_scale()))
+    (ours, our_scale), (theirs, their_scale) = results
+    for key in ours:
+        error = (ours[key] - theirs[key]).abs().max() / theirs[key].abs().max()
+        assert error <= 1e-6, f"{key}: {error}"
+    assert our_scale == their_scale
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad: float) -> None:
+    """S1: parameters, moments, step counts and step sizes have the bits that they had."""
+    model, optimizer = make(name, device)
+    scaler = ampkit.GradScaler(device, init_scale=8.0)
+    for i in range(2):
+        scaled_backward(model, scaler, i)
+        scaler.step(optimizer)
+        scaler.update()
+    before = copy.deepcopy((model.state_dict(), initialised(optimizer)))
+    scaled_backward(model, scaler, 2, bad)
+    scaler.step(optimizer, max_norm=1.0)
+    scaler.update()
+    assert_same(before, (model.state_dict(), initialised(optimizer)))
+    assert scaler.stats()[:3] == (3, 1, 4.0)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith("fused")])
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_revocable_step_on_the_host(name: str, found: float) -> None:
+    """S1: undone it leaves every bit, also in the very first step and with nan; else it is the optimizer's own step."""
+    model, optimizer = make(name, "cpu")
+    twin, twin_optimizer = make(name, "cpu")
+    for i in range(3):
+        for one in (model, twin):
+            scaled_backward(one, torch.amp.GradScaler("cpu", enabled=False), i, math.nan if found else None)
+        before = copy.deepcopy(model.state_dict())
+        revocable_step(optimizer, torch.tensor(found))
+        twin_optimizer.step()
+        if found:
+            assert_same(before, model.state_dict())
+    if not found:
+        assert_same(twin.state_dict(), model.state_dict())
+        assert_same(initialised(twin_optimizer), initialised(optimizer))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bad", [None, math.inf])
+def test_fifty_steps_without_a_host_read(name: str, bad: float | None) -> None:
+    """S1: scale, step and update wait for nothing, from the first step on, with max_norm, overflow or not."""
+    model, optimizer = make(name, "cuda")
+    if name == "ASGD":  # torch itself copies the learning rate from the host where it makes ASGD's state
+        model(torch.zeros(1, 6, device="cuda")).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+    scaler = ampkit.GradScaler("cuda", hysteresis=2, min_scale=2.0**-30)
+    x = torch.randn(5, 6, device="cuda")
+    infinite = torch.full_like(model.weight, math.inf)
+    scaler.materialize(torch.device("cuda"))
+    with no_sync():
+        for _ in range(50):
+            scaler.scale(model(x).square().mean()).backward()
+            if bad is not None:
+                assert model.weight.grad is not None
+                model.weight.grad.copy_(infinite)
+            scaler.step(optimizer, max_norm=1.0)
+            scaler.update()
+            model.zero_grad()
+    assert scaler.stats()[:2] == (50, 50 if bad else 0)
+
+
+@pytest.mark.cuda
+def test_others_warn_once_on_cuda() -> None:
+    """An optimizer that keeps its step count on the host is read every step: said once, with what to write."""
+    model = nn.Linear(6, 3).cuda()
+    optimizer = torch.optim.RMSprop(model.parameters())
+    scaler = ampkit.GradScaler("cuda", init_scale=8.0)
+    scaled_backward(model, scaler, 0)
+    with pytest.warns(ampkit.AmpkitWarning, match=r"every step waits for it. Write RMSprop\(..., capturable=True\)"):
+        scaler.step(optimizer)
+    scaler.update()
+    scaled_backward(model, scaler, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("fused", [True, False])
+def test_norm_type(device: str, norm_type: float, fused: bool) -> None:
+    """The clip takes torch's orders of the norm, and any of them finds what is not finite."""
+    ours, theirs = (torch.zeros(5, device=device, requires_grad=True) for _ in range(2))
+    gradient = torch.tensor([1.0, -2.0, 3.0, 0.0, 0.5], device=device)
+    optimizer = torch.optim.SGD([ours], lr=1.0, fused=fused)
+    scaler = ampkit.GradScaler(device, init_scale=4.0)
+    scaler.scale(torch.zeros((), device=device))
+    ours.grad, theirs.grad = gradient * 4.0, gradient.clone()
+    scaler.step(optimizer, max_norm=0.5, norm_type=norm_type)
+    scaler.update()
+    norm = nn.utils.clip_grad_norm_([theirs], 0.5, norm_type)
+    torch.testing.assert_close(scaler.grad_norm, norm)
+    torch.testing.assert_close(ours.detach(), -theirs.grad)
+    ours.grad = gradient / 0
+    before = ours.detach().clone()
+    scaler.step(optimizer, norm_type=norm_type)
+    assert torch.equal(before, ours)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_norm_type_must_be_positive(value: float) -> None:
+    """The 0-norm counts elements, which says nothing of their being finite."""
+    _, optimizer = make("SGD", "cpu")
+    with pytest.raises(ValueError, match=r"GradScaler.step\(norm_type=.*must be a number > 0, or inf"):
+        ampkit.GradScaler("cpu").step(optimizer, norm_type=value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_s5_empty_and_missing_gradients(device: str, fused: bool) -> None:
+    """S5: a parameter without elements and one without gradient neither stop the step nor hide an overflow."""
+    used, empty, unused = (torch.ones(n, device=device, requires_grad=True) for n in (3, 0, 2))
+    optimizer = torch.optim.SGD([used, empty, unused], lr=1.0, momentum=0.9, fused=fused)
+    scaler = ampkit.GradScaler(device, init_scale=4.0)
+    for bad in (None, math.inf):
+        scaler.scale(used.sum() + empty.sum()).backward()
+        if bad is not None:
+            assert used.grad is not None
+            used.grad[0] = bad
+        before = used.detach().clone()
+        scaler.step(optimizer, max_norm=10.0)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before, used) == (bad is not None)
+    assert torch.equal(unused, torch.ones_like(unused))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [None, math.inf])
+def test_s5_sparse_gradients(device: str, bad: float | None) -> None:
+    """S5: sparse gradients take torch's path: SparseAdam steps, and skips."""
+    embedding = nn.Embedding(5, 2, sparse=True).to(device)
+    optimizer = torch.optim.SparseAdam(embedding.parameters())
+    scaler = ampkit.GradScaler(device, init_scale=4.0)
+    before = embedding.weight.detach().clone()
+    loss = embedding(torch.tensor([1, 3], device=device)).sum()
+    scaler.scale(loss * (bad or 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(before, embedding.weight) == (bad is not None)
+    assert scaler.stats()[:2] == (1, int(bad is not None))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_s8_gradient_dtypes(device: str, dtype: torch.dtype, name: str) -> None:
+    """S8: float16, bfloat16 and complex gradients are unscaled, clipped and skipped."""
+    weight = torch.ones(4, dtype=dtype, device=device, requires_grad=True)
+    optimizer = OPTIMIZERS[name]([weight], device == "cuda")
+    scaler = ampkit.GradScaler(device, init_scale=8.0)
+    for bad in (None, math.inf):
+        loss: Tensor = (weight * 1000.0).abs().sum()
+        scaler.scale(loss).backward()
+        if bad is not None:
+            assert weight.grad is not None
+            weight.grad[0] = bad
+        before = weight.detach().clone()
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before, weight) == (bad is not None)
+    assert weight.isfinite().all()
+    assert scaler.stats()[:2] == (2, 1)

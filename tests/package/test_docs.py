@@ -1,0 +1,88 @@
+"""Every python block of README.md, docs/*.md and docs/diagnosis/*.md runs, in order, one namespace a page."""
+
+import ast
+import re
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FENCED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_EXECUTED = re.compile(r"<!-- not executed: \S.*-->\s*\Z")  # what stands right above a block that is skipped
+
+
+class Block(NamedTuple):
+    line: int  # of the first line of code, counted from 1
+    code: str
+
+
+def blocks(text: str) -> list[Block]:
+    return [
+        Block(text.count("\n", 0, match.start(1)) + 1, match[1])
+        for match in FENCED.finditer(text)
+        if not NOT_EXECUTED.search(text[: match.start()])
+    ]
+
+
+def assert_runs(page: Path) -> None:
+    namespace = {"__name__": page.stem}
+    for block in blocks(page.read_text()):
+        # The newlines put the code on the page's own line numbers, in tracebacks and in ampkit's messages.
+        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+        try:
+            exec(code, namespace)
+        except Exception as err:
+            line = [frame.lineno for frame in traceback.extract_tb(err.__traceback__) if frame.filename == str(page)][
+                -1
+            ]
+            pytest.fail(f"{page.name}:{line}: {type(err).__name__}: {err}")
+
+
+FOUND = [page for place in ("README.md", "docs/*.md", "docs/diagnosis/*.md") for page in sorted(ROOT.glob(place))]
+PAGES = [page for page in FOUND if blocks(page.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_page(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_runs(page)
+
+
+def messages() -> list[str]:
+    """Return every string in the sources of ampkit, with a mark for each value that is filled in."""
+    found = []
+    for file in (ROOT / "ampkit").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_troubleshooting_quotes_the_messages():
+    """Every heading of the page is what ampkit prints, word for word."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    assert len(headings) > 20
+    said = messages()
+    for heading in headings:
+        for fragment in filter(None, (part.strip(" .") for part in heading.split("..."))):
+            assert any(fragment in message for message in said), f"no message has {fragment!r}"
+
+
+def test_blocks_of_a_page():
+    text = "# T\n\n```python\na = 1\n```\n\n```console\n$ ls\n```\n\n{}\n```python\nb = 2\n```\n"
+    assert blocks(text.format("Then:")) == [Block(4, "a = 1\n"), Block(13, "b = 2\n")]
+    assert blocks(text.format("<!-- not executed: needs a GPU -->")) == [Block(4, "a = 1\n")]
+    assert len(blocks(text.format("<!-- not executed: -->"))) == 2, "without a reason the block runs"
+
+
+def test_failure_names_page_and_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# T\n\n```python\na = 1\n```\n\n```python\nb = a\n\nb / 0\n```\n")
+    with pytest.raises(pytest.fail.Exception, match=r"page\.md:10: ZeroDivisionError"):
+        assert_runs(page)

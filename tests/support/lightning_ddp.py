@@ -1,0 +1,164 @@
+"""Training by Lightning's DDPStrategy, one process per rank, for test_lightning.py: what was trained, and the end.
+
+    python tests/support/lightning_ddp.py --graph emulate --accumulate 3       two ranks, their rows as JSON
+
+Without LOCAL_RANK in its environment the script starts the ranks itself, and ends them where they do not end in time.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from harness import bits, deterministic
+from lightning_harness import HooksAmidAStep, Net, adamw, fused, halving, loader, precision
+
+from ampkit._capture.job_end import keep_process_group
+from ampkit.lightning import AmpkitCallback
+
+
+class JobError(Exception):
+    """A rank failed, or the job did not end in time."""
+
+
+def launch(*options: str, ranks: int = 2, timeout: float = 120) -> list[dict[str, Any]]:
+    """Run this script with `options` once per rank, and return the JSON row that each printed last, in order of rank.
+
+    Raises:
+        JobError: a rank did not exit with 0, or none of it did in time; with the end of what they wrote.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = {
+            **os.environ,
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+        command = [sys.executable, str(Path(__file__)), *options]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    except subprocess.TimeoutExpired as error:
+        raise JobError(f"{options}: not over after {timeout} s") from error
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    for process, (_, err) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise JobError(f"{options}: a rank ended with {process.returncode}\n{err[-3000:]}")
+    return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
+
+
+def checksum(module: torch.nn.Module) -> str:
+    """Return a checksum of all parameters; buffers are each rank's own."""
+    digest = hashlib.sha256()
+    for _, param in module.named_parameters():
+        digest.update(bits(param).numpy())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--graph", default="none", help="none: without ampkit")
+    parser.add_argument("--kind", default="32-true")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--clip", type=float)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--raise-at", type=int, help="global step at which every rank raises an error")
+    parser.add_argument("--one-rank-counts", action="store_true", help="the second rank does what a graph would not")
+    args = parser.parse_args()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+
+    class Raises(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == args.raise_at:
+                raise KeyError("a mistake of the user")
+
+    class Ends(pl.Callback):
+        """Without ampkit, gloo's threads and the end of the process may wait for each other: a race of torch's own."""
+
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            keep_process_group(trainer.strategy.model)
+
+    class Counts(Net):
+        seen = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if args.one_rank_counts and self.global_rank == 1:
+                self.seen += 1
+            return super().training_step(batch, batch_idx)
+
+    hooks = HooksAmidAStep()
+    callback = (
+        None
+        if args.graph == "none"
+        else AmpkitCallback(graph=args.graph, on_failure="eager" if args.one_rank_counts else "raise")
+    )
+    trainer = pl.Trainer(
+        strategy="ddp",
+        devices=2,
+        accelerator="gpu" if args.device == "cuda" else "cpu",
+        max_epochs=args.epochs,
+        accumulate_grad_batches=args.accumulate,
+        gradient_clip_val=args.clip,
+        callbacks=[hooks, Raises(), Ends(), *([callback] if callback else [])],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **precision(args.kind, args.device),
+    )
+    torch.manual_seed(3)
+    module = Counts(fused if args.device == "cuda" else adamw, halving, "step")
+    failed = False
+    with deterministic():
+        torch.manual_seed(4 + trainer.global_rank)
+        try:
+            trainer.fit(module, loader(args.device, batches=22))
+        except KeyError:
+            failed = True
+    report = None if callback is None else callback.report()
+    row = {
+        "rank": trainer.global_rank,
+        "weights": checksum(module),
+        "global_step": trainer.global_step,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "hooks": dict(hooks.counts),
+        "scale": trainer.scaler.get_scale() if getattr(trainer, "scaler", None) else None,
+        "replays": report.replays if report else 0,
+        "failure": report.failure if report else None,
+        "failed": failed,
+    }
+    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        main()
+    else:
+        for line in launch(*sys.argv[1:]):
+            print(json.dumps(line))

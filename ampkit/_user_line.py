@@ -19,25 +19,33 @@ import torch
 
 from ._torch.autograd import ENGINE_CODE, current_node, forward_stack
 
-_NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
-_TORCH, _AMPKIT = _NOT_THE_USERS
+# Folders whose code is not the user's: those of torch and of ampkit.
+NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
+_TORCH, _AMPKIT = NOT_THE_USERS
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
 _ENTRY = re.compile(r'  File "(.+)", line (\d+), in ')  # of traceback.format_stack
-# Between an operation, or a warning, and the line that it stands on.
-_WRAPPERS = (
+# Files whose frames stand between an operation, or a warning, and the line that called for it.
+_WRAPPERS = {
     __file__,
-    f"{_AMPKIT}_preflight.py",
-    f"{_AMPKIT}_working.py",
-    f"{_AMPKIT}_undeclared.py",
     f"{_TORCH}_compile.py",
     f"{_TORCH}_dynamo{os.sep}eval_frame.py",
     warnings.catch_warnings.__init__.__code__.co_filename,
-)
-# It enters the preflight in the user's name.
-_ENTERS_FOR_THE_USER = f"{_AMPKIT}debug{os.sep}_syncs.py"
+}
+# Files that enter a context for their caller.
+_ENTERING = {contextlib.__file__}
 # Files of torch whose lines say no more than the user's line does.
 _THIN = ("_tensor", "_tensor_str", "functional", "_jit_internal", "_ops", "__init__", "streams", "graph")
+
+
+def wraps_operations(file: str) -> None:
+    """Register a file of ampkit, by its `__file__`, whose code runs between a line and the operation that it calls."""
+    _WRAPPERS.add(file)
+
+
+def enters_for_its_caller(file: str) -> None:
+    """Register a file of ampkit, by its `__file__`, that enters a context which is its caller's."""
+    _ENTERING.add(file)
 
 
 def user_line(error: BaseException) -> str:
@@ -158,7 +166,7 @@ def warn_at(frame: FrameType, message: Warning | str, category: type[Warning]) -
 @functools.lru_cache(maxsize=4096)
 def _is_users(filename: str, module: str = "") -> bool:
     """Return whether code is neither torch's (what it generates included) nor ampkit's nor Python's own."""
-    if filename.startswith((*_NOT_THE_USERS, "<eval_with_key>", "<frozen ", "<string>")) or module.startswith("torch."):
+    if filename.startswith((*NOT_THE_USERS, "<eval_with_key>", "<frozen ", "<string>")) or module.startswith("torch."):
         return False
     return not filename.startswith(_STDLIB) or "-packages" in filename
 
@@ -185,7 +193,7 @@ def _entering(frame: FrameType) -> FrameType:
 
 
 def _passes_on(frame: FrameType) -> bool:
-    return frame.f_code.co_filename in (contextlib.__file__, _ENTERS_FOR_THE_USER)
+    return frame.f_code.co_filename in _ENTERING
 
 
 def line_text(filename: str, number: int) -> str:
@@ -196,7 +204,7 @@ def line_text(filename: str, number: int) -> str:
 def _short(frame: FrameType) -> str:
     """Return `torch/optim/adam.py:345`, "" for code that says no more than its caller's line."""
     filename = frame.f_code.co_filename
-    folder = next((folder for folder in _NOT_THE_USERS if filename.startswith(folder)), None)
+    folder = next((folder for folder in NOT_THE_USERS if filename.startswith(folder)), None)
     if folder is None or filename in _WRAPPERS or Path(filename).stem in _THIN:
         return ""
     return f"{os.path.relpath(filename, Path(folder).parent)}:{frame.f_lineno}"

@@ -1,7 +1,7 @@
 """Write op-tables.md: what autocast does to every operation, as ampkit.op_table reads it from the installed torch.
 
-Run `python docs/op_tables.py` after a change of torch; tests/precision/test_op_table.py tells when it is due. The page is
-committed, not made by the documentation build, so that a diff shows what an upgrade of torch changed.
+Run `python docs/op_tables.py` after a change of torch; tests/precision/test_op_table.py tells when it is due. The page
+is committed, not made by the documentation build, so that a diff shows what an upgrade of torch changed.
 """
 
 import textwrap

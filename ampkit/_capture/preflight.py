@@ -20,7 +20,7 @@ from .._torch.fake_tensors import is_fake
 from .._torch.modes import TorchDispatchMode, leave, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
 from .._undo import Undo
-from .._user_line import Blame, Place, real_frame, warn_at
+from .._user_line import Blame, Place, real_frame, warn_at, wraps_operations
 from .reseeding import GeneratorWatch, getters, setters
 from .uncapturable import (
     DRAW_ON_DEVICE,
@@ -38,6 +38,8 @@ from .uncapturable import (
     problems_of,
     sets_generator,
 )
+
+wraps_operations(__file__)
 
 _Key = tuple[str, str]  # of a finding: line and what
 

@@ -21,8 +21,10 @@ from .._torch.optimizers import remove_step_hook
 from .._torch.tensors import storage_address
 from .._torch.tree import tensors_in
 from .._undo import Undo
-from .._user_line import is_users_call, real_frame, running_line
+from .._user_line import is_users_call, real_frame, running_line, wraps_operations
 from .state import TrainingState
+
+wraps_operations(__file__)
 
 
 class Undeclared:

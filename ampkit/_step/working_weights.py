@@ -15,6 +15,9 @@ from .._torch.operators import TO_COPY
 from .._torch.tensors import foreach_add_, foreach_copy_
 from .._torch.tree import tree_flatten
 from .._undo import Undo
+from .._user_line import wraps_operations
+
+wraps_operations(__file__)
 
 _LOW = (torch.float16, torch.bfloat16)
 

@@ -7,6 +7,9 @@ import torch
 
 from .._arguments import check_callable
 from .._capture.preflight import Finding, Preflight
+from .._user_line import enters_for_its_caller
+
+enters_for_its_caller(__file__)
 
 _UNSEEN_ON_CPU = (
     "copies between host and device",

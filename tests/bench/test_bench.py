@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ampkit import _progress
+from ampkit import _text
 from ampkit.__main__ import main
 from ampkit._commands.bench import curves as _bench_curves
 from ampkit._commands.bench import losses as _bench_losses
@@ -1053,7 +1053,7 @@ def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     """It counts on a terminal, leaves nothing behind, and is silent elsewhere."""
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        bar = _progress.Bar(2, shown=True)
+        bar = _text.Bar(2, shown=True)
         bar.show("one")
         bar.show("two")
         bar.clear()

@@ -1,6 +1,6 @@
 """Images per second of a Lightning Trainer without ampkit, with it, and of the loop below it; and where the rest goes.
 
-    python tests/benchmarks/bench_lightning.py                               ResNet-18 (CIFAR stem), batch 64, 16-mixed, clipped
+    python tests/benchmarks/bench_lightning.py                 ResNet-18 (CIFAR stem), batch 64, 16-mixed, clipped
     python tests/benchmarks/bench_lightning.py --device cpu --steps 5 --batch 8 --repeats 2    does it run
 
 All three train on one batch that is on the device already, in one process, one after another: what is timed is the

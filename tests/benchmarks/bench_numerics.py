@@ -1,6 +1,6 @@
 """What ampkit.debug.numerics costs a captured step, in the mean over all steps, and that nothing waits in between.
 
-    python tests/benchmarks/bench_numerics.py                               ResNet-18 (CIFAR stem), batch 64, float16, every=100
+    python tests/benchmarks/bench_numerics.py                 ResNet-18 (CIFAR stem), batch 64, float16, every=100
     python tests/benchmarks/bench_numerics.py --device cpu --batch 4 --every 5 --rounds 2    does it run
 
 Two steps of equal models take turns: one without numerics and one with. A round is `--every` steps, one of them

@@ -1,12 +1,12 @@
 """Models of transformers with their default flags under one line of graphed_step: are they eager's bits, and how fast.
 
-    python tests/benchmarks/foreign_models.py --json FILE               every model in bfloat16 and float32, checked and timed
+    python tests/benchmarks/foreign_models.py --json FILE      every model in bfloat16 and float32, checked and timed
     python tests/benchmarks/foreign_models.py --models gpt2 t5 --policies float32 --no-speed
-    python tests/benchmarks/foreign_models.py --graph emulate           without a GPU: tiny models, and no times
+    python tests/benchmarks/foreign_models.py --graph emulate  without a GPU: tiny models, and no times
 
-Unlike the models of tests/benchmarks/models.py, nothing here goes around what these models do by default: the attention that
-transformers picks, the masks that it makes, `use_cache`, dropout. The weights are random ones from a config, of reduced
-sizes. Nothing is downloaded. Both runs start from the same seed and see the same batches.
+Unlike the models of tests/benchmarks/models.py, nothing here goes around what these models do by default: the attention
+that transformers picks, the masks that it makes, `use_cache`, dropout. The weights are random ones from a config, of
+reduced sizes. Nothing is downloaded. Both runs start from the same seed and see the same batches.
 """
 
 import argparse

@@ -113,8 +113,8 @@ def test_against_the_allocator(name):
 # Measured on an H100, torch 2.11.0+cu130, by `python -m ampkit bench --model resnet50 -b 32`, variant "torch AMP,
 # eager": torch.cuda.max_memory_allocated in steps behind the first twenty, with the next batch on its way.
 MEASURED_RESNET50 = 1698
-# Measured on an H200 by tests/benchmarks/models.py (docs/benchmarks/h200-2026-11.md): the segments of the private pool of a graph
-# that holds the whole step, and its input buffers. In bfloat16 and float16; without working weights.
+# Measured on an H200 by benchmarks/models.py (docs/benchmarks/h200-2026-11.md): the segments of the private pool of a
+# graph that holds the whole step, and its input buffers. In bfloat16 and float16; without working weights.
 # Not among them, for they are not explained: vit_b_16 (2564 MiB, forecast 2366) and convnext_tiny (2286, 2154). What is
 # missing may be workspaces of cuDNN, which lie in a pool as anything else does, and which no fake run can know.
 MEASURED_POOLS = {"resnet50": 1660, "gpt2": 3226, "bert": 1758, "llama": 1314}
@@ -150,8 +150,8 @@ class _Pool(Allocator):
 
 @pytest.fixture
 def pool_of(monkeypatch):
-    """Return a function that returns the pool of a captured step of a case of tests/benchmarks/models.py, in segments that do not
-    grow, and the bytes of the input."""
+    """Return a function that returns the pool of a captured step of a case of benchmarks/models.py, in segments that
+    do not grow, and the bytes of the input."""
 
     def simulate(name):
         models = pytest.importorskip("models")

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ampkit import AmpkitWarning, CaptureError, debug
-from ampkit._torch import guard as torch_guard
 from ampkit._torch.allocator import allocator_history
 from ampkit.debug._memory import oom as _oom
 from ampkit.debug._memory.profile import CATEGORIES, Holder, Mark, MemoryProfile
@@ -41,7 +40,7 @@ def block(size: int, *frames: dict[str, Any], state: str = "active_allocated") -
 
 def make_snapshot() -> dict[str, Any]:
     """Return what torch.cuda.memory._snapshot() does, by its documentation."""
-    inside = frame(torch_guard.torch.__file__, 9), frame(torch_guard.__file__, 9)
+    inside = frame(torch.__file__, 9), frame(_oom.__file__, 9)
     blocks = [
         block(3 * MIB, *inside, frame(TRAIN, 7, "train_step"), frame(TRAIN, 1, "main")),
         block(2 * MIB, *inside, frame(TRAIN, 7, "train_step")),
@@ -66,8 +65,8 @@ def cuda(monkeypatch):
             asked.append(0)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_torch, "allocator_history", history)
-    monkeypatch.setattr(_torch, "allocator_snapshot", make_snapshot)
+    monkeypatch.setattr(_oom, "allocator_history", history)
+    monkeypatch.setattr(_oom, "allocator_snapshot", make_snapshot)
     monkeypatch.setattr(_oom, "_cuda_summary", lambda: "summary of cuda:0")
     return asked
 
@@ -210,7 +209,7 @@ def test_failure_to_write_hides_nothing(cuda, tmp_path, monkeypatch, action):
     def fail() -> Any:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(_torch, "allocator_snapshot", fail)
+    monkeypatch.setattr(_oom, "allocator_snapshot", fail)
     with warnings.catch_warnings(record=action == "always") as seen:
         warnings.simplefilter(action)
         error = guarded(tmp_path, profile=make_profile())
@@ -315,7 +314,7 @@ def test_real_error(little_memory, tmp_path):
     assert "# the culprit" in next(line for line in summary.splitlines() if line.startswith("line: "))
     taken = pickle.loads((folder / "snapshot.pickle").read_bytes())
     assert [event["action"] for event in taken["device_traces"][0]].count("oom") >= 1
-    assert not torch_guard._private(torch._C, "_cuda_isHistoryEnabled")()
+    assert not torch._C._cuda_isHistoryEnabled()
 
 
 @pytest.mark.cuda
@@ -331,12 +330,12 @@ def test_real_snapshot(tmp_path):
     ]
     trace = pickle.loads((path / "snapshot.pickle").read_bytes())["device_traces"][kept.device.index]
     assert {3 * MIB, 5 * MIB} <= {event["size"] for event in trace if event["action"] == "alloc"}
-    assert not torch_guard._private(torch._C, "_cuda_isHistoryEnabled")()
+    assert not torch._C._cuda_isHistoryEnabled()
 
 
 @pytest.mark.cuda
 def test_history_of_someone_else_goes_on(tmp_path):
-    is_on = torch_guard._private(torch._C, "_cuda_isHistoryEnabled")
+    is_on = torch._C._cuda_isHistoryEnabled
     with allocator_history(100):
         with debug.snapshot(tmp_path):
             pass

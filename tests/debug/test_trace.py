@@ -272,7 +272,7 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         thread.join()
         node = (x * 2).grad_fn
-        monkeypatch.setattr(_torch, "current_node", lambda: node)
+        monkeypatch.setattr(_trace, "current_node", lambda: node)
         thread = threading.Thread(target=scope["within"], args=(REGISTRIES["event_wait"].fire_callbacks, 1, 2))
         thread.start()
         thread.join()

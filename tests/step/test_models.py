@@ -18,7 +18,7 @@ POLICIES = ["float16", "bfloat16"]
 
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, str], dict[str, Any]]:
-    """Run tests/benchmarks/models.py in a process of its own, without timing, and return its rows by model and policy."""
+    """Run tests/benchmarks/models.py in another process, without timing; return its rows by model and policy."""
     command = [sys.executable, str(Path(models.__file__)), "--json", "-", "--no-speed", "--policies", *POLICIES]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)

@@ -1,8 +1,8 @@
 """Training under DistributedDataParallel, one process per rank, for test_distributed.py: what was trained, and the end.
 
-    python tests/support/ddp_train.py --device cuda --model resnet50 --policy float16 --time    two ranks, their rows as JSON
-    python tests/support/ddp_train.py --loop 20 --end all                                       as many jobs, one after another
-    python tests/support/ddp_train.py --fsdp-probe                                              what a capture of FSDP2 does
+    python tests/support/ddp_train.py --device cuda --model resnet50 --policy float16 --time  two ranks, rows as JSON
+    python tests/support/ddp_train.py --loop 20 --end all  as many jobs, one after another
+    python tests/support/ddp_train.py --fsdp-probe  what a capture of FSDP2 does
 
 Without RANK in its environment the script starts the ranks itself. It also runs under torchrun.
 """

@@ -1,7 +1,7 @@
 """Two-process jobs over gloo, started and ended many times under load: does each end, and with exit code 0?
 
-    python tests/support/gloo_ends.py --jobs 200 --busy 2      how many jobs of each kind ended well, one line per kind
-    python tests/support/gloo_ends.py --jobs 15 --slow-release   the race itself: gloo still waits for Python's lock at the end
+    python tests/support/gloo_ends.py --jobs 200 --busy 2    how many jobs of each kind ended well, one line per kind
+    python tests/support/gloo_ends.py --jobs 15 --slow-release    the race: gloo waits for Python's lock at the end
 
 The ranks are forks of this process, which has imported torch once, so that a job takes a second. They leave as scripts
 do: by falling off the end, through atexit and the interpreter's finalization.

@@ -2,8 +2,8 @@
 streams, host state that varies, undeclared state, the user's own optimizers that overflow.
 
     python tests/support/hostile.py --count 200 --seed 0          on a GPU
-    python tests/support/hostile.py --only host --count 40 --show set-ups of one hazard, each of them printed with its verdict
-    python tests/support/hostile.py --graph tape --count 160      without a GPU: a replay repeats operations, see tests/support/tape.py
+    python tests/support/hostile.py --only host --count 40 --show  set-ups of one hazard, each printed with its verdict
+    python tests/support/hostile.py --graph tape --count 160      without a GPU: a replay repeats operations: tape.py
 
 Each set-up is compared with a loop that has nothing of ampkit in it, bit by bit, after every call. What must hold is
 "equal to eager, or refused or eager with a message": the one thing that must never happen is a silent difference.

@@ -1,6 +1,6 @@
 """PyTorch's own tests with ampkit's names in place of torch's, beside the same tests as they are.
 
-    python tests/support/upstream.py .upstream                      every test_*.py in that folder, once as it is, once swapped
+    python tests/support/upstream.py .upstream                      every test_*.py there, once as it is, once swapped
     python tests/support/upstream.py .upstream -k grad_scal custom  only the tests whose names have one of these words
 
 The files are PyTorch's own (test/test_cuda.py, test/test_torch.py, ...) of the installed version. They are not part of

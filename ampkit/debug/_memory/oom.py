@@ -19,9 +19,8 @@ import torch
 from ..._arguments import check_at_least, check_instance, check_path
 from ..._errors import AmpkitWarning
 from ..._text import size_text
-from ..._torch import guard as torch_guard
 from ..._torch.allocator import allocator_history, allocator_pages, allocator_snapshot
-from ..._user_line import user_line, users_level
+from ..._user_line import NOT_THE_USERS, user_line, users_level
 from .plot import memory_page
 from .profile import MemoryProfile, mib
 from .recorder import Recorded
@@ -36,7 +35,6 @@ _SAY_SO = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-_OURS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, torch_guard.__file__))
 
 
 @contextlib.contextmanager
@@ -293,6 +291,6 @@ def _blocks(taken: Mapping[str, Any]) -> str:
 def _line(frames: Sequence[Mapping[str, Any]]) -> str:
     """Return the innermost line of a block's stack that is neither torch's nor ampkit's."""
     for frame in frames:
-        if not frame["filename"].startswith((*_OURS, "<", "??")):
+        if not frame["filename"].startswith((*NOT_THE_USERS, "<", "??")):
             return f"{frame['filename']}:{frame['line']} in {frame['name']}"
     return "by torch alone" if frames else "from before the history began"

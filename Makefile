@@ -29,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train train-lightning test check lint types docs bench clean
+.PHONY: help train train-lightning test check lint types docs numbers bench clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s  %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +54,9 @@ types: $(READY)  ## mypy --strict
 
 docs: $(READY)  ## build the pages into docs/_build/html, warnings are errors
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+numbers:  ## print how long files and functions are, how much is commented
+	@$(PYTHON) tests/support/source_numbers.py
 
 bench: $(READY)  ## time the step: eager, compiled, graphed; options in ARGS
 	$(PY) -m ampkit bench $(ARGS)

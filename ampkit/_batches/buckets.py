@@ -85,8 +85,9 @@ class Buckets:
             kwargs: keyword arguments, likewise.
 
         Raises:
-            InputMismatch: a tensor is not plain; the batch has no tensor to take the size from, or already an argument of the
-                mask's name; `pad` names a path that is not in the batch, or a number that the tensor's dtype does not have.
+            InputMismatch: a tensor is not plain; the batch has no tensor to take the size from, or already has an
+                argument of the mask's name; `pad` names a path that is not in the batch, or a number that the tensor's
+                dtype does not have.
 
         Sync: none. Aliasing: padded tensors, and those with gaps (`tokens[:, :-1]`), are copies without gaps in the
         same order of dimensions (channels_last stays so); all others are the caller's.

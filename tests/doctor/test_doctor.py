@@ -76,7 +76,7 @@ def failed(unchecked: list[str]) -> list[str]:
 
 def cli(*argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ampkit", "doctor", *argv]
-    return subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT / "tests" / "support", capture_output=True, text=True, check=False)
 
 
 # -------------------------------------------------------------------------------------------------------- whole scripts

@@ -1,6 +1,6 @@
 """How large the files and functions of ampkit are, how much is commented, and which file each moves to in a call.
 
-    python tests/support/source_numbers.py          `make numbers`
+python tests/support/source_numbers.py          `make numbers`
 """
 
 import ast

@@ -9,11 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-<<<<<<< HEAD:ampkit/_commands/bench/measure.py
 from ..._text import Bar
-=======
-from .._text import Bar
->>>>>>> 9b6c9fb (House: files register themselves; layers by folder; tests mirror folders):ampkit/_bench/measure.py
 from .cases import Case, CaseError, ready
 from .losses import TOLERANCE, Expectations
 from .process import Caches, clean_up, do_what_is_done_once, fast_kernels, little_garbage

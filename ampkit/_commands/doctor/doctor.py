@@ -14,26 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD:ampkit/_commands/doctor/doctor.py
 from ..._errors import UsageError
 from ..._precision.fake_tensors import can_save_for_backward
 from ..._precision.policy import Policy
-from ..._text import Bar
 from ..._step.graphed_step import graphed_step
-from ..._text import size_text, type_text
+from ..._text import Bar, size_text, type_text
 from ..._user_line import line_text, user_line
 from ...debug._memory.forecast import forecast
 from ..bench.profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
-=======
-from .._bench.profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
-from .._errors import AmpkitError
-from .._precision.fake_tensors import can_save_for_backward
-from .._precision.policy import Policy
-from .._step.graphed_step import graphed_step
-from .._text import Bar, size_text, type_text
-from .._user_line import line_text, user_line
-from ..debug._memory.forecast import forecast
->>>>>>> 9b6c9fb (House: files register themselves; layers by folder; tests mirror folders):ampkit/_doctor/doctor.py
 from .faults import CHECKS, Fault, Origins, Subject, Trial
 
 RETURNED = (

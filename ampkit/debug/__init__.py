@@ -1,8 +1,8 @@
-"""Where the device waits, where numbers break, who holds the bytes."""
+"""Diagnosis of training: where the host waits, where numbers overflow, where runs differ, what holds the memory."""
 
-from ._compare import ComparedTensor as ComparedTensor
-from ._compare import Comparison as Comparison
-from ._compare import compare as compare
+from ._compare.compare import compare as compare
+from ._compare.comparison import ComparedTensor as ComparedTensor
+from ._compare.comparison import Comparison as Comparison
 from ._cycles.cycles import Cycle as Cycle
 from ._cycles.cycles import Cycles as Cycles
 from ._cycles.cycles import cycles as cycles

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.debug import Comparison, compare
-from ampkit.debug._compare import _Key, _Watch
+from ampkit.debug._compare.recording import OutputHooks, TensorId
 
 
 class Net(nn.Module):
@@ -450,7 +450,9 @@ def test_what_one_run_has_alone():
     assert compared.first is not None  # the statistics of BatchNorm
     assert "norm, forward" in compared.only_a
     assert not compared.only_b
-    assert "in run a alone (a graph that is replayed, and compiled code, call no hooks): stem, forward" in str(compared)
+    assert "only in run a (replayed graphs and compiled code call no hooks): stem, forward; norm, forward;" in str(
+        compared
+    )
 
 
 # ------------------------------------------------------------------------------------------ compiled, wrapped, no graph
@@ -540,8 +542,8 @@ def test_what_hooks_do_not_see_is_not_blamed_on_them():
         model(torch.ones(1, 2)).sum().backward()
 
     text = str(compare(backward, model.zero_grad, model=model))
-    assert "2 in run a alone: weight, gradient, bias, gradient" in text
-    assert "call no hooks): (model), forward, (model), backward" in text
+    assert "2 tensors only in run a: weight, gradient; bias, gradient" in text
+    assert "call no hooks): (model), forward; (model), backward" in text
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -560,10 +562,10 @@ def test_inference_mode(around):
         compared = compare(run, partial(model, x), model=model)
     assert compared.first is None
     assert [row.path for row in compared.rows if row.direction == "forward"] == ["0", "1", "2", ""]
-    watch = _Watch()
-    with watch.hooked(model), torch.inference_mode():
+    hooks = OutputHooks()
+    with hooks.on(model), torch.inference_mode():
         model(x)
-    assert_same(expected, watch.tensors[_Key("forward", "0")])
+    assert_same(expected, hooks.tensors[TensorId("forward", "0")])
 
 
 # ---------------------------------------------------------------------------------------------------------------- table

@@ -1,0 +1,1 @@
+"""The first tensor in which two runs of one model differ."""

@@ -1,0 +1,133 @@
+"""Which tensors of a run are recorded: outputs of modules, their gradients, and what the run leaves and returns."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..._torch.compile import is_compiled
+from ..._torch.streams import is_capturing
+from ..._torch.tensors import version
+from ..._torch.tree import keystr, tree_flatten_with_path
+from .saved_state import training_state
+
+
+class TensorId(NamedTuple):
+    """By what a tensor is known in both runs; the fields are those of `ComparedTensor`."""
+
+    direction: str
+    path: str
+    call: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.path or '(model)'}, {self.direction}"
+
+
+class HostCopy(NamedTuple):
+    """A copy in host memory, and the device on which its tensor was."""
+
+    tensor: Tensor
+    device: torch.device
+
+
+def record_run(fn: Callable[[], Any], model: nn.Module | None, parts: Sequence[Any]) -> dict[TensorId, HostCopy]:
+    """Call a function, and return what it computed, left and returned, in this order.
+
+    Args:
+        fn: the function.
+        model: the module whose outputs and gradients are recorded.
+        parts: modules and optimizers whose tensors are recorded as they are after the run.
+    """
+    hooks = OutputHooks()
+    with hooks.on(model):
+        result = fn()
+    tensors = hooks.tensors
+    if model is not None:
+        wrapped = _wrapped_paths(model)
+        grads = ((_without_wrappers(name, wrapped), param.grad) for name, param in model.named_parameters())
+        tensors.update({TensorId("gradient", name): grad for name, grad in grads if grad is not None})
+    state = training_state(parts)
+    wrapped = {path for name, module in state.modules.items() for path in _wrapped_paths(module, name)}
+    wrapped |= {f"optimizer[{i}].{path}" for i in range(len(state.optimizers)) for path in wrapped}
+    tensors.update(
+        {TensorId("state", _without_wrappers(path, wrapped)): tensor for path, tensor in state.tensors().items()}
+    )
+    for path, leaf in tree_flatten_with_path(result)[0]:
+        if isinstance(leaf, Tensor):
+            tensors[TensorId("result", f"result{keystr(path)}")] = leaf
+    return {which: HostCopy(tensor.detach().to("cpu", copy=True), tensor.device) for which, tensor in tensors.items()}
+
+
+class OutputHooks:
+    """Copies the outputs of modules and the gradients of these outputs, on their device, when they are computed.
+
+    Attributes:
+        tensors: the copies, in the order in which they were computed.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[TensorId, Tensor] = {}
+        self._calls: Counter[str] = Counter()
+        self._last: tuple[Tensor, int | None, Tensor] | None = None  # a tensor, its version if it has one, a copy
+        self._handles = ExitStack()
+
+    @contextmanager
+    def on(self, model: nn.Module | None) -> Iterator[None]:
+        """Context in which the hooks are on the modules of `model`."""
+        with ExitStack() as self._handles:
+            for path, module in () if model is None else _modules_by_path(model).items():
+                self._handles.callback(module.register_forward_hook(partial(self._on_output, path)).remove)
+            yield
+
+    def _on_output(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or is_capturing():  # neither compiled code nor a graph may keep these copies
+            return
+        self._calls[path] += 1
+        leaves, _ = tree_flatten_with_path(output)
+        for where, leaf in leaves:
+            if isinstance(leaf, Tensor):
+                name = path + (keystr(where) if len(leaves) > 1 else "")
+                self._copy(TensorId("forward", name, self._calls[path]), leaf)
+                if leaf.requires_grad:
+                    hook = partial(self._on_gradient, TensorId("backward", name, self._calls[path]))
+                    self._handles.callback(leaf.register_hook(hook).remove)
+
+    def _on_gradient(self, which: TensorId, grad: Tensor) -> None:
+        if not (torch.compiler.is_compiling() or is_capturing()):
+            self._copy(which, grad)
+
+    def _copy(self, which: TensorId, tensor: Tensor) -> None:
+        # A block often returns what its last module returned: one copy is enough. Inference tensors have no version
+        # that would tell whether they were changed in between, so each of them is copied.
+        number = None if tensor.is_inference() else version(tensor)
+        if number is None or self._last is None or self._last[0] is not tensor or self._last[1] != number:
+            self._last = (tensor, number, tensor.detach().clone())
+        self.tensors[which] = self._last[2]
+
+
+def _modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by their paths without wrappers. Where a module is wrapped, it is the wrapper."""
+    wrapped, found = _wrapped_paths(model), dict[str, nn.Module]()
+    for path, module in model.named_modules():
+        if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
+            found.setdefault(_without_wrappers(path, wrapped), module)
+    return found
+
+
+def _wrapped_paths(model: nn.Module, prefix: str = "") -> set[str]:
+    """Return the paths of the modules that torch.compile and DistributedDataParallel wrap."""
+    wrapped: set[str] = set()
+    for path, module in model.named_modules(prefix=prefix):
+        if is_compiled(module) or isinstance(module, nn.parallel.DistributedDataParallel):
+            wrapped.update(f"{path}.{name}".removeprefix(".") for name, _ in module.named_children())
+    return wrapped
+
+
+def _without_wrappers(path: str, wrapped: set[str]) -> str:
+    """Return a path without the names under which wrappers hold their modules."""
+    parts = path.split(".")
+    return ".".join(part for i, part in enumerate(parts, 1) if ".".join(parts[:i]) not in wrapped)

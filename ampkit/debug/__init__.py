@@ -20,8 +20,8 @@ from ._memory.recorder import memory as memory
 from ._numerics.findings import NumericsFinding as NumericsFinding
 from ._numerics.findings import NumericsRow as NumericsRow
 from ._numerics.numerics import Numerics as Numerics
-from ._numerics.numerics import NumericsReport as NumericsReport
 from ._numerics.numerics import numerics as numerics
+from ._numerics.report import NumericsReport as NumericsReport
 from ._syncs import Syncs as Syncs
 from ._syncs import find_syncs as find_syncs
 from ._trace import Trace as Trace

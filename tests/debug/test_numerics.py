@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 import ampkit.debug
 from ampkit.debug import Numerics, NumericsReport
-from ampkit.debug._numerics.findings import F16_MAX, safe_scale
+from ampkit.debug._numerics.advice import F16_MAX, safe_scale
 from ampkit.debug._numerics.statistics import BIAS, BINS, NONFINITE, measure
 
 Engine = tuple[str, str]
@@ -769,7 +769,7 @@ def test_report_and_figures() -> None:
     text = str(report)
     # Steps 3 and 11 are skipped: 4 and 12 are observed for that, 12 is so anyway.
     assert text.startswith("numerics: 7 of 16 steps observed, the last one step 15; loss scale ")
-    assert "first overflow: head, backward, step 3 (already the gradient that comes to it: 80 of 80 values" in text
+    assert "first overflow: head, backward, step 3 (its grad_output: 80 of 80 values are not finite already" in text
     assert "conv.weight" in report.table()
     assert len(report.table().splitlines()) == len(report.rows) + 1
     assert json.loads(json.dumps(report.to_dict()))["rows"][0]["name"] == "conv"

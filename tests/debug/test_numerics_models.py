@@ -140,7 +140,7 @@ def test_checkpointing_keeps_nothing(engine: Engine) -> None:
     with deterministic():
         _, watch = train(Deep().to(device), graph, True, device=device)
     assert watch.report().observed == 6
-    assert not watch._sites._open
+    assert not watch._hooks._open_calls
 
 
 def test_a_forward_that_raises_keeps_nothing() -> None:
@@ -154,7 +154,7 @@ def test_a_forward_that_raises_keeps_nothing() -> None:
     watch = ampkit.debug.numerics(model, every=1)
     with watch, pytest.raises(ZeroDivisionError):
         model(torch.randn(2, WIDTH))
-    assert not watch._sites._open
+    assert not watch._hooks._open_calls
 
 
 class Masked(nn.Module):

@@ -1,1 +1,1 @@
-"""Where the numbers of a step overflow, underflow or vanish."""
+"""Where the numbers of a training step overflow or underflow."""

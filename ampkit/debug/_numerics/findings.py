@@ -1,4 +1,4 @@
-"""What the statistics of a step say: where it overflowed or underflowed first, which loss scale is safe, what helps."""
+"""What the statistics of a step say: where it first overflowed or underflowed, and which gradient is the largest."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-from ..._precision.policy import Policy
 from ..._text import dtype_name
-from .statistics import BIAS, BINS, LARGEST, MAGNITUDE, NONFINITE, Row, Snapshot
+from .measurements import LARGEST, MAGNITUDE, MeasuredTensor, StepStatistics
+from .statistics import BIAS, BINS, NONFINITE
 
-F16_MAX = 65504.0  # torch.finfo(torch.float16).max
-F16_NORMAL = -14  # exponent of torch.finfo(torch.float16).smallest_normal; below it digits are lost one by one
-F16_ZERO = -25  # what lies below 2**-25 is rounded to zero
-_LOST = 0.5  # share of the nonzero values that are subnormal, from which on a tensor counts as underflowing
+_F16_NORMAL = -14  # exponent of torch.finfo(torch.float16).smallest_normal; below it digits are lost one by one
+_F16_ZERO = -25  # values below 2**-25 are rounded to zero
+# The share of subnormal values among those that are not zero from which on a tensor counts as underflowing: more than
+# half of its values have lost digits. In healthy tensors the share is near 0.
+_UNDERFLOWING = 0.5
 _GRADIENTS = ("grad_output", "grad_input", "gradient")
-_LOWEST, _HIGHEST = -32, 16  # exponents that are told apart in a report
+# The exponents that a report tells apart: those of float16, -24 to 15, and some beyond on either side.
+_LOWEST, _HIGHEST = -32, 16
 
 
 class NumericsFinding(NamedTuple):
@@ -26,9 +28,9 @@ class NumericsFinding(NamedTuple):
         name: the module in which it happened.
         direction: "forward" or "backward".
         step: the optimizer step, counted from 0.
-        what: which tensor shows it: the module's "output" or "grad_input", the name of a parameter whose gradient does,
-            or, where it was there before the module computed, "input" or "grad_output".
-        detail: the rest of the story, in words.
+        what: the tensor that shows it: the module's "output" or "grad_input", or the name of a parameter if its
+            gradient shows it. It is "input" or "grad_output" if it had happened before the module computed.
+        detail: the numbers behind it, in words.
     """
 
     kind: str
@@ -43,20 +45,22 @@ class NumericsFinding(NamedTuple):
 
 
 class NumericsRow(NamedTuple):
-    """Statistics of a tensor of a module, or of the gradient of a parameter, summed over all calls in one step.
+    """Statistics of a tensor of a module, or of the gradient of a parameter, added up over all calls in one step.
 
     Attributes:
-        name: of the module or the parameter.
-        what: "input", "output", "grad_output" (what comes to its outputs in backward), "grad_input" (what it hands on)
-            or, of a parameter, "gradient". Gradients are as the backward sees them: multiplied by the loss scale.
-        dtype: of the tensor.
+        name: the name of the module or the parameter.
+        what: "input", "output", "grad_output" (the gradient of the module's outputs) or "grad_input" (the gradient that
+            the module passes back to its inputs); "gradient" for a parameter. Gradients are measured as the backward
+            computes them, multiplied by the loss scale.
+        dtype: the dtype of the tensor.
         count: how many values it has.
-        largest: the largest magnitude; where a value is inf or nan, the power of two that the largest finite one is not
-            below, which is more than half of it.
+        largest: the largest magnitude. If a value is inf or nan, it is a power of two: the largest finite magnitude is
+            at least that, and less than twice that.
         nonfinite: how many values are inf or nan.
-        zeros: how many are zero (of bfloat16 and float32, or subnormal, which is below 2**-126).
-        subnormal: how many are not zero, but below 2**-14, where float16 loses digits.
-        flushed: how many of these lie below 2**-25, so that float16 rounds them to zero: none where it is float16.
+        zeros: how many values are zero. In bfloat16 and float32, subnormals (below 2**-126) are counted as zeros.
+        subnormal: how many values are not zero, but below 2**-14, where float16 loses digits.
+        flushed: how many of the `subnormal` ones are below 2**-25, which float16 rounds to zero. It is 0 if the tensor
+            is in float16 already.
         exponents: how many values there are from 2**e up to 2**(e + 1), by e from -32 (or less) to 16 (or more).
     """
 
@@ -73,52 +77,52 @@ class NumericsRow(NamedTuple):
 
     @property
     def fraction_flushed(self) -> float:
-        """The share of values that float16 makes zero.
+        """The share of values that float16 rounds to zero.
 
-        Where the tensor is float16, of those that are zero, whatever made them so: ReLU and pooling do it too.
+        In a float16 tensor it is the share of zeros, whatever made them: ReLU and pooling do so too.
         """
         return (self.zeros if self.dtype == "float16" else self.flushed) / self.count
 
     @property
     def fraction_fading(self) -> float:
-        """The share of subnormal values among those that are not zero: near 0 in good health, near 1 at the bottom."""
+        """The share of subnormal values among those that are not zero. It is near 0 in healthy tensors, 1 at worst."""
         return self.subnormal / max(self.count - self.zeros, 1)
 
 
-class Reading:
-    """One snapshot with what the host knows of its rows.
+class ObservedStep:
+    """One observed step, and what its statistics say.
 
     Args:
-        snapshot: the numbers.
-        rows: what they are of.
-        parameters: the rows of each module's parameters by their names, as `Sites` has them.
-        order: indices of the rows that were measured, in the order of time; those of parameters come last.
-        dtypes: of the tensors, by index.
+        statistics: the numbers.
+        tensors: what each row of them is about.
+        parameters: the rows of each module's parameters, as in `ModelHooks`.
+        order: the rows that were measured, in the order of time; those of parameters come last.
+        dtypes: the dtypes of the measured tensors, by row.
     """
 
     def __init__(
         self,
-        snapshot: Snapshot,
-        rows: Sequence[Row],
+        statistics: StepStatistics,
+        tensors: Sequence[MeasuredTensor],
         parameters: Mapping[str, Mapping[str, int]],
         order: Sequence[int],
         dtypes: Mapping[int, torch.dtype],
     ) -> None:
-        self.step, self.scale = snapshot.step, snapshot.scale
-        self._rows, self._parameters, self._dtypes = rows, parameters, dtypes
-        self._index = {(row.name, row.what): i for i, row in enumerate(rows)}
-        self._values = values = snapshot.values
-        # Lists, by row: looking up single elements of a tensor would take milliseconds in all.
+        self.step, self.scale = statistics.step, statistics.scale
+        self._tensors, self._parameters, self._dtypes = tensors, parameters, dtypes
+        self._row_of = {(tensor.name, tensor.what): i for i, tensor in enumerate(tensors)}
+        self._values = values = statistics.values
+        # Lists, by row: looking up single elements of a tensor would take milliseconds altogether.
         self._counts: list[float] = values[:, :BINS].sum(1).tolist()
         self._zeros: list[float] = values[:, 0].tolist()
-        self._subnormals: list[float] = values[:, 1 : F16_NORMAL + BIAS].sum(1).tolist()
+        self._subnormals: list[float] = values[:, 1 : _F16_NORMAL + BIAS].sum(1).tolist()
         self._nonfinite: list[float] = values[:, NONFINITE].tolist()
         self._largest = self._largest_finite(values[:, LARGEST].tolist())
         self._magnitudes: list[float] = values[:, MAGNITUDE].tolist()
-        self.order = [i for i in self._in_time(order) if self._counts[i]]
+        self._order = [i for i in self._in_time(order) if self._counts[i]]
 
     def _largest_finite(self, magnitudes: list[float]) -> list[float]:
-        """Return magnitudes with those that are not finite replaced by what the counts of exponents say."""
+        """Return the magnitudes. Where one is not finite, the counts of exponents tell the largest finite one."""
         for i, nonfinite in enumerate(self._nonfinite):
             if nonfinite:
                 finite = self._values[i, 1:NONFINITE].nonzero()
@@ -126,77 +130,77 @@ class Reading:
         return magnitudes
 
     def _in_time(self, order: Sequence[int]) -> list[int]:
-        """Return the order with each parameter's gradient where its module's backward is."""
+        """Return the order with the gradient of each parameter moved to the backward of its module."""
         place = {row: float(i) for i, row in enumerate(order)}
         for i in order:
-            row = self._rows[i]
-            if row.what == "gradient":
-                place[i] = place.get(self._index.get((row.module, "grad_output"), i), place[i]) + 0.5
+            tensor = self._tensors[i]
+            if tensor.what == "gradient":
+                place[i] = place.get(self._row_of.get((tensor.module, "grad_output"), i), place[i]) + 0.5
         return sorted(place, key=lambda i: place[i])
 
     def rows(self) -> list[NumericsRow]:
         """Return the statistics in the order of time."""
-        return [self._row(i) for i in self.order]
+        return [self._row(i) for i in self._order]
 
     def _row(self, i: int) -> NumericsRow:
-        row, counts = self._rows[i], self._values[i, :BINS]
+        tensor, counts = self._tensors[i], self._values[i, :BINS]
         exponents: dict[int, int] = {}
         for number in counts[1:NONFINITE].nonzero().flatten().tolist():
             exponent = min(max(number + 1 - BIAS, _LOWEST), _HIGHEST)
             exponents[exponent] = exponents.get(exponent, 0) + int(counts[number + 1])
         return NumericsRow(
-            name=row.name,
-            what=row.what,
+            name=tensor.name,
+            what=tensor.what,
             dtype=dtype_name(self._dtypes[i]),
             count=int(self._counts[i]),
             largest=self._largest[i],
             nonfinite=int(self._nonfinite[i]),
             zeros=int(self._zeros[i]),
             subnormal=int(self._subnormals[i]),
-            flushed=int(counts[1 : F16_ZERO + BIAS].sum()),
+            flushed=int(counts[1 : _F16_ZERO + BIAS].sum()),
             exponents=exponents,
         )
 
     # ------------------------------------------------------------------------------------------------------- overflow
 
     def nonfinite(self) -> set[int]:
-        """Return the rows that have values that are not finite."""
+        """Return the rows of tensors with values that are inf or nan."""
         return {i for i, count in enumerate(self._nonfinite) if count}
 
     def overflowed(self) -> bool:
         """Return whether the gradient of a parameter is not finite."""
-        return any(self._rows[i].what == "gradient" for i in self.nonfinite())
+        return any(self._tensors[i].what == "gradient" for i in self.nonfinite())
 
     def first_overflow(self, harmless: set[int]) -> NumericsFinding | None:
-        """Return where it began, if a gradient of a parameter is not finite.
+        """Return where the overflow began, None if the gradients of all parameters are finite.
 
         Args:
-            harmless: rows that are not finite in good steps either, such as scores that a mask sets to -inf.
+            harmless: rows that are not finite in good steps either, such as attention scores that a mask sets to -inf.
         """
         if not self.overflowed():
             return None
         bad = self.nonfinite()
-        first = next((i for i in self.order if i in bad - harmless), None)
+        first = next((i for i in self._order if i in bad - harmless), None)
         if first is None:
-            first = next(i for i in self.order if i in bad and self._rows[i].what == "gradient")
-        row = self._rows[first]
-        direction = "forward" if row.what in ("input", "output") else "backward"
-        what = row.name if row.what == "gradient" else row.what
-        return NumericsFinding("overflow", row.module, direction, self.step, what, self._how_it_overflowed(first))
+            first = next(i for i in self._order if i in bad and self._tensors[i].what == "gradient")
+        tensor = self._tensors[first]
+        direction = "forward" if tensor.what in ("input", "output") else "backward"
+        what = tensor.name if tensor.what == "gradient" else tensor.what
+        return NumericsFinding("overflow", tensor.module, direction, self.step, what, self._how_it_overflowed(first))
 
     def _how_it_overflowed(self, first: int) -> str:
-        row, stats = self._rows[first], self._row(first)
-        amount = f"{stats.nonfinite} of {stats.count} values are not finite"
-        broken = [name for name, i in self._of_module(row.module).items() if not self._magnitudes[i] < math.inf]
+        tensor, row = self._tensors[first], self._row(first)
+        amount = f"{row.nonfinite} of {row.count} values are not finite"
+        broken = [name for name, i in self._of_module(tensor.module).items() if not self._magnitudes[i] < math.inf]
         if broken:
             return f"{amount}; {broken[0]} is not finite itself: it broke in an earlier step"
         return {
-            "input": f"already its input: {amount}, out of the batch or out of code between modules",
+            "input": f"its input: {amount} already, because of the batch or of code between modules",
             "output": f"its output: {amount}",
-            "grad_output": f"already the gradient that comes to it: {amount}, out of the loss, its scale or other code",
-            "grad_input": f"the gradient that it hands on: {amount}",
-            "gradient": f"the gradient of {row.name}: {amount}",
-        }[row.what]
+            "grad_output": f"its grad_output: {amount} already, because of the loss, its scale or other code",
+            "grad_input": f"its grad_input: {amount}",
+            "gradient": f"the gradient of {tensor.name}: {amount}",
+        }[tensor.what]
 
     def _of_module(self, module: str) -> Mapping[str, int]:
         return self._parameters.get(module, {})
@@ -204,115 +208,59 @@ class Reading:
     # ------------------------------------------------------------------------------------------------------ underflow
 
     def first_underflow(self) -> NumericsFinding | None:
-        """Return at whose backward gradients in float16 begin to vanish.
+        """Return the module in whose backward float16 gradients begin to vanish, None if they do not.
 
-        Zeros alone do not tell: ReLU, pooling and dropout make them by the millions. What float16 flushes leaves
-        subnormal values beside the zeros, or nothing at all behind a module with weights that are not zero.
+        Zeros do not tell: ReLU, pooling and dropout make millions of them. Underflow leaves subnormal values beside the
+        zeros, or it leaves only zeros behind a module whose weights are not zero.
         """
-        for i in self.order:
-            row = self._rows[i]
-            if row.what == "grad_output" and self._is_low(i) and self._subnormal(i) >= _LOST:
-                return self._underflow(i, f"already the gradient that comes to it: {self._lost(i)}")
-            if row.what == "grad_input" and self._is_low(i):
-                before = self._index[row.name, "grad_output"]
-                came = self._counts[before] > self._zeros[before]  # some that are not zero
-                gone = came and self._counts[i] == self._zeros[i] and self._has_weights(row.module)
-                if gone or self._subnormal(i) >= _LOST:
-                    return self._underflow(i, f"the gradient that it hands on: {self._lost(i)}; {self._lost(before)}")
+        for i in self._order:
+            tensor = self._tensors[i]
+            if self._dtypes[i] is not torch.float16:
+                continue
+            if tensor.what == "grad_output" and self._fraction_subnormal(i) >= _UNDERFLOWING:
+                return self._underflow(i, f"its grad_output: {self._zeros_and_subnormals(i)} already")
+            if tensor.what == "grad_input":
+                grad_output = self._row_of[tensor.name, "grad_output"]
+                had_values = self._counts[grad_output] > self._zeros[grad_output]
+                vanished = had_values and self._counts[i] == self._zeros[i] and self._has_weights(tensor.module)
+                if vanished or self._fraction_subnormal(i) >= _UNDERFLOWING:
+                    before, after = self._zeros_and_subnormals(grad_output), self._zeros_and_subnormals(i)
+                    return self._underflow(i, f"its grad_input: {after}; its grad_output: {before}")
         return None
 
     def _underflow(self, i: int, detail: str) -> NumericsFinding:
-        row = self._rows[i]
-        return NumericsFinding("underflow", row.module, "backward", self.step, row.what, detail)
+        tensor = self._tensors[i]
+        return NumericsFinding("underflow", tensor.module, "backward", self.step, tensor.what, detail)
 
-    def _is_low(self, i: int) -> bool:
-        return self._dtypes[i] is torch.float16
-
-    def _subnormal(self, i: int) -> float:
-        """Return the share of the values that are not zero which are subnormal, 0 where all are zero."""
+    def _fraction_subnormal(self, i: int) -> float:
+        """Return the share of subnormal values among those that are not zero, 0 if all are zero."""
         return self._subnormals[i] / max(self._counts[i] - self._zeros[i], 1.0)
 
     def _has_weights(self, module: str) -> bool:
-        """Return whether the module's first parameter, the weight, is not zero, as that of a BatchNorm may begin."""
+        """Return whether the module's first parameter, its weight, is not zero. That of a BatchNorm may start as 0."""
         return any(self._magnitudes[i] > 0 for i in list(self._of_module(module).values())[:1])
 
-    def _lost(self, i: int) -> str:
-        stats = self._row(i)
-        where = " came to it" if stats.what == "grad_output" else ""
-        zeros, subnormal = stats.zeros / stats.count, stats.subnormal / stats.count
-        return f"{zeros:.1%} zeros and {subnormal:.1%} subnormal values{where}"
+    def _zeros_and_subnormals(self, i: int) -> str:
+        zeros, subnormal = self._zeros[i] / self._counts[i], self._subnormals[i] / self._counts[i]
+        return f"{zeros:.1%} zeros and {subnormal:.1%} subnormal values"
 
-    # ---------------------------------------------------------------------------------------------------------- scale
+    # ------------------------------------------------------------------------------------------------ largest gradient
 
     def largest_unscaled_gradient(self) -> float:
-        """Return the largest finite magnitude of a gradient without the loss scale, 0 where there is none."""
-        found = [self._largest[i] for i in self.order if self._rows[i].what in _GRADIENTS]
+        """Return the largest finite magnitude of a gradient, divided by the loss scale; 0 if there is none."""
+        found = [self._largest[i] for i in self._order if self._tensors[i].what in _GRADIENTS]
         return max(found, default=0.0) / self.scale
 
     def gradients_of_parameters(self) -> tuple[float, float, float]:
-        """Return the largest finite magnitude without the loss scale, how many values are not finite, and the share of
-        values that float16 makes zero.
+        """Return three figures over the gradients of all parameters.
+
+        Returns:
+            The largest finite magnitude, divided by the loss scale; how many values are not finite; the share of values
+            that float16 rounds to zero.
         """
-        chosen = [i for i in self.order if self._rows[i].what == "gradient"]
+        chosen = [i for i in self._order if self._tensors[i].what == "gradient"]
         count = sum(self._counts[i] for i in chosen) or 1.0
-        below = self._values[:, 1 : F16_ZERO + BIAS].sum(1).tolist()
-        lost = sum(self._zeros[i] if self._is_low(i) else below[i] for i in chosen)
+        below = self._values[:, 1 : _F16_ZERO + BIAS].sum(1).tolist()
+        flushed = sum(self._zeros[i] if self._dtypes[i] is torch.float16 else below[i] for i in chosen)
         largest = max((self._largest[i] for i in chosen), default=0.0)
-        return largest / self.scale, sum(self._nonfinite[i] for i in chosen), lost / count
-
-
-def safe_scale(largest: float) -> float:
-    """Return the largest power of two that keeps a gradient of this magnitude finite in float16; inf for 0."""
-    if largest <= 0.0:
-        return math.inf
-    exponent = math.floor(math.log2(F16_MAX / largest))
-    if largest * 2.0**exponent > F16_MAX:  # log2 was rounded up
-        exponent -= 1
-    return float(2.0**exponent)
-
-
-def advice(
-    overflow: NumericsFinding | None,
-    underflow: NumericsFinding | None,
-    scale: float,
-    safe: float | None,
-    persists: bool,
-    root: str,
-) -> list[str]:
-    """Return what to do, in sentences that hold the code to write.
-
-    Args:
-        overflow: the first one, if any.
-        underflow: likewise.
-        scale: the present loss scale.
-        safe: the largest safe one, None where it is not known.
-        persists: whether the last observed step overflowed too.
-        root: the name that stands for the model itself, which is no path.
-    """
-    lines = []
-    if overflow is not None and overflow.direction == "forward":
-        lines.append(f"No loss scale helps against an overflow in forward. {_in_float32(overflow.name, root)}")
-    elif overflow is not None and safe is not None and safe < scale:
-        lines.append(f"Start with a smaller loss scale: GradScaler(init_scale={safe:g}).")
-    elif overflow is not None and persists:
-        lines.append(f"The overflow persists at a loss scale of {scale:g}. {_in_float32(overflow.name, root)}")
-    elif overflow is not None:
-        lines.append("The loss scale has backed off, and later steps are finite: nothing to do.")
-    if underflow is not None and safe is not None and scale * 2 <= safe < math.inf:
-        lines.append(f"A larger loss scale brings gradients back: GradScaler(init_scale={safe:g}).")
-    elif underflow is not None:
-        # What a module in float32 hands on becomes float16 again where the module before it computes in that.
-        handed_on = underflow.what in ("grad_input", "grad_output")
-        way_out = _IN_BFLOAT16 if handed_on else _in_float32(underflow.name, root)
-        lines.append(f"A loss scale of {scale:g} leaves no room for a larger one. {way_out}")
-    return lines
-
-
-_IN_BFLOAT16 = "Compute in bfloat16: Policy.parse('bfloat16')."
-
-
-def _in_float32(module: str, root: str) -> str:
-    if module == root:
-        return _IN_BFLOAT16
-    rule = Policy(compute="float16", modules={module: "float32"})
-    return f"Compute that module in float32, Policy.parse({str(rule)!r}), or all in bfloat16, Policy.parse('bfloat16')."
+        return largest / self.scale, sum(self._nonfinite[i] for i in chosen), flushed / count

@@ -1,10 +1,7 @@
-"""Which steps of a training are measured, what is kept of them, and how it is reported."""
+"""Which steps of a training are observed, and what is remembered of them."""
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +9,22 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ..._arguments import check_at_least, check_instance
 from ..._optimizer.scaler import GradScaler
-from ..._text import size_text
-from .findings import NumericsFinding, NumericsRow, Reading, advice, safe_scale
-from .sites import Sites, unwrapped
-from .statistics import Arrivals, Tally, Telemetry
+from .advice import advice, safe_scale
+from .async_copies import AsyncCopies
+from .findings import NumericsFinding, ObservedStep
+from .hooks import ModelHooks, unwrapped
+from .measurements import DeviceStatistics, Measurements
+from .report import NumericsReport
 
 
 def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | None = None) -> "Numerics":
-    """Return what measures the numbers of a model in every so many training steps, on the device, without a wait.
+    """Return an object that measures the numbers of a model in some training steps, without waiting for the device.
 
-    Measured are inputs and outputs of leaf modules (and of others with parameters of their own), the gradients that
-    come to their outputs and that they hand on to their inputs, and the gradients of parameters: largest finite
-    magnitude, values that are not finite, zeros, and how many values have which exponent.
+    It measures the inputs and outputs of leaf modules (and of others with parameters of their own), the gradients of
+    their outputs, the gradients that they pass back to their inputs, and the gradients of parameters. Of each it knows
+    the largest finite magnitude, how many values are not finite, how many are zero, and how many have which exponent.
 
-    Give it to a captured step, whose observed steps are then graphs of their own::
+    Give it to a captured step; the observed steps then get graphs of their own::
 
         watch = ampkit.debug.numerics(model)
         step = ampkit.graphed_step(loss_fn, model, optimizer, policy="float16", numerics=watch)
@@ -33,33 +32,33 @@ def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | No
             step(*batch)
         print(watch.report())
 
-    or write it into a loop of your own::
+    Or use it in a loop of your own::
 
         with ampkit.debug.numerics(model, every=1, scaler=scaler) as watch:
             for batch in loader:
                 ...  # forward, backward, scaler.step(optimizer), scaler.update()
                 watch.step()
 
-    Observed are the steps 0, `every`, 2 * `every` and so on, and each one that begins when the host has learned that
-    an earlier one was skipped for an overflow: an overflow that persists is found a step or two later, with nothing
-    but the count of skipped steps, 8 bytes, copied in the steps between. Where several processes train together they
-    must observe the same steps, so that only the regular ones are. In a loop of your own, calls in eval mode without
-    gradients (validation under `torch.no_grad()`) are left out.
+    The observed steps are 0, `every`, 2 * `every` and so on. When the host learns that a step was skipped for an
+    overflow, it also observes the next one. So an overflow that persists is found a step or two later, and in the steps
+    between only the count of skipped steps, 8 bytes, is copied to the host. Where several processes train together they
+    must observe the same steps, so they observe only the regular ones. In a loop of your own, calls in eval mode
+    without gradients (validation under `torch.no_grad()`) are left out.
 
     Args:
-        model: a `DistributedDataParallel` gives the names without `module.`. Parts that are `torch.compile(module)` are
-            measured from outside, and by the gradients of their parameters. What is called within `torch.func` (vmap,
-            grad) and nested tensors are not measured. An `nn.TransformerEncoder` in eval mode leaves torch's fused
-            path where it is measured, as with any hook on it.
-        every: steps from one observed step to the next, at least 1.
-        scaler: in a loop of your own, the scaler, torch's or ampkit's, that says by what gradients are multiplied and
-            which steps are skipped. A captured step uses its own.
+        model: the model. For a `DistributedDataParallel`, names are without `module.`. Parts that
+            `torch.compile(module)` returned are measured from outside, and by the gradients of their parameters. Calls
+            within `torch.func` (vmap, grad) and nested tensors are not measured. While it is measured, an
+            `nn.TransformerEncoder` in eval mode does not take torch's fused path, as with any hook on it.
+        every: the number of steps from one observed step to the next, at least 1.
+        scaler: for a loop of your own, torch's or ampkit's scaler. It tells by what gradients are multiplied, and which
+            steps are skipped. A captured step uses its own scaler.
 
     Returns:
-        A `Numerics`. Nothing is measured until it is given to a step or entered.
+        A `Numerics`. It measures nothing until it is given to a step, or entered as a context manager.
 
     Raises:
-        ValueError: an argument that cannot work; a module that was compiled in place.
+        ValueError: an argument is wrong, or a module was compiled in place.
     """
     check_instance("numerics", "model", model, nn.Module, "a torch.nn.Module")
     check_at_least("numerics", "every", every, 1, "the number of steps from one that is observed to the next")
@@ -68,106 +67,34 @@ def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | No
     return Numerics(model, every, scaler)
 
 
-@dataclass(frozen=True)
-class NumericsReport:
-    """What was found in the observed steps so far.
-
-    Attributes:
-        steps: optimizer steps so far.
-        observed: those of them that were observed.
-        step: the last observed one, None if there was none.
-        scale: the loss scale in it, 1.0 where there is none.
-        safe_scale: the largest power of two that would have kept every gradient of the observed steps finite in
-            float16; inf if all were zero, None if each of these steps overflowed.
-        first_overflow: where a step first computed a value that is not finite, so that a gradient became so too.
-        first_underflow: at whose backward gradients in float16 first vanished.
-        advice: what to do, with the code to write.
-        rows: statistics of the last observed step, in the order of time.
-        never_called: modules that no observed step called in Python: unused, or inside compiled code.
-        compiled: modules that were measured from outside.
-        bytes: of the buffer on the device.
-    """
-
-    steps: int
-    observed: int
-    step: int | None
-    scale: float
-    safe_scale: float | None
-    first_overflow: NumericsFinding | None
-    first_underflow: NumericsFinding | None
-    advice: tuple[str, ...]
-    rows: tuple[NumericsRow, ...]
-    never_called: tuple[str, ...]
-    compiled: tuple[str, ...]
-    bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that `json` takes. JSON has no inf: a `safe_scale` of inf is None there."""
-        named = {"first_overflow": self.first_overflow, "first_underflow": self.first_underflow}
-        findings = {name: None if found is None else found._asdict() for name, found in named.items()}
-        safe = None if self.safe_scale == math.inf else self.safe_scale
-        return {**asdict(self), **findings, "safe_scale": safe, "rows": [row._asdict() for row in self.rows]}
-
-    def table(self, rows: int | None = None) -> str:
-        """Return a text table of the statistics in the order of time, of all rows or of the worst ones."""
-        shown = self.rows
-        if rows is not None and len(shown) > rows:
-            worst = sorted(shown, key=lambda row: (row.nonfinite > 0, row.fraction_fading), reverse=True)[:rows]
-            shown = tuple(row for row in shown if row in worst)
-        width = max([len(row.name) for row in shown], default=6)
-        head = f"{'name':{width}}  what         dtype      largest    not finite  zeros   subnormal  flushed in fp16"
-        lines = [
-            f"{row.name:{width}}  {row.what:11}  {row.dtype:8}  {_largest(row):>10}  {row.nonfinite:10d}  "
-            f"{row.zeros / row.count:6.1%}  {row.subnormal / row.count:9.1%}  {row.flushed / row.count:6.1%}"
-            for row in shown
-        ]
-        return "\n".join([head, *lines])
-
-    def __str__(self) -> str:
-        if self.step is None:
-            return f"numerics: {self.steps} steps, none of them observed."
-        safe = "not known, all observed steps overflowed" if self.safe_scale is None else f"{self.safe_scale:g}"
-        lines = [
-            f"numerics: {self.observed} of {self.steps} steps observed, the last one step {self.step}; "
-            f"loss scale {self.scale:g}, largest safe one {safe}; {size_text(self.bytes)} on the device",
-            *(str(found) for found in (self.first_overflow, self.first_underflow) if found is not None),
-            *(f"advice: {line}" for line in self.advice),
-        ]
-        if self.compiled:
-            lines.append(f"compiled, measured from outside: {', '.join(self.compiled)}")
-        if self.never_called:
-            lines.append(f"never called, or inside compiled code: {', '.join(self.never_called[:8])}")
-        return "\n".join([*lines, f"step {self.step}, the worst rows of {len(self.rows)}:", self.table(_SHOWN)])
-
-
 class Numerics:
     """Measures a model in some of its training steps. Made by `numerics`; an `Observer` of a captured step.
 
-    A context manager for a loop of your own. What it has found outlives the context.
+    In a loop of your own it is a context manager. What it has found is still there after the context.
     """
 
     def __init__(self, model: nn.Module, every: int, scaler: TorchGradScaler | None) -> None:
         self._model = model
         self._every = every
         self._scaler = scaler
-        self._sites = Sites(model)
-        self._telemetry: Telemetry | None = None  # made where the parameters are
-        self._snapshots, self._skips = Arrivals(), Arrivals()
-        self._order: list[int] = []  # rows, as steps measured them
+        self._hooks = ModelHooks(model)
+        self._statistics: DeviceStatistics | None = None  # made where the parameters are
+        self._statistics_copies, self._skip_count_copies = AsyncCopies(), AsyncCopies()
+        self._order: list[int] = []  # rows, in the order in which steps measured them
         self._dtypes: dict[int, torch.dtype] = {}
         self._step = 0
         self._observes = False  # the step that is under way
         self._observed = 0
-        self._skipped: float | None = None  # the highest count that the host knows; a scaler may have one already
-        self._alarmed = False  # the next step is to be observed
-        self._loop: ExitStack | None = None  # of a loop of the user's own
-        self._tally: Tally | None = None  # of its step
+        self._skip_count: float | None = None  # the last one that the host knows; a resumed scaler may start above 0
+        self._observe_next = False  # because a step was skipped
+        self._loop_hooks: ExitStack | None = None  # in a loop of the user's own, while a step is under way
+        self._loop_measurements: Measurements | None = None  # in a loop of the user's own, of an observed step
         self._attached = False
-        self._last: Reading | None = None
-        self._harmless: set[int] = set()
-        self._overflowed: Reading | None = None  # the first one
-        self._underflow: NumericsFinding | None = None
-        self._largest: float | None = None  # unscaled gradient
+        self._last: ObservedStep | None = None
+        self._harmless: set[int] = set()  # rows that were not finite in a step whose gradients were finite
+        self._first_overflowed: ObservedStep | None = None
+        self._first_underflow: NumericsFinding | None = None
+        self._largest_gradient: float | None = None  # unscaled
 
     # ------------------------------------------------------------------------------------------ what a step calls
 
@@ -175,67 +102,67 @@ class Numerics:
         """See `Observer`."""
         if unwrapped(model) is not unwrapped(self._model):
             raise ValueError("graphed_step(numerics): it was made for another model. Use ampkit.debug.numerics(model).")
-        if self._loop is not None or self._attached:
+        if self._loop_hooks is not None or self._attached:
             raise ValueError("graphed_step(numerics): it is in use already. Make one for each step.")
         self._attached = True
         self._allocate(device)
 
     def _allocate(self, device: torch.device) -> None:
-        if self._telemetry is None or self._telemetry.buffer.device != device:
-            self._telemetry = Telemetry(len(self._sites.rows), device)
+        if self._statistics is None or self._statistics.buffer.device != device:
+            self._statistics = DeviceStatistics(len(self._hooks.tensors), device)
+
+    @property
+    def _on_device(self) -> DeviceStatistics:
+        assert self._statistics is not None  # made by attach, or on entry
+        return self._statistics
 
     def tensors(self) -> dict[str, Tensor]:
         """See `Observer`."""
-        assert self._telemetry is not None  # made by attach
-        return {"the statistics of ampkit.debug.numerics": self._telemetry.buffer}
+        return {"the statistics of ampkit.debug.numerics": self._on_device.buffer}
 
     def begin(self) -> bool:
         """See `Observer`."""
-        self._take()
-        self._observes = self._step % self._every == 0 or self._alarmed
+        self._take_copies()
+        self._observes = self._step % self._every == 0 or self._observe_next
         if self._observes:
-            self._alarmed = False
-            assert self._telemetry is not None  # made by attach, or on entry
-            self._telemetry.clear()
+            self._observe_next = False
+            self._on_device.clear()
         return self._observes
 
     @contextmanager
     def observing(self) -> Iterator[None]:
         """See `Observer`."""
-        assert self._telemetry is not None  # made by attach
-        tally = Tally(self._telemetry)
+        measurements = Measurements(self._on_device)
         try:
-            with self._sites.measuring(tally):
+            with self._hooks.measuring(measurements):
                 yield
-            self._close(tally)
+            self._close(measurements)
         finally:
-            tally.discard()
+            measurements.discard()
 
     def gradients(self, scale: Tensor | None) -> None:
         """See `Observer`."""
-        assert self._telemetry is not None  # made by attach
-        tally = Tally(self._telemetry)
-        self._sites.measure_gradients(tally)
-        self._sites.measure_parameters(self._telemetry)
+        measurements = Measurements(self._on_device)
+        self._hooks.measure_gradients(measurements)
+        self._hooks.measure_parameters(self._on_device)
         if scale is not None:
-            self._telemetry.set_scale(scale)
-        self._close(tally)
+            self._on_device.set_scale(scale)
+        self._close(measurements)
 
     def stepped(self, skipped: Tensor | None) -> None:
         """See `Observer`."""
         if self._observes:
-            assert self._telemetry is not None  # made by attach, or on entry
-            self._snapshots.start(self._step, self._telemetry.buffer)
+            self._statistics_copies.start(self._step, self._on_device.buffer)
             self._observes = False
-        if skipped is not None and not len(self._skips) and not _among_others():
-            self._skips.start(self._step, skipped)
+        if skipped is not None and not len(self._skip_count_copies) and not _is_distributed():
+            self._skip_count_copies.start(self._step, skipped)
         self._step += 1
 
-    def _close(self, tally: Tally) -> None:
-        """Add what was measured, and learn when each row is, from a step that ran in Python."""
-        tally.close()
-        self._order = [*(row for row in self._order if row not in tally.dtypes), *tally.sequence]
-        self._dtypes.update(tally.dtypes)
+    def _close(self, measurements: Measurements) -> None:
+        """Add what was measured to the statistics, and remember the order: a replay runs no Python that tells it."""
+        measurements.close()
+        self._order = [*(row for row in self._order if row not in measurements.dtypes), *measurements.order]
+        self._dtypes.update(measurements.dtypes)
 
     # ------------------------------------------------------------------------------------- a loop of the user's own
 
@@ -254,13 +181,13 @@ class Numerics:
         self._observes = False
 
     def step(self, scaler: TorchGradScaler | None = None) -> None:
-        """End a step of a loop of your own, behind `scaler.update()`. Sync: none.
+        """End a step of a loop of your own, after `scaler.update()`. Sync: none.
 
         Args:
-            scaler: as in `numerics`, for those who make the scaler later. In a first step that is skipped, the scale
-                is then taken for what it became.
+            scaler: as in `numerics`, for a scaler that is made later. If the first step is skipped, the loss scale that
+                is reported for it is the one after that step.
         """
-        if self._loop is None:
+        if self._loop_hooks is None:
             raise ValueError(
                 "Numerics.step(): it ends a step within `with numerics(model, ...) as watch:`. A graphed_step that was "
                 "given a Numerics needs no call."
@@ -270,65 +197,60 @@ class Numerics:
         if self._observes and not known:
             self._note_scale()
         self._end_in_loop(finished=True)
-        self.stepped(_count_of_skips(self._scaler, self._device))
+        self.stepped(_skip_count(self._scaler, self._on_device.buffer.device))
         self._begin_in_loop()
 
-    @property
-    def _device(self) -> torch.device:
-        assert self._telemetry is not None  # made on entry
-        return self._telemetry.buffer.device
-
     def _begin_in_loop(self) -> None:
-        self._loop = ExitStack()
+        self._loop_hooks = ExitStack()
         if self.begin():
-            assert self._telemetry is not None  # made on entry
-            self._tally = Tally(self._telemetry)
-            self._loop.enter_context(self._sites.measuring(self._tally, only_training=True, parameters=True))
+            self._loop_measurements = Measurements(self._on_device)
+            hooks = self._hooks.measuring(self._loop_measurements, only_training=True, parameters=True)
+            self._loop_hooks.enter_context(hooks)
             self._note_scale()
-            self._sites.measure_parameters(self._telemetry)
+            self._hooks.measure_parameters(self._on_device)
 
     def _note_scale(self) -> None:
         if self._scaler is not None:
-            assert self._telemetry is not None  # made on entry
-            self._telemetry.set_scale(self._scaler.scale(torch.ones((), device=self._device)))
+            one = torch.ones((), device=self._on_device.buffer.device)
+            self._on_device.set_scale(self._scaler.scale(one))
 
     def _end_in_loop(self, *, finished: bool) -> None:
-        if self._loop is not None:
-            self._loop.close()
-        if self._tally is not None:
+        if self._loop_hooks is not None:
+            self._loop_hooks.close()
+        if self._loop_measurements is not None:
             if finished:
-                self._close(self._tally)
-            self._tally.discard()
-        self._loop = self._tally = None
+                self._close(self._loop_measurements)
+            self._loop_measurements.discard()
+        self._loop_hooks = self._loop_measurements = None
 
     # ------------------------------------------------------------------------------------------------------ results
 
-    def _take(self, *, wait: bool = False) -> None:
-        """Look at what has arrived on the host."""
-        for _, count in self._skips.take(wait=wait):
-            self._alarmed |= self._skipped is not None and float(count) > self._skipped
-            self._skipped = float(count)
-        for step, buffer in self._snapshots.take(wait=wait):
-            assert self._telemetry is not None  # it has sent this
-            snapshot = self._telemetry.snapshot(step, buffer)
-            self._learn(Reading(snapshot, self._sites.rows, self._sites.parameters, self._order, self._dtypes))
+    def _take_copies(self, *, wait: bool = False) -> None:
+        """Take note of what has arrived on the host."""
+        for _, count in self._skip_count_copies.take(wait=wait):
+            self._observe_next |= self._skip_count is not None and float(count) > self._skip_count
+            self._skip_count = float(count)
+        for step, buffer in self._statistics_copies.take(wait=wait):
+            statistics = DeviceStatistics.on_host(step, buffer)
+            hooks = self._hooks
+            self._remember(ObservedStep(statistics, hooks.tensors, hooks.parameters, self._order, self._dtypes))
 
-    def _learn(self, reading: Reading) -> None:
+    def _remember(self, step: ObservedStep) -> None:
         self._observed += 1
-        self._last = reading
-        if reading.overflowed():
-            self._overflowed = self._overflowed or reading
+        self._last = step
+        if step.overflowed():
+            self._first_overflowed = self._first_overflowed or step
         else:
-            self._harmless |= reading.nonfinite()
-            self._largest = max(self._largest or 0.0, reading.largest_unscaled_gradient())
-            self._underflow = self._underflow or reading.first_underflow()
+            self._harmless |= step.nonfinite()
+            self._largest_gradient = max(self._largest_gradient or 0.0, step.largest_unscaled_gradient())
+            self._first_underflow = self._first_underflow or step.first_underflow()
 
     def figures(self) -> dict[str, float]:
-        """Return a few numbers of the last observed step that has arrived, for a logger; {} before. Sync: none.
+        """Return a few numbers for a logger, of the last observed step that has arrived; {} before that. Sync: none.
 
-        All are finite: there is no `safe_scale` where each step overflowed, nor where all gradients were zero.
+        All are finite. So there is no `safe_scale` if every step overflowed, or if all gradients were zero.
         """
-        self._take()
+        self._take_copies()
         if self._last is None:
             return {}
         largest, nonfinite, flushed = self._last.gradients_of_parameters()
@@ -338,19 +260,21 @@ class Numerics:
             "largest_gradient": largest,
             "nonfinite_gradients": nonfinite,
             "flushed_in_float16": flushed,
-            **({"safe_scale": safe_scale(self._largest)} if self._largest else {}),
+            **({"safe_scale": safe_scale(self._largest_gradient)} if self._largest_gradient else {}),
         }
 
     def report(self) -> NumericsReport:
-        """Return what was found so far. Waits for the device, if a copy is under way."""
-        self._take(wait=True)
-        last, safe = self._last, None if self._largest is None else safe_scale(self._largest)
-        # Now, for good steps since then may have shown which tensors hold inf by intent, as a mask does.
-        overflow = None if self._overflowed is None else self._overflowed.first_overflow(self._harmless)
+        """Return what was found so far. Waits for the device if a copy is under way."""
+        self._take_copies(wait=True)
+        last, safe = self._last, None if self._largest_gradient is None else safe_scale(self._largest_gradient)
+        # Only now: later steps may have shown which tensors hold inf on purpose, as a mask does.
+        overflowed = self._first_overflowed
+        overflow = None if overflowed is None else overflowed.first_overflow(self._harmless)
         scale = 1.0 if last is None else last.scale
+        persists = last is not None and last.overflowed()
         rows = () if last is None else tuple(last.rows())
         called = {row.name for row in rows if row.what != "gradient"}
-        modules = dict.fromkeys(row.name for row in self._sites.rows if row.what != "gradient")
+        modules = dict.fromkeys(tensor.name for tensor in self._hooks.tensors if tensor.what != "gradient")
         return NumericsReport(
             steps=self._step,
             observed=self._observed,
@@ -358,41 +282,25 @@ class Numerics:
             scale=scale,
             safe_scale=safe,
             first_overflow=overflow,
-            first_underflow=self._underflow,
-            advice=tuple(
-                advice(
-                    overflow,
-                    self._underflow,
-                    scale,
-                    safe,
-                    persists=last is not None and last.overflowed(),
-                    root=self._sites.root,
-                )
-            ),
+            first_underflow=self._first_underflow,
+            advice=tuple(advice(overflow, self._first_underflow, scale, safe, persists, self._hooks.root)),
             rows=rows,
             never_called=tuple(name for name in modules if last is not None and name not in called),
-            compiled=tuple(self._sites.compiled),
-            bytes=0 if self._telemetry is None else self._telemetry.buffer.nbytes,
+            compiled=tuple(self._hooks.compiled),
+            bytes=0 if self._statistics is None else self._statistics.buffer.nbytes,
         )
 
 
-def _count_of_skips(scaler: TorchGradScaler | None, device: torch.device) -> Tensor | None:
-    """Return a tensor on the device that is larger after a step was skipped; None without a scaler that skips."""
+def _skip_count(scaler: TorchGradScaler | None, device: torch.device) -> Tensor | None:
+    """Return a tensor on the device that grows when a step is skipped; None without a scaler that skips."""
     if scaler is None or not scaler.is_enabled():
         return None
     if isinstance(scaler, GradScaler):
         return scaler.skipped
     scale: Tensor = scaler.scale(torch.ones((), device=device))
-    return -scale  # torch's own scaler counts nothing, but backs off
+    return -scale  # torch's own scaler counts nothing, but it lowers the scale
 
 
-def _among_others() -> bool:
+def _is_distributed() -> bool:
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-_SHOWN = 24  # rows in the text of a report
-
-
-def _largest(row: NumericsRow) -> str:
-    return f"{'>=' if row.nonfinite else ''}{row.largest:.3e}"

@@ -1,0 +1,200 @@
+"""Which tensors of a model are measured, and by which hooks."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from ..._torch.autograd import in_backward, newest_sequence_number, sequence_number
+from ..._torch.compile import is_compiled, is_compiled_in_place
+from ..._torch.tree import tensors_in
+from .measurements import DeviceStatistics, MeasuredTensor, Measurements
+from .statistics import is_measurable
+
+_OF_MODULES = ("input", "output", "grad_output", "grad_input")
+Edge = tuple[Any, int]  # a node of the autograd graph, and the number of one of its outputs
+
+
+class ModelHooks:
+    """The hooks on one model: on leaf modules, on other modules with parameters of their own, and on parameters.
+
+    Of a module its inputs and outputs are measured, the gradients of its outputs, and the gradients that it passes back
+    to its inputs. A module that `torch.compile` returned is measured from outside; the modules in it are not.
+
+    Args:
+        model: the model. The names are those without `DistributedDataParallel` and `torch.compile`.
+
+    Attributes:
+        tensors: what is measured, by the row of the statistics.
+        parameters: for each module that holds parameters, the row of each one, by the name that this module gives it.
+            A tied parameter has one row, and is listed with every module that holds it.
+        compiled: the names of compiled modules.
+        root: the name that stands for the model itself.
+
+    Raises:
+        ValueError: a module was compiled in place, by `module.compile()`, and calls no hooks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[tuple[str, nn.Module]] = []
+        self.compiled: list[str] = []
+        self.root = type(unwrapped(model)).__name__
+        self._collect(unwrapped(model), "")
+        self._params = {param: _plain_name(name) for name, param in unwrapped(model).named_parameters()}
+        self.tensors = [MeasuredTensor(name, what, name) for name, _ in self._modules for what in _OF_MODULES]
+        self.tensors += [MeasuredTensor(name, "gradient", self._owner(name)) for name in self._params.values()]
+        self._row = {(tensor.name, tensor.what): row for row, tensor in enumerate(self.tensors)}
+        self.parameters: dict[str, dict[str, int]] = {}
+        for full_name, param in unwrapped(model).named_parameters(remove_duplicate=False):
+            name = _plain_name(full_name)
+            self.parameters.setdefault(self._owner(name), {})[name] = self._row[self._params[param], "gradient"]
+        # The calls that have begun, by module: where their inputs come from, and the newest autograd node by then.
+        self._open_calls: dict[str, list[tuple[set[Edge], int]]] = {}
+
+    def _collect(self, module: nn.Module, name: str) -> None:
+        if is_compiled_in_place(module):
+            raise ValueError(
+                f"numerics(model): {name or 'the model'} was compiled in place (module.compile()), and then calls no "
+                "hooks. Write model.layer = torch.compile(model.layer), which is measured from outside, or measure "
+                "before it is compiled."
+            )
+        # Compared by identity, not by hash: the hash of a torchmetrics.Metric changes with its state.
+        if any(module is known for _, known in self._modules):
+            return
+        compiled = is_compiled(module)
+        children = [] if compiled else list(module.named_children())
+        if not children or any(True for _ in module.parameters(recurse=False)):
+            self._modules.append((name or self.root, module))
+        if compiled:
+            self.compiled.append(name or self.root)
+        for key, child in children:
+            self._collect(child, f"{name}.{key}" if name else key)
+
+    def _owner(self, param: str) -> str:
+        return param.rpartition(".")[0] or self.root
+
+    # -------------------------------------------------------------------------------------------------- measuring
+
+    @contextmanager
+    def measuring(self, to: Measurements, *, only_training: bool = False, parameters: bool = False) -> Iterator[None]:
+        """Context in which what the model computes is measured.
+
+        Args:
+            to: takes the measured tensors.
+            only_training: leave out calls while the model is in eval mode and no gradients are recorded, which is
+                validation. Fine-tuning in eval mode is measured, and so is a reentrant checkpoint in train mode.
+            parameters: also measure the gradient of a parameter whenever a backward has added to it.
+        """
+        with ExitStack() as hooks:
+            hooks.callback(self._open_calls.clear)  # a forward that raised may have left its autograd graph
+            for name, module in self._modules:
+                before = partial(self._before, to, only_training, name)
+                handle = module.register_forward_pre_hook(before, with_kwargs=True)
+                hooks.callback(handle.remove)
+                # Always: checkpointing ends a recomputation by an error, as soon as it has all that it needs.
+                after = partial(self._after, to, name)
+                handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+                hooks.callback(handle.remove)
+            for param, name in self._params.items() if parameters else ():
+                if param.requires_grad:
+                    hook = partial(_on_accumulated, to, self._row[name, "gradient"])
+                    hooks.callback(param.register_post_accumulate_grad_hook(hook).remove)
+            yield
+
+    def measure_gradients(self, to: Measurements) -> None:
+        """Measure the gradients that parameters have."""
+        for param, name in self._params.items():
+            if param.grad is not None:
+                to.add(self._row[name, "gradient"], param.grad)
+
+    def measure_parameters(self, statistics: DeviceStatistics) -> None:
+        """Write the largest magnitude of each parameter to the statistics."""
+        found = {self._row[n, "gradient"]: p.detach() for p, n in self._params.items() if is_measurable(p)}
+        statistics.set_magnitudes(list(found), list(found.values()))
+
+    def _before(
+        self, to: Measurements, only_training: bool, name: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        if torch.compiler.is_compiling():  # compiled code that calls the module must not contain the measuring
+            return
+        validates = not self._model.training and not torch.is_grad_enabled()
+        if to.closed or (only_training and validates):
+            return
+        inputs = _floats((args, kwargs))
+        if not in_backward():  # in backward, a checkpoint computes again what was measured in forward
+            for tensor in inputs:
+                to.add(self._row[name, "input"], tensor)
+        # Noted now, because an operation in place would make the input its own output.
+        found = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
+        edges = {(edge.node, edge.output_nr) for edge in found}
+        self._open_calls.setdefault(name, []).append((edges, newest_sequence_number()))
+
+    def _after(self, to: Measurements, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or to.closed or not self._open_calls.get(name):
+            return
+        edges, newest = self._open_calls[name].pop()
+        outputs = _floats(output)
+        for tensor in outputs:
+            if not in_backward():
+                to.add(self._row[name, "output"], tensor)
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(_on_gradient, to, self._row[name, "grad_output"]))
+        for node, i in _nodes_of_inputs(outputs, edges, newest):
+            node.register_hook(partial(_on_node, to, self._row[name, "grad_input"], i))
+
+
+def _on_gradient(to: Measurements, row: int, grad: Tensor) -> None:
+    to.add(row, grad)
+
+
+def _on_node(to: Measurements, row: int, i: int, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> None:
+    grad = grad_inputs[i]
+    if grad is not None:
+        to.add(row, grad)
+
+
+def _on_accumulated(to: Measurements, row: int, param: Tensor) -> None:
+    if param.grad is not None:
+        to.add(row, param.grad, replace=True)  # it is the sum over all micro-batches so far
+
+
+def _nodes_of_inputs(outputs: list[Tensor], edges: set[Edge], newest: int) -> Iterator[tuple[Any, int]]:
+    """Yield the autograd nodes of a module that pass a gradient back to its inputs, and the number of that gradient.
+
+    A hook on the input itself would get the sum over everything that uses the input; a node has this module's share.
+
+    Args:
+        outputs: the outputs of the module.
+        edges: where its inputs come from.
+        newest: the number of the newest node before the call; the module's nodes are newer.
+    """
+    left = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    while left:
+        node = left.pop()
+        if node in seen or hasattr(node, "variable") or sequence_number(node) <= newest:
+            continue
+        seen.add(node)
+        for i, (following, output) in enumerate(node.next_functions):
+            if (following, output) in edges:
+                yield node, i
+            elif following is not None:
+                left.append(following)
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(tree) if is_measurable(tensor)]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module that a `DistributedDataParallel` wraps, or the model itself if it is none."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("_orig_mod.", "")

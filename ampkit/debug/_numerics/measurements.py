@@ -1,0 +1,164 @@
+"""Where the statistics of a step are kept: per tensor while it runs, then added up in one buffer on the device."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._torch.modes import without_dispatch_modes
+from ..._torch.tensors import foreach_add_, foreach_copy_, foreach_maximum_, foreach_norm, version
+from .statistics import BINS, is_measurable, measure
+
+# Columns of the buffer, behind the counts by exponent.
+LARGEST = BINS  # the largest magnitude, inf or nan if a value is
+MAGNITUDE = BINS + 1  # for a parameter: the largest magnitude of its values, inf or nan if one is
+# Tensors that are recognized when they come again: the output of a module is often the input of the next one. Few
+# tensors are measured between the two.
+_REMEMBERED = 4
+
+
+class MeasuredTensor(NamedTuple):
+    """What one row of the statistics is about.
+
+    Attributes:
+        name: the module, or the parameter.
+        what: "input", "output", "grad_output" or "grad_input" of a module, or "gradient" of a parameter.
+        module: the module, or the module that holds the parameter.
+    """
+
+    name: str
+    what: str
+    module: str
+
+
+class StepStatistics(NamedTuple):
+    """The statistics of one optimizer step, on the host.
+
+    Attributes:
+        step: the number of the step.
+        values: float64, one row for each `MeasuredTensor`. The columns are counts by exponent, `LARGEST`, `MAGNITUDE`.
+        scale: what gradients were multiplied by.
+    """
+
+    step: int
+    values: Tensor
+    scale: float
+
+
+class DeviceStatistics:
+    """The statistics of one step, in one buffer on the device, whose address never changes.
+
+    Args:
+        rows: how many tensors are measured.
+        device: where they are.
+
+    Attributes:
+        buffer: float64, which counts exactly up to 2**53. Its last row holds the loss scale, 0 if there is none.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.buffer = torch.zeros(rows + 1, BINS + 2, dtype=torch.float64, device=device)
+        self._counts = self.buffer[:, :BINS].unbind()
+        self._largest = self.buffer[:, LARGEST].unbind()
+        self._magnitudes = self.buffer[:, MAGNITUDE].unbind()
+        self._scale = self.buffer[rows, 0]
+
+    def clear(self) -> None:
+        """Set everything to zero. Sync: none."""
+        self.buffer.zero_()
+
+    def add(self, rows: Sequence[int], counts: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
+        """Add what `measure` returned to these rows, which must be distinct. A dozen kernels for a hundred rows."""
+        if not rows:
+            return
+        # On CUDA there are 256 counts of negative values before those of positive ones.
+        both_signs = torch.stack(list(counts)).view(len(rows), -1, BINS).sum(1).double()
+        foreach_add_([self._counts[row] for row in rows], list(both_signs.unbind()))
+        for dtype in {maximum.dtype for maximum in largest}:  # a stack of mixed dtypes would cast them one by one
+            chosen = [i for i, maximum in enumerate(largest) if maximum.dtype is dtype]
+            maxima = torch.stack([largest[i] for i in chosen]).double()
+            foreach_maximum_([self._largest[rows[i]] for i in chosen], list(maxima.unbind()))
+
+    def set_magnitudes(self, rows: Sequence[int], params: Sequence[Tensor]) -> None:
+        """Write the largest magnitudes of some parameters to their rows, inf or nan if an element is.
+
+        Memory: four bytes per element of parameters in eight-bit formats, for which torch has no norm.
+        """
+        if rows:
+            wide = [param.float() if param.dtype.itemsize == 1 else param for param in params]
+            norms = torch.stack(foreach_norm(wide, torch.inf)).double()
+            foreach_copy_([self._magnitudes[row] for row in rows], list(norms.unbind()))
+
+    def set_scale(self, scale: Tensor) -> None:
+        """Write what gradients are multiplied by, a tensor of shape ()."""
+        self._scale.copy_(scale)
+
+    @staticmethod
+    def on_host(step: int, buffer: Tensor) -> StepStatistics:
+        """Return what a copy of the buffer in host memory says."""
+        return StepStatistics(step, buffer[:-1], float(buffer[-1, 0]) or 1.0)
+
+
+class Measurements:
+    """Measures tensors while a micro-batch or a step runs, and adds the results to the statistics when that ends.
+
+    Attributes:
+        dtypes: the dtype of the tensor that was measured last for a row.
+        closed: whether it has ended, so that nothing is measured any more.
+    """
+
+    def __init__(self, statistics: DeviceStatistics) -> None:
+        self._statistics = statistics
+        self._measured: dict[int, tuple[Tensor, Tensor]] = {}
+        self._recent: deque[tuple[object, Tensor, tuple[Tensor, Tensor]]] = deque(maxlen=_REMEMBERED)
+        self.dtypes: dict[int, torch.dtype] = {}
+        self.closed = False
+
+    @property
+    def order(self) -> list[int]:
+        """The rows in the order in which they were first measured."""
+        return list(self._measured)
+
+    def add(self, row: int, tensor: Tensor, *, replace: bool = False) -> None:
+        """Measure a tensor, and add the result to what its row has, or `replace` that. Three kernels. Sync: none."""
+        if self.closed or not is_measurable(tensor) or tensor.device != self._statistics.buffer.device:
+            return
+        # Selective checkpointing would take these operations for the model's.
+        with torch.no_grad(), without_dispatch_modes():
+            counts, largest = self._measure(tensor.detach())
+            if row in self._measured and not replace:
+                before = self._measured[row]
+                counts, largest = before[0] + counts, torch.maximum(before[1], largest)
+        self._measured[row] = counts, largest
+        self.dtypes[row] = tensor.dtype
+
+    def _measure(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        identity = _identity(tensor)
+        for known, _, result in self._recent:
+            if known == identity:
+                return result
+        result = measure(tensor)
+        # The tensor is kept too, so that its memory cannot be given to another tensor.
+        self._recent.append((identity, tensor, result))
+        return result
+
+    def close(self) -> None:
+        """Add everything that was measured to the statistics."""
+        self.closed = True
+        with torch.no_grad():
+            counts, largest = zip(*self._measured.values(), strict=True) if self._measured else ((), ())
+            self._statistics.add(list(self._measured), counts, largest)
+        self._recent.clear()
+
+    def discard(self) -> None:
+        """Forget everything that was measured."""
+        self.closed = True
+        self._recent.clear()
+
+
+def _identity(tensor: Tensor) -> object:
+    """Return a value that is equal for two tensors of the same elements in the same memory, which nobody changed."""
+    layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype, version(tensor), layout

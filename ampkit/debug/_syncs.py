@@ -1,4 +1,4 @@
-"""Where the host waits for the device: what the preflight of a step finds, around any code, as a table of lines."""
+"""Where the host waits for the device: the preflight of a graphed step on any code, with its findings as a table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,19 +14,19 @@ enters_for_its_caller(__file__)
 _UNSEEN_ON_CPU = (
     "copies between host and device",
     "torch.cuda.synchronize(), and waits for events and streams",
-    "kernels that wait on CUDA alone, as those of torch.linalg that check their input",
+    "kernels that wait only on CUDA, such as those of torch.linalg that check their input",
 )
 
 
 class Syncs:
-    """What `ampkit.debug.find_syncs` found. False if nothing was. Prints as a table.
+    """The lines that `ampkit.debug.find_syncs` found. It is false if there are none. Prints as a table.
 
-    As a context manager it looks at its block, and `findings` is there while the block runs.
+    As a context manager it checks its block, and `findings` can be read while the block still runs.
 
     Attributes:
         result: what the function returned; None for a block.
-        checked_on: "cuda", or "cpu" where there is no CUDA device.
-        unseen: what could not be seen there.
+        checked_on: "cuda", or "cpu" if there is no CUDA device.
+        unseen: the kinds of waits that cannot be found there.
     """
 
     result: Any
@@ -42,25 +42,25 @@ class Syncs:
 
     @property
     def findings(self) -> list[Finding]:
-        """Each line that waits for the device or copies pageable memory, and what it does: the longest waits first.
+        """The lines that wait for the device or copy pageable memory, the longest waits first.
 
-        A `Finding` has `line`, `what`, `advice`, `count` and `ms`: how long the host was held up by it, all times
-        together, None where that cannot be measured. These come last.
+        A `Finding` has `line`, `what`, `advice`, `count` and `ms`. `ms` is how long the host waited there, added up
+        over all times. It is None if it cannot be measured, and these findings come last.
         """
         return self._sorted(graph_only=False)
 
     @property
     def graph_only(self) -> list[Finding]:
-        """What costs no wait, but cannot be captured as a CUDA graph: copies of pinned memory, draws on the host."""
+        """Lines that do not wait, but that a CUDA graph cannot capture: copies of pinned memory, draws on the host."""
         return self._sorted(graph_only=True)
 
     @property
     def ms(self) -> float:
-        """How many milliseconds the host was held up, as far as it can be measured."""
+        """How many milliseconds the host waited altogether, as far as that can be measured."""
         return sum(finding.ms or 0.0 for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but `result` as a dict that `json.dumps` takes."""
+        """Return everything but `result` as a dict that `json.dumps` takes."""
         return {
             "checked_on": self.checked_on,
             "unseen": list(self.unseen),
@@ -73,18 +73,19 @@ class Syncs:
         return bool(self.findings)
 
     def __str__(self) -> str:
-        rows = [*self._head(), *_table(self.findings)]
+        rows = [self._head(), *_table(self.findings)]
         if self.graph_only:
-            rows += ["Nothing waits for these, but a CUDA graph cannot hold them:", *_table(self.graph_only)]
+            rows.append("The host does not wait for these, but a CUDA graph cannot capture them:")
+            rows += _table(self.graph_only)
         if self.unseen:
-            rows.append("There is no CUDA device: CPU tensors stood for the device's. What cannot be seen so:")
+            rows.append("There is no CUDA device, so tensors on the CPU were checked instead. That cannot find:")
             rows += [f"  {kind}" for kind in self.unseen]
         return "\n".join(rows)
 
     def __enter__(self) -> "Syncs":
         if self._entered:
             raise ValueError(
-                "find_syncs: this one is used already. Write `with ampkit.debug.find_syncs() as found:` around each "
+                "find_syncs: this one was used already. Write `with ampkit.debug.find_syncs() as found:` around each "
                 "block, or `found = ampkit.debug.find_syncs(fn, *args)` without `with`."
             )
         self._entered = True
@@ -98,16 +99,16 @@ class Syncs:
         found = [finding for finding in self._preflight.findings if finding.graph_only == graph_only]
         return sorted(found, key=lambda finding: -1.0 if finding.ms is None else finding.ms, reverse=True)
 
-    def _head(self) -> list[str]:
+    def _head(self) -> str:
         lines = len({finding.line or finding.what for finding in self.findings})
         if not lines:
-            return ["No line waits for the device or copies pageable memory."]
-        verb = "lines wait" if lines > 1 else "line waits"
-        return [f"{lines} {verb} for the device or copies pageable memory, {self.ms:.3f} ms in all:"]
+            return "No line waits for the device or copies pageable memory."
+        wait, copy = ("lines wait", "copy") if lines > 1 else ("line waits", "copies")
+        return f"{lines} {wait} for the device or {copy} pageable memory, {self.ms:.3f} ms in all:"
 
 
 def find_syncs(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Syncs:
-    """Find every line that makes the host wait for the device or copies pageable memory, and what to write instead.
+    """Find every line that makes the host wait for the device or copies pageable memory, and say what to write instead.
 
     ::
 
@@ -119,24 +120,25 @@ def find_syncs(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: An
             loss.backward()
             optimizer.step()
 
-    Forward, backward and optimizer are looked at alike. It is what a graphed step does before it captures
-    (`graphed_step`): the code computes what it would anyway, with its effects, dozens of microseconds slower per
-    operation. The times are those of this slower run, in which the device is further ahead: without, the host waits
-    longer. Call it behind a first step, for what a first step makes (optimizer state, handles of libraries) may wait.
+    Forward, backward and optimizer are all checked, as a `graphed_step` checks them before it captures. The code
+    computes the same as without the check and has the same effects, but each operation takes dozens of microseconds
+    longer. The times are those of this slower run, in which the device has less left to do when the host waits: without
+    the check, the host waits longer. Check a later step than the first, which may wait while it makes optimizer state
+    and handles of libraries.
 
-    Only this thread is looked at, and the backwards that it starts. Where there is no CUDA device, CPU tensors stand
-    for the device's, so that `.item()`, `if tensor:`, `nonzero` and boolean masks are found; `Syncs.unseen` says what
-    is not.
+    Only this thread is checked, and the backwards that it starts. If there is no CUDA device, tensors on the CPU are
+    checked instead. Then `.item()`, `if tensor:`, `nonzero` and boolean masks are found; `Syncs.unseen` lists what is
+    not.
 
     Args:
-        fn: what to call, once. Without it, the result is a context manager for a block.
-        args: what to call it with.
-        kwargs: what to call it with.
+        fn: the function to call, once. Without it, the result is a context manager for a block.
+        args: the positional arguments of `fn`.
+        kwargs: the keyword arguments of `fn`.
 
     Returns:
-        `Syncs`, with what `fn` returned as `result`. What `fn` raises is raised as it is.
+        `Syncs`, with what `fn` returned as `result`. An error of `fn` is raised unchanged.
 
-    Sync: none of its own, but one wait at its end where other threads run.
+    Sync: none of its own, except for one wait at its end if other threads are running.
     """
     found = Syncs()
     if fn is not None:
@@ -149,7 +151,7 @@ def find_syncs(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: An
 
 
 def _table(findings: Sequence[Finding]) -> list[str]:
-    """Return three rows per finding: time, count and line; what it does; what to write instead."""
+    """Return three lines of text per finding: time, count and line; what it does; what to write instead."""
     rows = [f"{'ms':>12} {'times':>7}"] if findings else []
     for finding in findings:
         ms = "-" if finding.ms is None else f"{finding.ms:.3f}"

@@ -1,4 +1,4 @@
-"""What torch does on a GPU, event by event: who listens to its trace callbacks, and what is kept of what they hear."""
+"""What torch does on a GPU, event by event: who gets the callbacks of its GPU trace, and what is kept of the events."""
 
 import functools
 import sys
@@ -19,7 +19,7 @@ from .._torch.streams import GPU_TRACE_KINDS, activate_gpu_trace
 from .._user_line import running_line, users_level
 
 KINDS = tuple(GPU_TRACE_KINDS)
-_SHOWN = 5  # lines per kind in the printed table
+_SHOWN = 5  # lines of each kind in the printed table: with ten kinds it still fits on a screen
 
 
 class TraceEvent(NamedTuple):
@@ -28,14 +28,14 @@ class TraceEvent(NamedTuple):
     Attributes:
         kind: "event_creation", "event_deletion", "event_record", "event_wait", "memory_allocation",
             "memory_deallocation", "stream_creation", "device_synchronization", "stream_synchronization" or
-            "event_synchronization". Of a synchronization, it is told before the host waits.
-        line: `file:line: source` of the innermost line that is neither torch's nor ampkit's. Where none runs, as in
-            autograd's own threads, "backward of" and the name of the node; else "".
-        seconds: `time.perf_counter()` when it was told.
+            "event_synchronization". A synchronization is reported before the host waits.
+        line: `file:line: source` of the innermost line that is neither torch's nor ampkit's. If no such line runs, as
+            in autograd's own threads, it is "backward of" and the name of the autograd node, or else "".
+        seconds: `time.perf_counter()` when torch reported the event.
         thread: `threading.get_ident()` of the thread that did it.
         event: the CUDA event, as in `torch.cuda.Event.cuda_event`, for the kinds that have one.
         stream: the CUDA stream, as in `torch.cuda.Stream.cuda_stream`, for the kinds that have one.
-        address: of the block of memory, as in `tensor.data_ptr()`, for the kinds that have one.
+        address: the address of the block of memory, as in `tensor.data_ptr()`, for the kinds that have one.
     """
 
     kind: str
@@ -48,19 +48,19 @@ class TraceEvent(NamedTuple):
 
 
 class Trace:
-    """What `ampkit.debug.trace` heard, while it listens and afterwards. Prints as a table.
+    """The events that `ampkit.debug.trace` received. They can be read while it listens, too. Prints as a table.
 
-    A context manager; `start` and `stop` do the same where there is no block.
+    It is a context manager. `start` and `stop` do the same without a `with` block.
     """
 
     def __init__(
         self, listener: Callable[[TraceEvent], object] | None, kinds: tuple[str, ...], lines: bool, max_events: int
     ) -> None:
-        self._listener, self._kinds, self._blames = listener, kinds, lines
+        self._listener, self._kinds, self._finds_lines = listener, kinds, lines
         self._error: BaseException | None = None
         self._listens = False
-        self._telling = threading.local()
-        self._heard: deque[TraceEvent] = deque()  # not counted yet
+        self._in_listener = threading.local()
+        self._uncounted: deque[TraceEvent] = deque()
         self._counting = threading.Lock()
         self._counts = Counter(dict.fromkeys(kinds, 0))
         self._lines: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
@@ -68,13 +68,13 @@ class Trace:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many events there were of each kind that it listens to."""
+        """How many events of each kind there were, for the kinds that it listens to."""
         self._count()
         return dict(self._counts)
 
     @property
     def lines(self) -> dict[str, dict[str, int]]:
-        """How many events each line was the reason of, by kind, the most first. Lines are as in `TraceEvent.line`."""
+        """How many events each line caused, by kind, the most first. Lines are as in `TraceEvent.line`."""
         self._count()
         return {kind: dict(lines.most_common()) for kind, lines in self._lines.items()}
 
@@ -86,7 +86,7 @@ class Trace:
 
     @property
     def dropped(self) -> int:
-        """How many events are counted, but not among `events`, because there were more than `max_events`."""
+        """How many events are counted, but no longer in `events`, because there were more than `max_events`."""
         self._count()
         return sum(self._counts.values()) - len(self._events)
 
@@ -110,35 +110,35 @@ class Trace:
                 rows.append(f"{sum(times for _, times in shown[_SHOWN:]):18}  on {len(shown) - _SHOWN} other lines")
         return "\n".join(rows)
 
-    # ------------------------------------------------------------------------------------------------ listening or not
+    # -------------------------------------------------------------------------------------------------- start and stop
 
     def start(self) -> "Trace":
-        """Listen from now on, and return itself. What was heard before is kept.
+        """Listen from now on, and return itself. Earlier events are kept.
 
         Raises:
             AmpkitError: this torch has no GPU trace.
-            ValueError: it listens already.
+            ValueError: it is listening already.
         """
         if self._listens:
             raise ValueError("trace: it listens already; make another one with ampkit.debug.trace().")
-        _register()
+        _register_callbacks()
         if not torch.cuda.is_available():
             warnings.warn(
-                "trace: there is no CUDA device, so nothing will be heard.", AmpkitWarning, stacklevel=users_level()
+                "trace: there is no CUDA device, so there will be no events.", AmpkitWarning, stacklevel=users_level()
             )
         self._listens = True
-        with _changing:
+        with _listening_lock:
             for kind in self._kinds:
                 _listening[kind] = (*_listening[kind], self)
         return self
 
     def stop(self) -> None:
-        """Listen no longer. Does nothing if it does not listen.
+        """Stop listening. Does nothing if it is not listening.
 
         Raises:
-            BaseException: what the listener raised, if it did; it was not called again after that.
+            BaseException: the error that the listener raised, if it did. It was not called again after that.
         """
-        self._unregister()
+        self._stop_listening()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -150,58 +150,59 @@ class Trace:
         if kind is None:
             self.stop()
             return
-        self._unregister()
-        if self._error is not None:  # the error of the block goes first
+        self._stop_listening()
+        if self._error is not None:  # the error of the block takes precedence
             warnings.warn(f"trace: the listener raised {self._error!r}.", AmpkitWarning, stacklevel=users_level())
 
-    def _unregister(self) -> None:
+    def _stop_listening(self) -> None:
         self._listens = False
-        with _changing:
+        with _listening_lock:
             for kind in self._kinds:
                 _listening[kind] = tuple(trace for trace in _listening[kind] if trace is not self)
 
     # -------------------------------------------------------------------------------------------------------- an event
 
-    def _hear(self, kind: str, handles: tuple[int, ...], frame: FrameType) -> None:
-        """Take an event. Raises nothing: torch would write it to a log and go on."""
+    def _on_event(self, kind: str, handles: tuple[int, ...], frame: FrameType) -> None:
+        """Take an event. Never raises: torch would write the error to a log and go on."""
         if not self._listens:  # stopped while this event was on its way
             return
         try:
-            line = _line_of(frame) if self._blames else ""
+            line = _line_of(frame) if self._finds_lines else ""
             named = dict(zip(GPU_TRACE_KINDS[kind], handles, strict=True))
             event = TraceEvent(kind, line, time.perf_counter(), threading.get_ident(), **named)
-            self._heard.append(event)
+            self._uncounted.append(event)
             if self._counting.acquire(blocking=False):
                 self._count_and_release()
-            self._tell(event)
+            self._call_listener(event)
         except BaseException as error:
             self._error = self._error or error
 
-    def _tell(self, event: TraceEvent) -> None:
-        # What the listener itself does on the GPU is not told to it: it would be called without end.
-        if self._listener is None or self._error is not None or getattr(self._telling, "now", False):
+    def _call_listener(self, event: TraceEvent) -> None:
+        # It is not called for what it does on the GPU itself: that would never end.
+        if self._listener is None or self._error is not None or getattr(self._in_listener, "now", False):
             return
-        self._telling.now = True
+        self._in_listener.now = True
         try:
             self._listener(event)
         finally:
-            self._telling.now = False
+            self._in_listener.now = False
 
     def _count(self) -> None:
         self._counting.acquire()
         self._count_and_release()
 
     def _count_and_release(self) -> None:
-        """Count what was heard.
+        """Count the events in the queue. The caller holds the lock, which is released at the end.
 
-        Events come from several threads, and within the counting of another: it makes objects, so Python may collect
-        garbage, which frees tensors. They are only queued there, and counted by who counts already, or next.
+        Events come from several threads. They also come while another event is counted: counting makes objects, so
+        Python may collect garbage there, which frees tensors. Such events are only put in the queue. The count that is
+        under way takes them, or the next one.
         """
         try:
-            while self._heard:
-                event = self._heard.popleft()
+            while self._uncounted:
+                event = self._uncounted.popleft()
                 self._counts[event.kind] += 1
-                if self._blames:
+                if self._finds_lines:
                     self._lines[event.kind][event.line] += 1
                 self._events.append(event)
         finally:
@@ -215,34 +216,34 @@ def trace(
     lines: bool = True,
     max_events: int = 0,
 ) -> Trace:
-    """Listen to what torch does on a GPU: events, memory, streams, and where the host waits.
+    """Listen to what torch does on a GPU: events, memory, streams, and waits of the host.
 
     ::
 
         with ampkit.debug.trace() as recorded:
             step(*batch)
-        print(recorded)                                  # counts, and the lines that were the reason
+        print(recorded)                                  # counts, and the lines that caused them
         recorded.counts["stream_synchronization"]
 
-    It hears what torch's own code does in any thread, not what cuDNN, NCCL or another library does by itself, and of a
-    graph that is replayed nothing. Memory is what the caching allocator hands out and takes back. Any number may listen
-    at the same time. It reads nothing off the device and changes nothing.
+    The events are those of torch's own code, in any thread. What cuDNN, NCCL or another library does by itself causes
+    none, and neither does the replay of a graph. Memory events are those of the caching allocator, when it hands out a
+    block or takes it back. Several traces may listen at the same time. Nothing is read from the device or changed.
 
-    torch cannot end its GPU trace. Once one has started, each later event of this process costs a call into Python,
-    also while nobody listens: use it to look at a run, not in one that is timed.
+    torch cannot end its GPU trace. Once it has started, each later event of the process costs a call into Python, even
+    if no trace is listening. So use it to look at a run, but not in a process whose time you measure.
 
     Args:
-        listener: called with each `TraceEvent` where and when it happens, in torch's own call, so it must be quick. If
-            it raises, it is not called again, and its error is raised where the block ends.
-        kinds: what to listen to, of those that `TraceEvent` names; all by default.
-        lines: find the line of each event, which takes microseconds.
-        max_events: how many events to keep, the last ones. Counts and lines are complete without.
+        listener: called with each `TraceEvent` when it happens, inside torch's own call, so it must be quick. If it
+            raises, it is not called again, and its error is raised at the end of the block.
+        kinds: the kinds of events to listen to, as `TraceEvent` names them; all by default.
+        lines: whether to find the line of each event, which takes microseconds.
+        max_events: how many of the last events to keep. Counts and lines are complete without them.
 
     Returns:
-        A `Trace`, which listens within its `with` block, or from `start()` to `stop()`.
+        A `Trace`. It listens within its `with` block, or from `start()` to `stop()`.
 
     Raises:
-        ValueError: a kind that does not exist, or a negative `max_events`.
+        ValueError: a kind does not exist, or `max_events` is negative.
 
     Sync: none.
     """
@@ -255,35 +256,35 @@ def trace(
     return Trace(listener, tuple(dict.fromkeys(kinds)), lines, max_events)
 
 
-# Who listens, by kind. Tuples are replaced, never changed, so an event that is on its way sees one of them.
+# The traces that listen, by kind. Tuples are replaced, never changed, so that an event sees either the old or the new.
 _listening: dict[str, tuple[Trace, ...]] = dict.fromkeys(KINDS, ())
-_changing = threading.Lock()
+_listening_lock = threading.Lock()
 
 
-def _fire(everybody: dict[str, tuple[Trace, ...]], kind: str, *handles: int) -> None:
-    for listening in everybody[kind]:
-        listening._hear(kind, handles, sys._getframe(1))
+def _dispatch(listening: dict[str, tuple[Trace, ...]], kind: str, *handles: int) -> None:
+    for each in listening[kind]:
+        each._on_event(kind, handles, sys._getframe(1))
 
 
-# They hold what they need: torch calls them still when Python, at its end, has emptied this module.
-_CALLBACKS = {kind: functools.partial(_fire, _listening, kind) for kind in KINDS}
+# Each has `_listening` as an argument: torch still calls them at exit, when Python has emptied this module.
+_CALLBACKS = {kind: functools.partial(_dispatch, _listening, kind) for kind in KINDS}
 
 
-def _register() -> None:
-    """Have torch call `_fire`.
+def _register_callbacks() -> None:
+    """Have torch call `_dispatch`, which stays in torch's lists of callbacks for good.
 
-    It stays in torch's lists. To take it off while another thread goes through a list would make that one skip a
-    callback of someone else's, and a list that is replaced loses one that is added meanwhile.
+    It could not be removed safely. Another thread that goes through such a list at that moment would skip somebody
+    else's callback; and if the list were replaced, a callback that is added at that moment would be lost.
     """
     built = torch.backends.cuda.is_built()
     registries = activate_gpu_trace() if built else None
     if registries is None:
         why = "has no GPU trace callbacks" if built else "was built without CUDA, and has no GPU trace"
         raise AmpkitError(
-            f"trace: torch {torch.__version__} {why}. Install a CUDA build of torch that ampkit was checked on; "
-            "ampkit.debug.find_syncs finds lines that wait without it."
+            f"trace: torch {torch.__version__} {why}. Install a CUDA build of torch that ampkit was checked on. "
+            "ampkit.debug.find_syncs finds the lines at which the host waits without it."
         )
-    with _changing:
+    with _listening_lock:
         for kind, registry in registries.items():
             if _CALLBACKS[kind] not in registry.callback_list:
                 registry.add_callback(_CALLBACKS[kind])

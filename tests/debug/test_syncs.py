@@ -232,7 +232,7 @@ def test_longest_waits_come_first(cpu: None, monkeypatch: pytest.MonkeyPatch) ->
     ]
     assert found.ms == 8000.0
     head, columns, *rows = str(found).splitlines()
-    assert head == "4 lines wait for the device or copies pageable memory, 8000.000 ms in all:"
+    assert head == "4 lines wait for the device or copy pageable memory, 8000.000 ms in all:"
     assert columns.split() == ["ms", "times"]
     assert rows[0] == f"    4000.000       2  {marked('twice_two')}"
     assert [row.strip() for row in rows[1:3]] == ["prints a tensor, which reads it", "Print it once in many steps."]
@@ -260,7 +260,7 @@ def test_nothing_found(cpu: None) -> None:
     assert (found.checked_on, found.ms) == ("cpu", 0)
     head, told, *unseen = str(found).splitlines()
     assert head == "No line waits for the device or copies pageable memory."
-    assert told == "There is no CUDA device: CPU tensors stood for the device's. What cannot be seen so:"
+    assert told == "There is no CUDA device, so tensors on the CPU were checked instead. That cannot find:"
     assert [row.strip() for row in unseen] == list(found.unseen)
     assert any("torch.cuda.synchronize()" in row for row in unseen)
 
@@ -276,7 +276,7 @@ def test_what_only_a_graph_cannot_hold_is_set_apart(cpu: None, python_random: No
     (only,) = found.graph_only
     assert only.line == marked("draw")
     assert "draws from Python's random" in only.what
-    assert f"Nothing waits for these, but a CUDA graph cannot hold them:\n{'ms':>12}" in str(found)
+    assert f"The host does not wait for these, but a CUDA graph cannot capture them:\n{'ms':>12}" in str(found)
 
 
 def test_to_dict(cpu: None, python_random: None) -> None:

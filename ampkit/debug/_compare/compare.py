@@ -41,7 +41,7 @@ def compare(
     Outputs and their gradients are seen by hooks. A CUDA graph calls no hooks when it is replayed, and nothing is
     recorded while it is captured: of an `ampkit.graphed_step`, compare what it leaves and returns, with `state`. Inside
     compiled code no hooks are called either: what `torch.compile(module)` returned is watched from outside. Gradients
-    have the loss scale of their run in them: give both runs the same one.
+    are compared as the backward computes them, so give both runs the same loss scale.
 
     The unit in the last place of x, in a format of precision p and least exponent e_min, is
     `2 ** (max(e, e_min) - p + 1)` for `2 ** e <= |x| < 2 ** (e + 1)` (Muller, "On the definition of ulp(x)", INRIA

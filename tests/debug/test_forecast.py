@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 from ampkit import debug
 from ampkit._commands.bench.cases import CASES
-from ampkit.debug._memory.allocator import Allocator, cublas_workspace
+from ampkit.debug._memory.allocator import CachingAllocator, cublas_workspace
 from ampkit.debug._memory.backward import without_engine
-from ampkit.debug._memory.categories import Ledger
+from ampkit.debug._memory.categories import MemoryTracker
 
 MIB = 2**20
 AMP = "params=float32,compute=float16,output=float32"
@@ -136,15 +136,15 @@ def test_against_an_h100():
     assert at16.at_peak["parameter"] == at32.at_peak["parameter"]
 
 
-class _Pool(Allocator):
+class _Pool(CachingAllocator):
     """The private pool of a captured second step: empty before, and nothing in it that was there before."""
 
     captured = False
 
-    def taken(self, key, size):
-        return super().taken(key, size) if self.captured else size
+    def allocate(self, key, size):
+        return super().allocate(key, size) if self.captured else size
 
-    def beside(self, func, in_backward):
+    def workspace(self, func, in_backward):
         return 0
 
 
@@ -158,14 +158,14 @@ def pool_of(monkeypatch):
         pytest.importorskip(models.CASES[name].package)
         pools = []
 
-        class Watching(Ledger):
+        class Watching(MemoryTracker):
             def begin_step(self):
-                self._sizes.captured = self._steps > 0
-                pools.append(self._sizes)
+                self._allocator.captured = self._steps > 0
+                pools.append(self._allocator)
                 super().begin_step()
 
-        monkeypatch.setattr("ampkit.debug._memory.forecast.Ledger", Watching)
-        monkeypatch.setattr("ampkit.debug._memory.forecast.Allocator", _Pool)
+        monkeypatch.setattr("ampkit.debug._memory.forecast.MemoryTracker", Watching)
+        monkeypatch.setattr("ampkit.debug._memory.forecast.CachingAllocator", _Pool)
         measured = models.CASES[name]
         model = measured.model("cpu")
         optimizer, batch = torch.optim.AdamW(model.parameters(), fused=True), measured.batch("cpu", 0)
@@ -522,13 +522,13 @@ def test_errors_are_the_engines():
 
 
 def test_memory_is_freed_as_the_engine_frees_it():
-    """P2: on real tensors, the ledger of a model where no gradients meet is the same, event by event."""
+    """P2: on real tensors, the record of a model where no gradients meet is the same, event by event."""
     profiles = []
     for ours in (False, True):
         model, optimizer, x = case("mlp")
         with debug.memory(model, optimizer, inputs=x) as recorded:
             if ours:
-                with without_engine(recorded._ledger.at_node):
+                with without_engine(recorded._tracker.at_node):
                     _loss_step(model, optimizer)(x)
             else:
                 _loss_step(model, optimizer)(x)
@@ -542,35 +542,35 @@ def test_memory_is_freed_as_the_engine_frees_it():
 
 def test_blocks_and_segments():
     """P2: sizes that the caching allocator gives out, and the segments behind them."""
-    allocator = Allocator()
-    assert allocator.taken(1, 0) == 0
+    allocator = CachingAllocator()
+    assert allocator.allocate(1, 0) == 0
     assert allocator.reserved == 0
-    assert allocator.taken(2, 1) == 512
+    assert allocator.allocate(2, 1) == 512
     assert allocator.reserved == 2 * MIB
-    assert allocator.taken(3, MIB) == MIB, "small still, from the same segment"
+    assert allocator.allocate(3, MIB) == MIB, "small still, from the same segment"
     assert allocator.reserved == 2 * MIB
-    assert allocator.taken(4, MIB + 1) == MIB + 512, "from a segment of 20 MiB"
+    assert allocator.allocate(4, MIB + 1) == MIB + 512, "from a segment of 20 MiB"
     assert allocator.reserved == 22 * MIB
-    assert allocator.taken(5, 49 * MIB) == 50 * MIB, "its segment is 50 MiB, and what is left is not worth a block"
-    assert allocator.taken(6, 100 * MIB - 5 * MIB) == 96 * MIB
+    assert allocator.allocate(5, 49 * MIB) == 50 * MIB, "its segment is 50 MiB, and what is left is not worth a block"
+    assert allocator.allocate(6, 100 * MIB - 5 * MIB) == 96 * MIB
     assert allocator.reserved == (22 + 50 + 96) * MIB
 
 
 def test_freed_blocks_are_joined_and_taken_again():
     """P2: neighbours become one block, the smallest that fits is taken, segments stay."""
-    allocator = Allocator()
+    allocator = CachingAllocator()
     for key in range(4):
-        allocator.taken(key, 4 * MIB)
+        allocator.allocate(key, 4 * MIB)
     assert allocator.reserved == 20 * MIB
     for key in (0, 2, 1):
-        allocator.freed(key)
-    assert allocator.taken(4, 12 * MIB) == 12 * MIB, "three neighbours"
+        allocator.free(key)
+    assert allocator.allocate(4, 12 * MIB) == 12 * MIB, "three neighbours"
     assert allocator.reserved == 20 * MIB
-    allocator.freed(3)
-    assert allocator.taken(5, 15 * MIB // 2) == 8 * MIB, "half a MiB is not split off"
-    allocator.freed(4)
-    allocator.freed(5)
-    assert allocator.taken(6, 20 * MIB) == 20 * MIB
+    allocator.free(3)
+    assert allocator.allocate(5, 15 * MIB // 2) == 8 * MIB, "half a MiB is not split off"
+    allocator.free(4)
+    allocator.free(5)
+    assert allocator.allocate(6, 20 * MIB) == 20 * MIB
     assert allocator.reserved == 20 * MIB
 
 
@@ -578,10 +578,10 @@ def test_workspace(monkeypatch):
     """P2: as CUBLAS_WORKSPACE_CONFIG says, in KiB; for each of the two threads once."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     assert cublas_workspace() == (4096 * 2 + 16 * 8) * 1024
-    allocator = Allocator()
+    allocator = CachingAllocator()
     mm, relu = torch.ops.aten.mm.default, torch.ops.aten.relu.default
     taken = [
-        allocator.beside(func, backward) for func, backward in ((relu, False), (mm, False), (mm, True), (mm, True))
+        allocator.workspace(func, backward) for func, backward in ((relu, False), (mm, False), (mm, True), (mm, True))
     ]
     assert taken[0] == taken[3] == 0
     assert taken[1] == taken[2] >= cublas_workspace()

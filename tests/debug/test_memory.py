@@ -380,7 +380,7 @@ def test_wrong_use():
         debug.memory(model, steps=5)
     with pytest.raises(ValueError, match=r"memory\(steps=1\)"):
         debug.memory(model, optimizer, steps=1)
-    with pytest.raises(ValueError, match=r"memory\(None, Tensor, y=\): nothing to call.*train_step"):
+    with pytest.raises(ValueError, match=r"memory\(None, Tensor, y=\): there is no function to call.*train_step"):
         debug.memory(None, optimizer, x, y=x)
     with pytest.raises(ValueError, match=r"memory\(optimizer=\(SGD, int\)\): expected an optimizer, or a list"):
         debug.memory(model, optimizer=[optimizer, 3])

@@ -1,4 +1,4 @@
-"""Backward node by node, in Python: autograd's own engine asks the device for its streams, and there may be none."""
+"""Backward run in Python, node by node: autograd's own engine asks for the device's streams, and there may be none."""
 
 import heapq
 import sys
@@ -26,36 +26,38 @@ from ..._torch.autograd import (
 from ..._torch.fake_tensors import is_fake
 from ..._torch.tensors import shares_storage_with_none, use_count
 
-_ACCUMULATES = "torch::autograd::AccumulateGrad"
-_REFERENCES = 3  # to a tensor in a list that a function has taken out and asks about
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the node that adds a gradient to a leaf's `.grad`
+# References to a tensor that is in one list and nowhere else, in a function that has taken it out: the list's, the
+# local variable's, and the argument of sys.getrefcount.
+_SOLE_OWNER_REFERENCES = 3
 
 
-class _Saved:
-    """What a node keeps of the forward, until it has run."""
+class _SavedTensor:
+    """A tensor that a node has saved for backward. It is dropped when the node has run."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
 
 
-class Backward:
-    """Runs backwards within `without_engine`.
+class _PythonEngine:
+    """Runs the backward passes in `without_engine`.
 
     Args:
-        on_node: called with each node before it runs, with None behind the last.
+        on_node: called with each node before it runs, and with None after the last one.
     """
 
     def __init__(self, on_node: Callable[[Any], object]) -> None:
         self._on_node = on_node
-        self._saved: dict[int, list[weakref.ref[_Saved]]] = {}  # by the number of the node
+        self._saved: dict[int, list[weakref.ref[_SavedTensor]]] = {}  # by the sequence number of the node
 
-    def pack(self, tensor: Tensor) -> _Saved:
+    def pack(self, tensor: Tensor) -> _SavedTensor:
         """Keep a tensor that the newest node of the graph saves."""
-        saved = _Saved(tensor)
+        saved = _SavedTensor(tensor)
         self._saved.setdefault(newest_sequence_number(), []).append(weakref.ref(saved))
         return saved
 
-    def unpack(self, saved: _Saved) -> Tensor:
-        """Return what was kept."""
+    def unpack(self, saved: _SavedTensor) -> Tensor:
+        """Return a tensor that was saved."""
         if saved.tensor is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time. Specify retain_graph=True the first time."
@@ -72,23 +74,23 @@ class Backward:
         allow_unreachable: bool = True,
         accumulate_grad: bool = True,
     ) -> tuple[Tensor | None, ...]:
-        """Do what the engine does, with its arguments: see torch.autograd.backward and torch.autograd.grad."""
-        wanted = [_edge(tensor) for tensor in inputs]
-        task = _Task([_edge(output) for output in outputs], wanted if inputs else None, accumulate_grad)
-        for edge, grad in zip(map(_edge, outputs), grads, strict=True):
+        """Do what the engine does with these arguments: see torch.autograd.backward and torch.autograd.grad."""
+        roots, wanted = [*map(_edge, outputs)], [*map(_edge, inputs)]
+        task = _GraphTask(roots, wanted if inputs else None, accumulate_grad)
+        for edge, grad in zip(roots, grads, strict=True):
             task.add(edge.node, edge.output_nr, grad)
         with torch.set_grad_enabled(create_graph), graph_task():
-            for node, buffer in task:
+            for node, arrived in task:
                 self._on_node(node)
-                task.pass_on(node, buffer)
+                task.run_node(node, arrived)
                 if not keep_graph:
                     self._release(node)
         self._on_node(None)
-        if not accumulate_grad and not allow_unreachable and None in task.captured:
+        if not accumulate_grad and not allow_unreachable and None in task.results:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True."
             )
-        return tuple(task.captured)
+        return tuple(task.results)
 
     def _release(self, node: Any) -> None:
         for reference in self._saved.pop(sequence_number(node), ()):
@@ -96,77 +98,80 @@ class Backward:
                 saved.tensor = None
 
 
-class _Task:
-    """One backward: which nodes are to run, what has arrived for them, and in what order they come.
+class _GraphTask:
+    """One backward pass: which nodes have to run, in which order, and the gradients that have arrived for each.
 
     Args:
         roots: where it starts.
         wanted: the gradients that are asked for; None for those of all leaves.
-        accumulates: they are accumulated into `.grad`, not returned.
+        accumulates: whether gradients are accumulated into `.grad`. Otherwise they are `results`.
+
+    Attributes:
+        results: the gradients that were asked for, None for one that has not arrived.
     """
 
     def __init__(self, roots: list[GradientEdge], wanted: list[GradientEdge] | None, accumulates: bool) -> None:
         self._wanted = wanted or []
         self._accumulates = accumulates
-        self.captured: list[Tensor | None] = [] if accumulates else [None] * len(self._wanted)
+        self.results: list[Tensor | None] = [] if accumulates else [None] * len(self._wanted)
         nodes = list(graph_nodes(roots))
         self._needed = set(nodes) if wanted is None else _leading_to(nodes, {edge.node for edge in wanted})
-        self._missing = Counter(
+        self._dependencies = Counter(  # how many nodes have yet to send a gradient to a node
             following for node in nodes if node in self._needed for following, _ in node.next_functions
         )
-        self._buffers: dict[Any, list[Tensor | None]] = {}
-        self._ready: list[tuple[int, int, Any]] = []
+        self._arrived: dict[Any, list[Tensor | None]] = {}  # a gradient for each input of a node, None for no gradient
+        self._ready: list[tuple[int, int, Any]] = []  # a heap, highest sequence number first, then in order of arrival
         self._order = count()
-        self._roots = {edge.node for edge in roots if not self._missing[edge.node]}
+        self._roots = {edge.node for edge in roots if not self._dependencies[edge.node]}
 
     def __iter__(self) -> Iterator[tuple[Any, list[Tensor | None]]]:
         for root in self._roots:
             self._push(root)
         while self._ready:
             node = heapq.heappop(self._ready)[-1]
-            yield node, self._buffers.pop(node, [])
+            yield node, self._arrived.pop(node, [])
 
     def _push(self, node: Any) -> None:
         if node in self._needed:
             heapq.heappush(self._ready, (-sequence_number(node), next(self._order), node))
 
     def add(self, node: Any, i: int, grad: Tensor | None) -> None:
-        """A gradient arrives."""
+        """Add a gradient to those that have arrived for input `i` of a node."""
         metadata = input_metadata(node)
-        buffer = self._buffers.setdefault(node, [None] * len(metadata))
+        arrived = self._arrived.setdefault(node, [None] * len(metadata))
         if grad is None:
             return
         if tuple(grad.shape) != tuple(metadata[i].shape):
             grad = grad.sum_to_size(*metadata[i].shape)  # of an input that was expanded
         if grad.dtype is not metadata[i].dtype:
             grad = grad.to(metadata[i].dtype)
-        if buffer[i] is not None:
-            grad = _sum(buffer, i, grad)
-        buffer[i] = grad
+        if arrived[i] is not None:
+            grad = _sum(arrived, i, grad)
+        arrived[i] = grad
 
-    def pass_on(self, node: Any, buffer: list[Tensor | None]) -> None:
-        """Run a node, and hand on what it returns."""
+    def run_node(self, node: Any, arrived: list[Tensor | None]) -> None:
+        """Run a node on the gradients that have arrived, and pass on what it returns."""
         for j, edge in enumerate(self._wanted):
             if edge.node is node and not self._accumulates:
-                self.captured[j] = buffer[edge.output_nr]
-        if node.name() == _ACCUMULATES:
+                self.results[j] = arrived[edge.output_nr]
+        if node.name() == ACCUMULATE_GRAD:
             if self._accumulates:
-                _accumulate(node.variable, buffer)
+                _accumulate(node.variable, arrived)
             return
         edges = list(node.next_functions)
         if not any(following in self._needed for following, _ in edges):
             return
-        results = _call(node, buffer)
-        buffer.clear()
-        results.reverse()
+        returned = _call(node, arrived)
+        arrived.clear()
+        returned.reverse()  # so that each is popped: a gradient has no owner here when it is passed on
         for following, i in edges:
-            result = results.pop()
+            grad = returned.pop()
             if following in self._needed:
-                self.add(following, i, result)
-                self._missing[following] -= 1
-                if not self._missing[following]:
+                self.add(following, i, grad)
+                self._dependencies[following] -= 1
+                if not self._dependencies[following]:
                     self._push(following)
-            del result
+            del grad
 
 
 def _edge(tensor: Tensor | GradientEdge) -> GradientEdge:
@@ -174,51 +179,51 @@ def _edge(tensor: Tensor | GradientEdge) -> GradientEdge:
 
 
 def _leading_to(nodes: list[Any], ends: set[Any]) -> set[Any]:
-    """Return the nodes that one of the ends can be reached from. Nodes made earlier come behind those made later."""
+    """Return the nodes from which a backward pass gets to one of the ends, and the ends themselves."""
     needed = set(ends)
-    for node in sorted(nodes, key=sequence_number):
+    for node in sorted(nodes, key=sequence_number):  # a node leads only to nodes that were made before it
         if any(following in needed for following, _ in node.next_functions):
             needed.add(node)
     return needed
 
 
-def _call(node: Any, buffer: list[Tensor | None]) -> list[Tensor | None]:
-    """Return a gradient, or None, per edge to a next node."""
+def _call(node: Any, arrived: list[Tensor | None]) -> list[Tensor | None]:
+    """Return a gradient, or None, for each of a node's `next_functions`."""
     needs = getattr(node, "needs_input_grad", None)
-    if needs is None:
-        results = node(*buffer)
+    if needs is None:  # a node of torch's own
+        results = node(*arrived)
         return list(results) if isinstance(results, tuple) else [results]
-    arrived = zip(input_metadata(node), buffer, strict=True)
-    # Whether its author wanted None here instead (`set_materialize_grads`) cannot be read.
-    buffer = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad for x, grad in arrived]
-    results = node.apply(*buffer)  # of a user's Function: a result per argument of its forward
+    inputs = zip(input_metadata(node), arrived, strict=True)
+    # The author may have asked for None instead of zeros (`set_materialize_grads`), but that cannot be read.
+    arrived = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad for x, grad in inputs]
+    results = node.apply(*arrived)  # a user's Function returns a gradient for each argument of its forward
     results = results if isinstance(results, tuple) else (results,)
     needed = iter([result for result, need in zip(results, needs, strict=False) if need])
     return [None if following is None else next(needed) for following, _ in node.next_functions]
 
 
-def _sum(buffer: list[Tensor | None], i: int, grad: Tensor) -> Tensor:
-    """Add a gradient to the one that was there, in place if nobody else has that."""
-    alone = _is_alone(buffer, i)
-    there = buffer[i]
-    assert there is not None
-    return there.add_(grad) if alone and not torch.is_grad_enabled() else there + grad
+def _sum(arrived: list[Tensor | None], i: int, grad: Tensor) -> Tensor:
+    """Return the sum of a gradient and the one that has arrived before, which is changed if nothing else uses it."""
+    reusable = _is_sole_owner(arrived, i)
+    before = arrived[i]
+    assert before is not None
+    return before.add_(grad) if reusable and not torch.is_grad_enabled() else before + grad
 
 
-def _is_alone(buffer: list[Tensor | None], i: int) -> bool:
-    """Return whether nobody else has this tensor or its memory, so that it may be changed."""
-    tensor = buffer[i]
+def _is_sole_owner(tensors: list[Tensor | None], i: int) -> bool:
+    """Return whether nothing but this list has the tensor or its memory, so that it may be changed."""
+    tensor = tensors[i]
     assert tensor is not None
-    alone = sys.getrefcount(tensor) <= _REFERENCES and use_count(tensor) == 1
+    alone = sys.getrefcount(tensor) <= _SOLE_OWNER_REFERENCES and use_count(tensor) == 1
     return alone and shares_storage_with_none(tensor) and tensor.layout is torch.strided
 
 
-def _accumulate(leaf: Tensor, buffer: list[Tensor | None]) -> None:
-    """Make a gradient the leaf's, or add it to that."""
+def _accumulate(leaf: Tensor, arrived: list[Tensor | None]) -> None:
+    """Run a leaf's hooks, and add the gradient to its `.grad`, as the engine does."""
     for hook in leaf_hooks(leaf):
-        new = hook(buffer[0])
-        buffer[0] = buffer[0] if new is None else new
-    grad = buffer[0]
+        new = hook(arrived[0])
+        arrived[0] = arrived[0] if new is None else new
+    grad = arrived[0]
     if grad is None:
         return
     if leaf.grad is not None:
@@ -227,45 +232,46 @@ def _accumulate(leaf: Tensor, buffer: list[Tensor | None]) -> None:
         else:
             leaf.grad += grad
     else:
-        del grad
-        leaf.grad = _stolen(leaf, buffer)
-    for done in post_accumulate_hooks(leaf):
-        done(leaf)
+        del grad  # `_first_grad` counts the references
+        leaf.grad = _first_grad(leaf, arrived)
+    for hook_after in post_accumulate_hooks(leaf):
+        hook_after(leaf)
 
 
-def _stolen(leaf: Tensor, buffer: list[Tensor | None]) -> Tensor:
-    """Return the gradient itself if nobody else has it and it is laid out as the leaf, else a copy that is."""
-    grad = buffer[0]
+def _first_grad(leaf: Tensor, arrived: list[Tensor | None]) -> Tensor:
+    """Return the arrived gradient itself if nothing else has it and its layout is the leaf's, else a copy."""
+    grad = arrived[0]
     assert grad is not None
-    alone = sys.getrefcount(grad) <= _REFERENCES and use_count(grad) == 1
+    alone = sys.getrefcount(grad) <= _SOLE_OWNER_REFERENCES and use_count(grad) == 1
     if not grad.is_sparse and not torch.is_grad_enabled() and alone and _same_layout(grad, leaf):
         return grad.detach()
     return grad.clone() if grad.is_sparse or _same_layout(grad, leaf) else torch.empty_like(leaf).copy_(grad)
 
 
 def _same_layout(grad: Tensor, leaf: Tensor) -> bool:
-    # Fake kernels know sizes, but not always the layout: cuDNN gives a weight's gradient the layout of the weight.
+    # Fake kernels do not always get the layout right: cuDNN gives a weight's gradient the layout of the weight. So any
+    # fake gradient that fills its memory passes.
     if is_fake(type(grad)) and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size():
         return True
-    sizes = zip(grad.shape, grad.stride(), leaf.stride(), strict=True)
-    return all(mine == others for size, mine, others in sizes if size != 1)
+    strides = zip(grad.shape, grad.stride(), leaf.stride(), strict=True)
+    return all(stride == leaf_stride for size, stride, leaf_stride in strides if size != 1)
 
 
 @contextmanager
 def without_engine(on_node: Callable[[Any], object]) -> Iterator[None]:
-    """Context in which each backward of this process runs in Python, for tensors that have no device.
+    """Context in which each backward of this process runs in Python, so that tensors need no device.
 
-    Gradients are the engine's, and memory is freed when the engine would free it. Hooks on leaves are called; hooks on
-    other tensors and on nodes (those of `register_full_backward_hook` among them) are not.
+    Gradients are those of autograd's engine, and memory is freed when the engine would free it. Hooks on leaves are
+    called. Hooks on other tensors and on nodes, such as those of `register_full_backward_hook`, are not.
 
     Args:
-        on_node: called with each node before it runs, with None behind the last.
+        on_node: called with each node before it runs, and with None after the last one.
     """
-    backward = Backward(on_node)
+    engine = _PythonEngine(on_node)
     before = [getattr(owner, name) for owner, name in ENGINE_ENTRIES]
-    with saved_tensors_hooks(backward.pack, backward.unpack):
+    with saved_tensors_hooks(engine.pack, engine.unpack):
         for owner, name in ENGINE_ENTRIES:
-            setattr(owner, name, backward.run)
+            setattr(owner, name, engine.run)
         try:
             yield
         finally:

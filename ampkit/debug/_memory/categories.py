@@ -1,13 +1,11 @@
-"""Whose bytes they are: storages are watched from birth to death, and each is given one category, in hindsight."""
+"""Which category each allocation belongs to: decided by what becomes of it between its creation and its end."""
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,89 +17,33 @@ from ..._torch.compile import without_compiled_code
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.modules import module_tables
 from ..._torch.operators import METADATA_OPS, TO_COPY
-from ..._torch.tensors import storage_address
 from ..._torch.tree import tensors_in
 from ..._user_line import Blame
-from .profile import CATEGORIES, Holder, Mark, MemoryProfile
-
-HOLDERS = 100  # how many are named
-BLOCK = 512  # bytes; the CUDA allocator's kMinBlockSize: every size is a multiple of it
-_UNSPLIT = 1 << 20  # bytes; the CUDA allocator's kSmallSize: a large block is not split where no more would be left
-_ACCUMULATES = "torch::autograd::AccumulateGrad"  # the node that makes a gradient a leaf's `.grad`
-
-
-@dataclass(eq=False)
-class Life:
-    """A piece of memory.
-
-    Attributes:
-        bytes: how much it is now.
-        born: the phase that it was made in, "" if it was there before.
-        category: what is known of it so far, "" for nothing.
-        asked: the size that was asked for. What is taken may be more.
-    """
-
-    bytes: int
-    born: str
-    module: str = ""
-    line: str = ""
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    category: str = ""
-    asked: int = 0
-
-    @property
-    def settled(self) -> str:
-        """The category, now that all is known."""
-        return self.category or ("autograd detail" if self.born == "backward" else "temporary")
+from .allocator import SMALL, Allocator
+from .backward import ACCUMULATE_GRAD
+from .profile import MemoryProfile
+from .timeline import Allocation, Timeline
+from .untracked import UntrackedMemory
 
 
-class _Event(NamedTuple):
-    at: float
-    life: Life
-    change: int
+class MemoryTracker(TorchDispatchMode):
+    """Context that records each storage of one device that is made or freed in it.
 
+    The category of a storage is often known only later. A result is an activation if it is still there when backward
+    begins, and a gradient if it is accumulated into a `.grad`. The profile is made at the end, so each storage has one
+    category in all of it.
 
-class Sizes:
-    """How much memory a storage of a size takes: on a CPU, as much as it asks for."""
-
-    def taken(self, key: int, size: int) -> int:
-        """Return what a new storage takes."""
-        return size
-
-    def freed(self, key: int) -> None:
-        """A storage is gone."""
-
-    def beside(self, func: Any, in_backward: bool) -> int:
-        """Return what an operation takes for good, beside its results."""
-        return 0
-
-
-class Blocks(Sizes):
-    """Sizes of whole blocks, as the CUDA allocator gives them out."""
-
-    def taken(self, key: int, size: int) -> int:
-        """Return the size in whole blocks."""
-        return -(-size // BLOCK) * BLOCK
-
-
-class Ledger(TorchDispatchMode):
-    """Context that writes down every storage of one device that is made or freed in it.
-
-    What belongs to whom is known only later: that a result was kept for backward, when backward begins; that one was a
-    gradient, when it is accumulated. So each storage has one category from its birth on, settled by what becomes of it.
-
-    What torch.compile made runs as eager code in the context, so that its storages are seen, and compiled again behind
-    it.
+    What torch.compile made runs as eager code in the context, so that its storages are seen. It runs compiled again
+    afterwards.
 
     Args:
-        device: whose memory.
-        model: its parameters and buffers are parameters, and its modules give paths. Hooks are on it in the context.
-        optimizers: their state is optimizer state. Hooks are on them in the context.
+        device: the device whose memory is recorded.
+        model: its parameters and buffers are parameters, and its modules give paths. It has hooks in the context.
+        optimizers: their state is optimizer state. They have hooks in the context.
         inputs: a tree of tensors that are the batch.
-        entered: the frame that enters the context. Its callers' lines are not named.
-        sizes: what storages take.
-        watches_allocator: on CUDA, count what is not tensors too. It resets the peak statistics of the device.
+        entered: the frame that enters the context. No lines of its callers are named.
+        allocator: says how many bytes a storage takes.
+        reads_device: on CUDA, also count what belongs to no tensor. This resets the peak statistics of the device.
 
     Sync: none. Keeps no tensor alive.
     """
@@ -113,392 +55,324 @@ class Ledger(TorchDispatchMode):
         optimizers: Sequence[torch.optim.Optimizer],
         inputs: Any,
         entered: FrameType,
-        sizes: Sizes,
-        watches_allocator: bool = True,
+        allocator: Allocator,
+        reads_device: bool = True,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._node: Any = None
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation there
         self._device = device
         self._model = model
         self._optimizers = optimizers
         self._inputs = inputs
         self._blame = Blame(entered, lenient=False)
-        self._sizes = sizes
-        self._left = ExitStack()
-        self._lives: dict[int, tuple[Life, weakref.ref[Any]]] = {}
-        self._before: list[tuple[Life, int]] = []
-        self._events: list[_Event] = []
-        self._marks: list[Mark] = []
-        self._path: list[str] = []
-        self._recomputed: list[Life] = []
-        self._made: dict[int, tuple[str, str]] = {}  # module and line of a node's forward, by its number
-        self._names: dict[int, str] = {}  # the module of a parameter, by the parameter's id
+        self._allocator = allocator
+        self._untracked = UntrackedMemory(device) if device.type == "cuda" and reads_device else None
+        self._exit = ExitStack()
+        self._timeline = Timeline()
+        self._allocations: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}  # by `_storage_key`
+        self._libraries = Allocation(0, "", category="temporary")
+        self._pools = Allocation(0, "", category="graph pool")
+        self._modules: list[str] = []  # paths of the modules whose forward runs, outermost first
+        self._recomputed: list[Allocation] = []
+        self._forward_places: dict[int, tuple[str, str]] = {}  # module and line, by the autograd node's number
+        self._module_of_param: dict[int, str] = {}  # by the parameter's id
+        self._node: Any = None  # that runs in a backward without autograd's engine
         self._phase = ""
-        self._stepping = False
+        self._in_optimizer = False
         self._steps = 0
-        self._counts_steps = True
-        self._level = 0
-        self._unseen = _Unseen(device) if device.type == "cuda" and watches_allocator else None
-        self._library, self._pool = (Life(0, "", category=category) for category in ("temporary", "graph pool"))
-        self._start = 0.0
+        self._finds_steps = True  # by itself, as long as nobody calls `begin_step`
 
     # ------------------------------------------------------------------------------------------------------ context
 
-    def __enter__(self) -> "Ledger":
-        if self._unseen is not None:
-            self._unseen.read_pools()  # what lies in them is not counted again
-        self._own()
-        self.read(self._inputs)
+    def __enter__(self) -> "MemoryTracker":
+        if self._untracked is not None:
+            self._untracked.read_pools()  # so that tensors in them are not counted once more
+        self._categorize_state()
+        self.add_inputs(self._inputs)
         with ExitStack() as entered:
             entered.enter_context(without_compiled_code())
             for hook in self._hooks():
                 entered.callback(hook.remove)
-            self._left = entered.pop_all()
-        self._start = time.perf_counter()
-        super().__enter__()  # type: ignore[no-untyped-call]
+            self._exit = entered.pop_all()
+        self._timeline.start()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no annotation there
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
-        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
-        if kind is not None and self._phase == "forward":  # ended early: a backward would have found these
-            self._keep_forward()
-        self._left.close()
-        self._own()
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]  # torch has no annotation there
+        if kind is not None and self._phase == "forward":  # it failed: a backward would have found these
+            self._categorize_activations()
+        self._exit.close()
+        self._categorize_state()
         self._read_pools()
-        self._lives.clear()  # nothing is written down after this
+        self._allocations.clear()  # what is freed after this is not recorded
 
     def at_node(self, node: Any) -> None:
-        """Say which node of the graph runs, in a backward that autograd's engine does not run; None behind the last."""
+        """Say which node of the autograd graph runs, in a backward without autograd's engine; None after the last."""
         self._node = node
 
-    def read(self, tree: Any) -> None:
-        """Say that tensors are read, also by an operation that the context does not see."""
+    def add_inputs(self, tree: Any) -> None:
+        """Record tensors that an operation reads. Those that are new to the tracker were there before: inputs."""
         for tensor in tensors_in(tree):
-            self._there(tensor, "input")
+            self._categorize(tensor, "input")
 
     def begin_step(self) -> None:
-        """Say that a step begins. Without it, one begins with a forward that follows an optimizer."""
-        self._counts_steps = False
+        """Say that a step begins. If this is never called, a forward that follows an optimizer begins a step."""
+        self._finds_steps = False
         self._mark_step()
 
-    def _mark_step(self, at: int | None = None) -> None:
-        self._read_pools()
-        self._marks.append(Mark(len(self._events) + 1 if at is None else at, f"step {self._steps}"))
-        self._steps += 1
-        self._phase = ""
+    def profile(self, label: str, forecast: bool) -> MemoryProfile:
+        """Return what was recorded until now."""
+        return self._timeline.profile(label, self._device, forecast)
 
     # -------------------------------------------------------------------------------------------------------- hooks
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         for name, module in () if self._model is None else self._model.named_modules():
-            yield module.register_forward_pre_hook(partial(self._push, name), prepend=True)
-            yield module.register_forward_hook(partial(self._pop, name), always_call=True)
+            yield module.register_forward_pre_hook(partial(self._enter_module, name), prepend=True)
+            yield module.register_forward_hook(partial(self._leave_module, name), always_call=True)
         for optimizer in self._optimizers:
-            yield optimizer.register_step_pre_hook(self._before_step)
-            yield optimizer.register_step_post_hook(self._after_step)
+            yield optimizer.register_step_pre_hook(self._before_optimizer)
+            yield optimizer.register_step_post_hook(self._after_optimizer)
 
-    def _push(self, name: str, module: nn.Module, args: Any) -> None:
-        self._path.append(name)
+    def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
+        self._modules.append(name)
 
-    def _pop(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        while self._path and self._path.pop() != name:
-            pass  # a module inside raised, and the error was caught
-        if not self._path:  # the end of a recomputation, if it was one
-            self._keep(life for life in self._recomputed if life.bytes)
+    def _leave_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        while self._modules and self._modules.pop() != name:
+            pass  # the hook of an inner module did not run: it raised, and the error was caught
+        if not self._modules:  # if this was a recomputation, it is over
+            for allocation in self._recomputed:
+                if allocation.bytes:
+                    allocation.category = allocation.category or "activation"
             self._recomputed.clear()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Notice that an optimizer steps. Returns its arguments if a closure is one, whose forward is one as any."""
-        self._stepping = True
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Note that an optimizer steps. If it has a closure, return its arguments with a closure that sets phases."""
+        self._in_optimizer = True
         if callable(closure := kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._watched(closure)}
-        if len(args) > 1 and callable(args[1]):  # behind the optimizer itself
-            return (args[0], self._watched(args[1]), *args[2:]), kwargs
-        self._continue_step()
+            return args, {**kwargs, "closure": self._with_phases(closure)}
+        if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer
+            return (args[0], self._with_phases(args[1]), *args[2:]), kwargs
+        self._begin_update()
         return None
 
-    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that says when it runs."""
-        before = self._phase
+    def _with_phases(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose forward and backward are phases of the step that the optimizer belongs to."""
+        phase_before: str | None = self._phase
 
-        def watched() -> Any:
-            nonlocal before
-            if self._phase != before:  # the optimizer did something first: no forward in its step begins the next one
+        def closure_with_phases() -> Any:
+            nonlocal phase_before
+            # After an update by the optimizer, a forward would begin a new step. Without a phase it begins none. The
+            # first call needs this only if the optimizer did something before; each further call follows an update.
+            if self._phase != phase_before:
                 self._phase = ""
-            before = "in the step"
-            self._stepping = False
+            phase_before = None
+            self._in_optimizer = False
             result = closure()
-            self._stepping = True
-            self._continue_step()
+            self._in_optimizer = True
+            self._begin_update()
             return result
 
-        return watched
+        return closure_with_phases
 
-    def _continue_step(self) -> None:
-        self._own()
-        self._begin("optimizer")
+    def _begin_update(self) -> None:
+        self._categorize_state()
+        self._begin_phase("optimizer")
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping = False
-        self._own()
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._in_optimizer = False
+        self._categorize_state()
 
-    def _own(self) -> None:
-        """Find out which storages are parameters, gradients and optimizer state now."""
-        for name, module in () if self._model is None else self._model.named_modules():
-            params, buffers, _ = module_tables(module)
-            for tensor in (param for param in params.values() if param is not None):
-                self._names.setdefault(id(tensor), name)
-                self._there(tensor, "parameter", name)
-                if tensor.grad is not None:
-                    self._there(tensor.grad, "gradient", name)
-            for tensor in (buffer for buffer in buffers.values() if buffer is not None):
-                self._there(tensor, "parameter", name)
-        for optimizer in self._optimizers:
-            for param in (param for group in optimizer.param_groups for param in group["params"]):
-                name = self._names.get(id(param), "")
-                self._there(param, "parameter", name)
-                if param.grad is not None:
-                    self._there(param.grad, "gradient", name)
-                for tensor in tensors_in(dict(optimizer.state.get(param, {}))):
-                    self._there(tensor, "optimizer state", name)
+    # --------------------------------------------------------------------------------------------- steps and phases
+
+    def _mark_step(self, at: int | None = None) -> None:
+        self._read_pools()
+        self._timeline.mark(f"step {self._steps}", at)
+        self._steps += 1
+        self._phase = ""
+
+    def _update_phase(self, node: Any) -> None:
+        """Begin another phase if the operation that comes belongs to one."""
+        if not self._timeline.marks:
+            self._mark_step(at=1)  # what a loop does before its first operation belongs to its first step
+        if node is not None:
+            self._begin_phase("backward")
+        elif self._in_optimizer:
+            self._begin_phase("optimizer")
+        elif self._phase == "backward" and not torch.is_grad_enabled():
+            self._begin_phase("optimizer")  # unscaling and clipping belong to it
+
+    def _begin_phase(self, phase: str) -> None:
+        if phase == self._phase:
+            return
+        if phase == "forward" and self._phase == "optimizer" and self._finds_steps:
+            self._mark_step()
+        if phase == "backward":
+            self._categorize_activations()
+        self._phase = phase
+        self._timeline.mark(phase)
 
     # --------------------------------------------------------------------------------------------------- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA_OPS or func.namespace == "profiler":  # an optimizer's step tells the profiler
+        if func in METADATA_OPS or func.namespace == "profiler":  # an optimizer's step calls the profiler
             return func(*args, **kwargs)
         node = current_node() or self._node
-        self._turn(node)
+        self._update_phase(node)
         sources = tensors_in((args, kwargs))
-        self.read(sources)
-        module, line = self._place(node)
-        watched = self._unseen is not None and self._unseen.begin(self._level)
+        self.add_inputs(sources)
+        module, line = self._module_and_line(node)
+        reads_device = self._untracked is not None and self._untracked.begin_operation(self._timeline.level)
         result = func(*args, **kwargs)
-        # Only what makes something is a forward: `zero_grad(set_to_none=False)` belongs to the step before.
-        # A module may run without gradients, as reentrant checkpointing runs it.
-        forward = node is None and not self._stepping and (torch.is_grad_enabled() or bool(self._path))
-        made = [self._born(tensor, module, line, forward) for tensor in tensors_in(result)]
-        born = [life for life in made if life is not None]
+        # Forward begins with an operation that makes a tensor: `zero_grad(set_to_none=False)` makes none, and belongs
+        # to the step before. A module may run without gradients, as in reentrant checkpointing.
+        is_forward = node is None and not self._in_optimizer and (torch.is_grad_enabled() or bool(self._modules))
+        made = [self._add_new(tensor, module, line, is_forward) for tensor in tensors_in(result)]
+        new = [allocation for allocation in made if allocation is not None]
         if func is TO_COPY and sources[0].device != self._device:
-            for life in born:
-                life.category = "input"
-        self._change(self._library, self._sizes.beside(func, node is not None))
-        if watched:
-            self._add_unseen(born, module, line)
+            for allocation in new:
+                allocation.category = "input"
+        self._timeline.resize(self._libraries, self._allocator.workspace(func, node is not None))
+        if reads_device:
+            self._add_untracked(new, module, line)
         for tensor in sources:
-            self._resized(tensor)
-        if node is not None and node.name() == _ACCUMULATES:
-            self._accumulated(node, result)
+            self._update_size(tensor)
+        if node is not None and node.name() == ACCUMULATE_GRAD:
+            self._categorize_gradient(node, result)
         return result
 
-    def _turn(self, node: Any) -> None:
-        """Notice that another phase begins with the operation that comes."""
-        if not self._marks:
-            self._mark_step(at=1)  # what a loop does before its first operation belongs to its first step
-        if node is not None:
-            self._begin("backward")
-        elif self._stepping:
-            self._begin("optimizer")
-        elif self._phase == "backward" and not torch.is_grad_enabled():
-            self._begin("optimizer")  # unscaling and clipping belong to it
-
-    def _begin(self, phase: str) -> None:
-        if phase == self._phase:
-            return
-        if phase == "forward" and self._phase == "optimizer" and self._counts_steps:
-            self._mark_step()
-        if phase == "backward":
-            self._keep_forward()
-        self._phase = phase
-        self._marks.append(Mark(len(self._events) + 1, phase))  # event 0 is what was there before
-
-    def _keep_forward(self) -> None:
-        self._keep(life for life, _ in self._lives.values() if life.born == "forward")
-
-    def _keep(self, lives: Iterator[Life]) -> None:
-        for life in lives:
-            life.category = life.category or "activation"
-
-    def _place(self, node: Any) -> tuple[str, str]:
-        """Return module and line of an operation; in backward those of its forward."""
-        if node is not None and not self._path and (made := self._made.get(sequence_number(node))):
+    def _module_and_line(self, node: Any) -> tuple[str, str]:
+        """Return module and line of an operation, or in backward those of the forward operation."""
+        if node is not None and not self._modules and (made := self._forward_places.get(sequence_number(node))):
             return made
         place = self._blame()
-        here = self._path[-1] if self._path else "", "" if place is None else place.line
-        if node is None or self._path:
-            self._made.setdefault(newest_sequence_number(), here)
+        here = self._modules[-1] if self._modules else "", "" if place is None else place.line
+        if node is None or self._modules:
+            self._forward_places.setdefault(newest_sequence_number(), here)
         return here
 
-    def _accumulated(self, node: Any, result: Any) -> None:
+    def _add_untracked(self, new: list[Allocation], module: str, line: str) -> None:
+        """Record what an operation took and its results do not account for.
+
+        Args:
+            new: the allocations of its results.
+            module: the module that called it.
+            line: the line that called it.
+        """
+        assert self._untracked is not None
+        kept, passing = self._untracked.end_operation(self._timeline.level)
+        if new and 0 < kept <= SMALL:  # the remainder of a large block that the allocator did not split
+            self._timeline.resize(max(new, key=lambda allocation: allocation.bytes), kept)
+        else:
+            self._timeline.resize(self._libraries, kept)
+        workspace = Allocation(0, self._phase, module, line, category="temporary")
+        self._timeline.resize(workspace, passing)
+        self._timeline.resize(workspace, -workspace.bytes)
+
+    def _read_pools(self) -> None:
+        if self._untracked is not None:
+            self._timeline.resize(self._pools, self._untracked.read_pools() - self._pools.bytes)
+
+    # --------------------------------------------------------------------------------------------------- categories
+
+    def _categorize_state(self) -> None:
+        """Find the storages that are parameters, gradients and optimizer state now."""
+        for name, module in () if self._model is None else self._model.named_modules():
+            params, buffers, _ = module_tables(module)
+            for param in (param for param in params.values() if param is not None):
+                self._module_of_param.setdefault(id(param), name)
+                self._categorize_parameter(param, name)
+            for buffer in (buffer for buffer in buffers.values() if buffer is not None):
+                self._categorize(buffer, "parameter", name)
+        for optimizer in self._optimizers:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                name = self._module_of_param.get(id(param), "")
+                self._categorize_parameter(param, name)
+                for tensor in tensors_in(dict(optimizer.state.get(param, {}))):
+                    self._categorize(tensor, "optimizer state", name)
+
+    def _categorize_parameter(self, param: Tensor, module: str) -> None:
+        self._categorize(param, "parameter", module)
+        if param.grad is not None:
+            self._categorize(param.grad, "gradient", module)
+
+    def _categorize_activations(self) -> None:
+        """Make what forward made, and what is still there, activations unless they have a category."""
+        for allocation, _ in self._allocations.values():
+            if allocation.phase == "forward":
+                allocation.category = allocation.category or "activation"
+
+    def _categorize_gradient(self, node: Any, result: Any) -> None:
+        """Make what a node accumulates into a `.grad` a gradient."""
         for tensor in tensors_in(result):
-            if (key := self._key(tensor)) in self._lives:
-                life, _ = self._lives[key]
-                life.category = "gradient"
-                life.module = self._names.get(id(node.variable), life.module)
+            if (key := self._storage_key(tensor)) in self._allocations:
+                allocation, _ = self._allocations[key]
+                allocation.category = "gradient"
+                allocation.module = self._module_of_param.get(id(node.variable), allocation.module)
+
+    def _categorize(self, tensor: Tensor, category: str, module: str = "") -> None:
+        """Give a storage a category. One that is new to the tracker was there before."""
+        key = self._storage_key(tensor)
+        if not key:
+            return
+        if key in self._allocations:
+            allocation, _ = self._allocations[key]
+            if category != "input" and allocation.category != "parameter":
+                allocation.category, allocation.module = category, module or allocation.module
+        elif not self._in_pool(tensor):
+            allocation = self._track(key, tensor, Allocation(0, "", module, category=category))
+            self._timeline.add_existing(allocation, self._allocator.allocate(key, allocation.requested))
 
     # ----------------------------------------------------------------------------------------------------- storages
 
-    def _key(self, tensor: Tensor) -> int:
-        """Return what tells storages apart that are alive, 0 for one of another device or none."""
+    def _storage_key(self, tensor: Tensor) -> int:
+        """Return a number that identifies a tensor's storage while it is alive; 0 for none or on another device."""
         if tensor.device != self._device:
             return 0
-        storage = _storage(tensor)
-        return 0 if storage is None else id(storage)  # a storage that has a weak reference keeps its Python object
+        try:
+            # The weak reference that `_track` takes makes a storage keep its Python object, and so this id.
+            return id(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+            return 0
 
-    def _born(self, tensor: Tensor, module: str, line: str, forward: bool) -> Life | None:
-        """Write down a storage that is new; None if it is not, or is no business of ours."""
-        key = self._key(tensor)
-        if not key or key in self._lives or (self._unseen is not None and self._unseen.in_pool(tensor)):
+    def _in_pool(self, tensor: Tensor) -> bool:
+        return self._untracked is not None and self._untracked.in_pool(tensor)
+
+    def _add_new(self, tensor: Tensor, module: str, line: str, is_forward: bool) -> Allocation | None:
+        """Record a storage that an operation has made; return None if it is known, or not to be recorded."""
+        key = self._storage_key(tensor)
+        if not key or key in self._allocations or self._in_pool(tensor):
             return None
-        if forward:
-            self._begin("forward")
-        life = self._watch(key, tensor, Life(0, self._phase or "nothing"))
-        life.module, life.line = module, line
-        if self._path and self._phase == "backward":
-            life.born = "recomputation"
-            self._recomputed.append(life)
-        life.asked = tensor.untyped_storage().nbytes()
-        self._change(life, self._sizes.taken(key, life.asked))
-        return life
+        if is_forward:
+            self._begin_phase("forward")
+        allocation = self._track(key, tensor, Allocation(0, self._phase, module, line))
+        if self._modules and self._phase == "backward":
+            allocation.phase = "recomputation"
+            self._recomputed.append(allocation)
+        self._timeline.resize(allocation, self._allocator.allocate(key, allocation.requested))
+        return allocation
 
-    def _there(self, tensor: Tensor, category: str, module: str = "") -> None:
-        """Give a storage a category; one that nobody saw being made was there before."""
-        key = self._key(tensor)
-        if not key:
+    def _track(self, key: int, tensor: Tensor, allocation: Allocation) -> Allocation:
+        """Follow a storage until it is freed."""
+        storage = tensor.untyped_storage()
+        allocation.shape, allocation.dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        allocation.requested = storage.nbytes()
+        self._allocations[key] = allocation, weakref.ref(storage, partial(self._on_free, key))
+        return allocation
+
+    def _on_free(self, key: int, reference: object) -> None:
+        allocation, _ = self._allocations.pop(key, (None, None))
+        if allocation is not None:
+            self._allocator.free(key)
+            self._timeline.resize(allocation, -allocation.bytes)
+
+    def _update_size(self, tensor: Tensor) -> None:
+        """Record that an operation has resized a storage."""
+        if (key := self._storage_key(tensor)) not in self._allocations:
             return
-        if key in self._lives:
-            life, _ = self._lives[key]
-            if category != "input" and life.category != "parameter":
-                life.category, life.module = category, module or life.module
-            return
-        if self._unseen is not None and self._unseen.in_pool(tensor):
-            return
-        life = self._watch(key, tensor, Life(0, "", module, category=category))
-        life.asked = tensor.untyped_storage().nbytes()
-        self._before.append((life, self._sizes.taken(key, life.asked)))
-        life.bytes = self._before[-1][1]
-        self._level += life.bytes
-
-    def _watch(self, key: int, tensor: Tensor, life: Life) -> Life:
-        life.shape, life.dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        self._lives[key] = life, weakref.ref(tensor.untyped_storage(), partial(self._died, key))
-        return life
-
-    def _died(self, key: int, reference: object) -> None:
-        life, _ = self._lives.pop(key, (None, None))
-        if life is not None:
-            self._sizes.freed(key)
-            self._change(life, -life.bytes)
-
-    def _resized(self, tensor: Tensor) -> None:
-        if (key := self._key(tensor)) not in self._lives:
-            return
-        life, size = self._lives[key][0], tensor.untyped_storage().nbytes()
-        if size != life.asked:
-            life.asked = size
-            self._sizes.freed(key)
-            self._change(life, self._sizes.taken(key, size) - life.bytes)
-
-    def _change(self, life: Life, change: int) -> None:
-        if change:
-            life.bytes += change
-            self._level += change
-            self._events.append(_Event(time.perf_counter(), life, change))
-
-    # -------------------------------------------------------------------------------------------- beside the tensors
-
-    def _add_unseen(self, born: list[Life], module: str, line: str) -> None:
-        """Write down what an operation took beside its results: for good, and while it ran."""
-        assert self._unseen is not None
-        left, passing = self._unseen.end(self._level)
-        if born and 0 < left <= _UNSPLIT:  # a block that was not worth splitting
-            self._change(max(born, key=lambda life: life.bytes), left)
-        else:
-            self._change(self._library, left)
-        workspace = Life(0, self._phase, module, line, category="temporary")
-        self._change(workspace, passing)
-        self._change(workspace, -workspace.bytes)
-
-    def _read_pools(self) -> None:
-        if self._unseen is not None:
-            self._change(self._pool, self._unseen.read_pools() - self._pool.bytes)
-
-    # ------------------------------------------------------------------------------------------------------- result
-
-    def profile(self, label: str, forecast: bool) -> MemoryProfile:
-        """Return what was written down, categories settled."""
-        before = [_Event(self._start, life, change) for life, change in self._before]
-        level = dict.fromkeys(CATEGORIES, 0)
-        for _, life, change in before:
-            level[life.settled] += change
-        levels = [tuple(level.values())]
-        for _, life, change in self._events:
-            level[life.settled] += change
-            levels.append(tuple(level.values()))
-        totals = [sum(values) for values in levels]
-        alive: dict[Life, int] = {}
-        for _, life, change in [*before, *self._events[: totals.index(max(totals))]]:
-            alive[life] = alive.get(life, 0) + change
-        largest = sorted((item for item in alive.items() if item[1]), key=lambda item: -item[1])[:HOLDERS]
-        return MemoryProfile(
-            label=label,
-            device=str(self._device),
-            times_ms=(0.0, *((event.at - self._start) * 1e3 for event in self._events)),
-            series=dict(zip(CATEGORIES, zip(*levels, strict=True), strict=True)),
-            marks=tuple(self._marks),
-            holders=tuple(
-                Holder(size, life.settled, life.module, life.line, life.shape, life.dtype) for life, size in largest
-            ),
-            forecast=forecast,
-        )
-
-
-class _Unseen:
-    """What a CUDA device's allocator gave out and no operation returned: workspaces of libraries, pools of graphs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._allocated = self._level = 0
-        self._pools: list[tuple[int, int]] = []  # address and size of the segments
-
-    def begin(self, level: int) -> bool:
-        """An operation begins; return whether it is one to watch. In a capture all goes into the pool."""
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._allocated, self._level = torch.cuda.memory_allocated(self._device), level
-        return True
-
-    def end(self, level: int) -> tuple[int, int]:
-        """Return what the operation took beside its results: for good, and beyond that while it ran."""
-        now = torch.cuda.memory_allocated(self._device)
-        left = now - self._allocated - (level - self._level)
-        return left, torch.cuda.max_memory_allocated(self._device) - max(now, self._allocated)
-
-    def read_pools(self) -> int:
-        """Return the bytes of the segments that are in pools of graphs."""
-        private = [
-            part
-            for part in torch.cuda.memory_snapshot(include_traces=False)
-            if tuple(part["segment_pool_id"]) != (0, 0)
-        ]
-        self._pools = [(part["address"], part["total_size"]) for part in private if self._is_here(part)]
-        return sum(size for _, size in self._pools)
-
-    def _is_here(self, part: dict[str, Any]) -> bool:
-        return bool(part["device"] == self._device.index)
-
-    def in_pool(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in a pool."""
-        if torch.cuda.is_current_stream_capturing():
-            return True
-        address = storage_address(tensor)
-        return any(start <= address < start + size for start, size in self._pools)
-
-
-def _storage(tensor: Tensor) -> Any:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return None
+        allocation, size = self._allocations[key][0], tensor.untyped_storage().nbytes()
+        if size != allocation.requested:
+            allocation.requested = size
+            self._allocator.free(key)
+            self._timeline.resize(allocation, self._allocator.allocate(key, size) - allocation.bytes)

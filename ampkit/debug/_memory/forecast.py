@@ -1,10 +1,10 @@
-"""Memory of a training step before there is a device: the step on fake tensors, under the ledger of a real one."""
+"""Memory of a training step without its device: the step runs on fake tensors, and is recorded as a real one."""
 
 import copy
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
@@ -21,9 +21,9 @@ from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import IN_PLACE_WITHOUT_META, READ
 from ..._torch.tree import tree_flatten
 from ..._user_line import user_line
-from .allocator import Allocator
+from .allocator import Allocator, CachingAllocator
 from .backward import without_engine
-from .categories import Ledger, Sizes
+from .categories import MemoryTracker
 from .profile import MemoryProfile
 
 
@@ -38,7 +38,7 @@ def forecast(
     steps: int = 2,
     label: str = "",
 ) -> MemoryProfile:
-    """Return who will hold how much memory in a training step, without a GPU and without memory.
+    """Return what will hold the memory of a training step, category by category, without a GPU and without memory.
 
     ::
 
@@ -46,31 +46,32 @@ def forecast(
         at16 = ampkit.debug.forecast(loss_fn, model, optimizer, batch, policy="16-mixed")
         print(at16.beside(at32))
 
-    Model, optimizer and batch are copied, without their data, to the device. Then `zero_grad`, forward, backward and
-    `optimizer.step` run on these copies. For CUDA the caching allocator is run along, for a tensor takes the block that
-    it lies in, and cuBLAS's workspaces are counted, of an H100 where there is no GPU. Not counted, for no one can know
-    without the device: workspaces that kernels take while they run (cuDNN's, above all while it chooses algorithms),
-    and the context of CUDA itself, which is not in `torch.cuda.memory_allocated` either. What torch.compile made runs
-    as the eager code that it was made of.
+    Model, optimizer and batch are copied to the device without their data. Then `zero_grad`, forward, backward and
+    `optimizer.step` run on these copies. Parts that torch.compile made run as eager code.
+
+    For CUDA, torch's caching allocator is simulated, so a tensor counts as the block that it lies in. cuBLAS's
+    workspaces are counted too: those of an H100 where there is no GPU. Two things are not counted, because only the
+    device knows them: the workspaces that kernels take while they run, above all cuDNN's while it chooses algorithms;
+    and CUDA's own context, which is not in `torch.cuda.memory_allocated` either.
 
     Args:
-        loss_fn: `loss_fn(model, *batch)`, or `loss_fn(model, **batch)` where the batch is a dict, returns the loss, or
-            `(loss, aux)`, as for `graphed_step`. It cannot read the value of a tensor.
-        model: on any device, also on meta. It is not touched.
-        optimizer: over its parameters. Its state is thought to be empty before the first step. Not touched; its step
-            may need no closure.
-        batch: what the loss is called with behind the model: a tuple or list of arguments, a dict of keyword arguments,
-            or a single tensor. `(batch,)` is one argument, whatever it is. On any device.
-        policy: `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it.
-        device: "cuda" (no GPU needed, but a torch that was built with CUDA) or "cpu".
-        steps: how many; the first makes the optimizer's state, so the second is like those that follow.
-        label: what the profile calls itself, by default the policy.
+        loss_fn: `loss_fn(model, *batch)`, or `loss_fn(model, **batch)` where the batch is a dict. It returns the loss,
+            or `(loss, aux)`, as for `graphed_step`. It cannot read the value of a tensor.
+        model: on any device, also on meta. It is not changed.
+        optimizer: an optimizer over the model's parameters. It is not changed, and the forecast takes its state as
+            empty before the first step. Its `step` must work without a closure.
+        batch: what `loss_fn` is called with after the model, on any device: a tuple or list of arguments, a dict of
+            keyword arguments, or a single tensor. `(batch,)` is one argument, whatever it is.
+        policy: a `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it.
+        device: "cuda", which needs no GPU but a torch that was built with CUDA, or "cpu".
+        steps: how many steps. The first one makes the optimizer's state, so the second is like all that follow.
+        label: the name of the profile in tables and plots, by default the policy.
 
     Raises:
-        ValueError: an argument that cannot work, or a step that reads the value of a tensor or mixes devices; the
-            message has the line.
+        ValueError: an argument that cannot work, or a step that reads the value of a tensor or mixes devices. The
+            message names the line.
 
-    Sync: none. Hooks on modules' gradients are not called, nor those on tensors that are no leaves.
+    Sync: none. Hooks on modules' gradients, and on tensors that are no leaves, are not called.
     """
     check_callable("debug.forecast", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     check_instance("debug.forecast", "model", model, nn.Module, "a torch.nn.Module")
@@ -82,22 +83,22 @@ def forecast(
         )
     check_at_least("debug.forecast", "steps", steps, 1, "the number of steps that are run")
     check_instance("debug.forecast", "label", label, str, "a string")
-    _check_closure(optimizer)
+    _check_step_arguments(optimizer)
     policy = read_policy("debug.forecast", policy)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
     label = label or ("autocast as it was" if policy is None else str(policy))
     with fake_device(device), torch.set_grad_enabled(True):
         try:
-            step = _Step(loss_fn, model, optimizer, (tuple(args), kwargs), policy, device)
+            step = _FakeStep(loss_fn, model, optimizer, (tuple(args), kwargs), policy, device)
             return step.profile(steps, label, sys._getframe(1))
         except Exception as error:
             where = f" At {line}" if (line := user_line(error)) else ""
             if is_mix_of_devices(error):
                 raise ValueError(
                     f"debug.forecast: the step mixes devices: {error}. Only the tensors of the model, of the batch and "
-                    "of a loss_fn that is a module are brought to the device: let loss_fn be an nn.Module that has its "
-                    f"tensors as buffers, or pass them in the batch.{where}"
+                    "of a loss_fn that is a module are brought to the device. So let loss_fn be an nn.Module that has "
+                    f"its tensors as buffers, or pass them in the batch.{where}"
                 ) from error
             if not is_limit_of_fake_tensors(error):
                 raise
@@ -106,8 +107,8 @@ def forecast(
             ) from error
 
 
-class _Step:
-    """A training step on fake tensors. Made and run within `fake_device`."""
+class _FakeStep:
+    """A training step on fake copies of its parts. It is made and run within `fake_device`."""
 
     def __init__(
         self,
@@ -128,88 +129,93 @@ class _Step:
         self._device = device
 
     def profile(self, steps: int, label: str, entered: FrameType) -> MemoryProfile:
-        """Run it, and return what it took."""
+        """Run so many steps, and return the memory that they took."""
         on_cuda = self._device == "cuda"
         device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
-        sizes = Allocator() if on_cuda else Sizes()
+        allocator = CachingAllocator() if on_cuda else Allocator()
         parts = self._model, [self._optimizer], self._batch
-        ledger = Ledger(device, *parts, entered, sizes, watches_allocator=False)
-        with without_engine(ledger.at_node), ledger:
+        tracker = MemoryTracker(device, *parts, entered, allocator, reads_device=False)
+        with without_engine(tracker.at_node), tracker:
             for _ in range(steps):
-                ledger.begin_step()
-                self._run(ledger)
-        return ledger.profile(label, forecast=True)
+                tracker.begin_step()
+                self._run(tracker)
+        return tracker.profile(label, forecast=True)
 
-    def _run(self, ledger: Ledger) -> None:
+    def _run(self, tracker: MemoryTracker) -> None:
         self._optimizer.zero_grad()
         with self._autocast():
             args, kwargs = self._batch
             loss = self._loss_fn(self._model, *args, **kwargs)
         loss = loss[0] if isinstance(loss, tuple) else loss
         if self._policy is not None and self._policy.needs_scaling:
-            loss = loss * torch.ones((), device=loss.device)
+            loss = loss * torch.ones((), device=loss.device)  # the loss scale
         loss.backward()
-        with _Stepping(ledger):
+        with _FakeOptimizerStep(tracker):
             self._optimizer.step()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._policy is None else self._policy.autocast(self._device)
 
 
-class _Stepping(TorchDispatchMode):
-    """Context in which an optimizer can step: it reads its count of steps, and calls kernels that make no tensor."""
+class _FakeOptimizerStep(TorchDispatchMode):
+    """Context in which an optimizer can step on fake tensors.
 
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = ledger
+    An optimizer may read its count of steps, which has no value. A fused one calls a kernel that fake tensors lack.
+    """
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation there
+        self._tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READ:
-            return 2  # no size depends on it; 0 or 1 would be divided by, or by its difference to 1
+            return 2  # no size depends on it, but an optimizer may divide by it or by its difference from 1
         if func.overloadpacket in IN_PLACE_WITHOUT_META:
-            self._ledger.read((args, kwargs))
+            self._tracker.add_inputs((args, kwargs))
             return None
         return func(*args, **(kwargs or {}))
 
 
 def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str) -> torch.optim.Optimizer:
-    """Return a copy over the copies of parameters, with the state that it has before a first step.
+    """Return a copy of an optimizer over the fake parameters, with the state that it has before its first step.
 
     Args:
         optimizer: what to copy.
-        copies: copies by the id of what they are of; this one and those of its parameters outside the model are added.
+        copies: the copies made so far, by the id of the original. The copy of the optimizer is added, and those of its
+            parameters that are not the model's.
         device: where the copies are.
     """
     made = copies[id(optimizer)] = copy.copy(optimizer)
-    made.param_groups = [_group(group, optimizer, copies, device) for group in optimizer.param_groups]
+    made.param_groups = [_group_of(group, optimizer, copies, device) for group in optimizer.param_groups]
     made.state = defaultdict(dict)
-    if isinstance(optimizer, torch.optim.Adagrad):  # makes all of it when it is made
+    if isinstance(optimizer, torch.optim.Adagrad):  # whose constructor makes the state
         for param, state in optimizer.state.items():
             made.state[copies[id(param)]] = fake_copy(state, device)
     for name, value in vars(optimizer).items():
-        # A method in an instance is a wrapper around that of the original: a scheduler has one of `step`.
+        # A method among the attributes wraps the original's method, as a scheduler does with `step`. The copy needs none.
         if name not in vars(made) and not hasattr(type(optimizer), name):
-            setattr(made, name, _attribute(optimizer, name, value, copies, device))
+            setattr(made, name, _attribute_of(optimizer, name, value, copies, device))
     return made
 
 
-def _attribute(optimizer: torch.optim.Optimizer, name: str, value: Any, copies: dict[int, Any], device: str) -> Any:
-    """Return a copy of what a subclass keeps beside the state: `Optimizer.__getstate__` leaves it out."""
+def _attribute_of(optimizer: torch.optim.Optimizer, name: str, value: Any, copies: dict[int, Any], device: str) -> Any:
+    """Return a copy of an attribute that a subclass has added, which `Optimizer.__getstate__` leaves out."""
     for leaf in tree_flatten(value)[0]:
-        if isinstance(leaf, torch.optim.Optimizer) and id(leaf) not in copies:  # one that it wraps
+        if isinstance(leaf, torch.optim.Optimizer) and id(leaf) not in copies:  # an optimizer that it wraps
             _optimizer_of(leaf, copies, device)
         elif isinstance(leaf, Tensor) and id(leaf) not in copies:
             copies[id(leaf)] = fake_copy(leaf, device)
     try:
         return copy.deepcopy(value, copies)
-    except Exception as error:  # of whatever the attribute is
+    except Exception as error:  # an attribute can be anything, and raise anything
         raise ValueError(
             f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
             "Forecast with an optimizer without it."
         ) from error
 
 
-def _check_closure(optimizer: torch.optim.Optimizer) -> None:
+def _check_step_arguments(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step needs an argument, such as the closure of LBFGS."""
     _, *args = inspect.signature(type(optimizer).step).parameters.values()
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     required = [arg.name for arg in args if arg.default is arg.empty and arg.kind not in variable]
@@ -220,21 +226,19 @@ def _check_closure(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _group(
+def _group_of(
     group: dict[str, Any], optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str
 ) -> dict[str, Any]:
+    """Return a copy of a parameter group, over the fake parameters."""
     options = {name: fake_copy(value, device) for name, value in group.items() if name != "params"}
-    for param in _params(group):
+    for param in group["params"]:
         if id(param) not in copies:
             copies[id(param)] = fake_copy(param, device)
-    params = [copies[id(param)] for param in _params(group)]
-    # torch takes foreach by itself, but asks the exact class of each parameter, which a fake one has not.
+    params = [copies[id(param)] for param in group["params"]]
+    # On CUDA torch uses foreach by default, but only for parameters of class Parameter or Tensor. A fake one is neither.
     if device == "cuda" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
         tensor_rate = isinstance(options.get("lr"), Tensor) and not options.get("capturable")
-        options["foreach"] = not (tensor_rate and isinstance(optimizer, torch.optim.Adam))  # as torch/optim/adam.py
+        options["foreach"] = not (
+            tensor_rate and isinstance(optimizer, torch.optim.Adam)
+        )  # as torch/optim/adam.py does
     return {"params": params, **options}
-
-
-def _params(group: dict[str, Any]) -> Iterable[Tensor]:
-    params: Iterable[Tensor] = group["params"]
-    return params

@@ -1,4 +1,4 @@
-"""The ways to ask where the memory went: a function that is called a few times, or a context around a loop."""
+"""How to record the memory of a real step: call a function some times, or enter a context around a loop."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from ..._arguments import check_at_least, check_callable, check_instance, read_device
 from ..._text import type_text
 from ..._torch.tree import tree_flatten
-from .categories import Blocks, Ledger, Sizes
+from .allocator import Allocator, RoundingAllocator
+from .categories import MemoryTracker
 from .profile import MemoryProfile
 
 
 class Recorded:
-    """Context that records who holds the memory of a device. Made by `memory`.
-
-    It can be entered once.
-    """
+    """Context that records what holds the memory of a device. `memory` makes it, and it can be entered once."""
 
     def __init__(
         self,
@@ -33,7 +31,7 @@ class Recorded:
         self._parts = model, optimizers, inputs
         self._device = device
         self._label = label
-        self._ledger: Ledger | None = None
+        self._tracker: MemoryTracker | None = None
         self._profile: MemoryProfile | None = None
 
     def __enter__(self) -> "Recorded":
@@ -41,33 +39,33 @@ class Recorded:
         return self
 
     @contextmanager
-    def entered(self, frame: FrameType) -> Iterator[Ledger]:
-        """Context in which it records for a caller at that frame."""
-        ledger = self._enter(frame)
+    def entered(self, frame: FrameType) -> Iterator[MemoryTracker]:
+        """Context that records as this one does, for a caller at that frame."""
+        tracker = self._enter(frame)
         try:
-            yield ledger
+            yield tracker
         finally:
             self.__exit__(None, None, None)
 
-    def _enter(self, entered: FrameType) -> Ledger:
-        if self._ledger is not None:
+    def _enter(self, frame: FrameType) -> MemoryTracker:
+        if self._tracker is not None:
             raise ValueError("debug.memory: this context was entered before. Make a new one: debug.memory(model, ...).")
-        sizes = Blocks() if self._device.type == "cuda" else Sizes()
-        self._ledger = Ledger(self._device, *self._parts, entered, sizes)
-        self._ledger.__enter__()
-        return self._ledger
+        allocator = RoundingAllocator() if self._device.type == "cuda" else Allocator()
+        self._tracker = MemoryTracker(self._device, *self._parts, frame, allocator)
+        self._tracker.__enter__()
+        return self._tracker
 
     def __exit__(self, *error: Any) -> None:
-        assert self._ledger is not None
-        self._ledger.__exit__(*error)
-        self._profile = self._ledger.profile(self._label, forecast=False)
+        assert self._tracker is not None
+        self._tracker.__exit__(*error)
+        self._profile = self._tracker.profile(self._label, forecast=False)
 
     @property
     def profile(self) -> MemoryProfile:
-        """What was recorded.
+        """The profile of what was recorded.
 
         Raises:
-            ValueError: the context was not left yet.
+            ValueError: the context has not ended yet.
         """
         if self._profile is None:
             raise ValueError("debug.memory: there is no profile before the context is left.")
@@ -75,7 +73,7 @@ class Recorded:
 
 
 @overload
-def memory(  # a module that is called with a batch is the second
+def memory(  # without arguments for `fn`: a context manager
     fn: nn.Module | None = None,
     /,
     *optimizers: torch.optim.Optimizer,
@@ -114,7 +112,7 @@ def memory(
     label: str = "",
     **kwargs: Any,
 ) -> Any:
-    """Record who holds the memory of a device over one or more steps, byte by byte, with the line of each.
+    """Record what holds the memory of a device over one or more steps: each allocation, with the line that made it.
 
     ::
 
@@ -126,38 +124,45 @@ def memory(
                 train_step(*batch)
         print(recorded.profile)
 
-    Every storage is watched from the operation that makes it to its end, and has one category all its life, settled by
-    what becomes of it. *parameter*: parameters and buffers. *gradient*: what is accumulated into a `.grad`. *optimizer
-    state*. *input*: the batch, what else was there before, and what comes from another device. *activation*: made in
-    forward (or by checkpointing, again) and still there when backward begins. *autograd detail*: made in backward, and
-    no gradient of a leaf. *temporary*: the rest, so on CUDA also what libraries take for themselves. *graph pool*: what
-    the pools of CUDA graphs hold, used or not; a graph that is replayed shows nothing else.
+    Each storage is followed from the operation that makes it until it is freed, and belongs to one category:
 
-    The first step makes what later ones find: record two. The code computes what it would anyway, a tenth of a
-    millisecond slower per operation, but for one thing: where gradients meet, autograd adds them in a new place, and
-    not in place. On CUDA, sizes are those of the allocator's blocks, so that they add up to
-    `torch.cuda.memory_allocated`; what was there before and is never used is not counted, and the device's peak
-    statistics are reset. On a CPU, sizes are what tensors ask for.
+    - parameter: parameters and buffers.
+    - gradient: what is accumulated into a `.grad`.
+    - optimizer state: what the optimizers keep, such as momentum.
+    - input: the batch, all else that was there before, and copies from another device.
+    - activation: made in forward, or made again by checkpointing, and still there when backward begins.
+    - autograd detail: made in backward, and not the gradient of a leaf.
+    - temporary: everything else. On CUDA, this includes the workspaces that libraries take.
+    - graph pool: the pools of CUDA graphs, whether used or not. A graph that is replayed shows nothing else.
 
-    What torch.compile made is recorded as the eager code that it was made of, and runs compiled again afterwards: what
-    it saves in memory does not show. So a graph that is captured meanwhile holds eager code too; record before that.
+    Record two steps, because the first one makes what later steps find: optimizer state and gradients. The code
+    computes what it would compute anyway, a tenth of a millisecond slower per operation. One thing differs: where
+    several gradients of a tensor are added, autograd adds them into new memory and not in place.
+
+    On CUDA, sizes are those of the allocator's blocks, so that they add up to `torch.cuda.memory_allocated`. What was
+    there before and is never used is not counted. The device's peak statistics are reset. On a CPU, sizes are what
+    tensors ask for.
+
+    Parts that torch.compile made run as eager code while they are recorded, and run compiled again afterwards. So the
+    profile does not show what compiling saves in memory, and a graph that is captured meanwhile holds eager code:
+    capture it before you record, or after.
 
     Args:
-        fn: what to call. A module with no arguments but optimizers, or nothing at all, makes a context manager.
-        args: what to call it with; in a context manager the optimizers.
-        model: whose parameters they are; by default `fn` where that is a module.
-        optimizer: whose state it is; of several, a list.
+        fn: the function to call. A module with no arguments but optimizers, or nothing at all, makes a context manager.
+        args: the arguments of `fn`; for a context manager, the optimizers.
+        model: the model whose parameters they are; by default `fn`, if that is a module.
+        optimizer: the optimizer whose state it is, or a list of several.
         inputs: a tree of tensors that are the batch; by default those among the arguments.
-        steps: how often to call `fn`, by default once. A context manager takes none.
-        device: whose memory, by default the one that the model is on, else the inputs.
-        label: what the profile calls itself.
-        kwargs: what to call `fn` with.
+        steps: how often to call `fn`, by default once. A context manager does not take it.
+        device: the device whose memory is recorded; by default that of the model, else that of the inputs.
+        label: the name of the profile in tables and plots.
+        kwargs: the keyword arguments of `fn`.
 
     Returns:
-        A `MemoryProfile`, or a context manager that has one as `.profile` when it is left.
+        A `MemoryProfile`; or a context manager, `Recorded`, which has it as `.profile` when it has ended.
 
     Raises:
-        ValueError: no steps, or an argument that a context manager does not take.
+        ValueError: `steps` is less than 1, or an argument is one that a context manager does not take.
 
     Sync: none of its own. Aliasing: none; no tensor is kept alive.
     """
@@ -184,7 +189,7 @@ def memory(
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return what was passed as `optimizer` as a list."""
+    """Return the argument `optimizer` as a list."""
     made = list(optimizer) if isinstance(optimizer, (tuple, list)) else [] if optimizer is None else [optimizer]
     if not all(isinstance(one, torch.optim.Optimizer) for one in made):
         raise ValueError(f"debug.memory(optimizer={type_text(tuple(made))}): expected an optimizer, or a list of them.")
@@ -192,20 +197,20 @@ def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _check_context(steps: int | None, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse what a context manager would have to leave out."""
+    """Refuse arguments that only a call of a function can use."""
     call = "debug.memory(train_step, *batch, model=model, optimizer=optimizer, steps=2)"
     if steps is not None:
         raise ValueError(
-            f"debug.memory(steps={steps!r}): with a model alone it is a context manager, whose steps are those of the "
-            f"loop in it: with debug.memory(model, optimizer) as recorded. To have a function called, write {call}."
+            f"debug.memory(steps={steps!r}): there is no function to call so often. Write {call}, or leave steps out "
+            "and run the steps in a context: with debug.memory(model, optimizer) as recorded: ..."
         )
     if args or kwargs:
         found = ", ".join([*map(type_text, args), *(f"{name}=" for name in kwargs)])
-        raise ValueError(f"debug.memory(None, {found}): nothing to call with that. Write {call}.")
+        raise ValueError(f"debug.memory(None, {found}): there is no function to call with these. Write {call}.")
 
 
 def _device(device: torch.device | str | None, model: nn.Module | None, inputs: Any) -> torch.device:
-    """Return the device to watch, with its index."""
+    """Return the device to record, with its index."""
     if device is None:
         leaves = tree_flatten(inputs)[0]
         tensors = [*(() if model is None else model.parameters()), *(x for x in leaves if isinstance(x, Tensor))]

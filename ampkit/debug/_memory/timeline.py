@@ -1,0 +1,126 @@
+"""What was alive when: allocations and frees in the order in which they happened, made into a profile at the end."""
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .profile import CATEGORIES, Holder, Mark, MemoryProfile
+
+_HOLDERS = 100  # kept in a profile: more than any table or page shows
+
+
+@dataclass(eq=False)  # two allocations are never the same one
+class Allocation:
+    """The memory of a storage, or memory that belongs to no tensor.
+
+    Attributes:
+        bytes: how much it takes now.
+        phase: what made it: "forward", "backward", "optimizer", or "recomputation" for what checkpointing makes again
+            in backward; "" if it was there before or if nothing of the step had begun.
+        module: path of the module that made it.
+        line: the user's line that made it.
+        shape: shape of the tensor that it was made for.
+        dtype: dtype of the tensor that it was made for.
+        category: one of `CATEGORIES`, "" as long as it is not known.
+        requested: the bytes that were asked for. It may take more.
+    """
+
+    bytes: int
+    phase: str
+    module: str = ""
+    line: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    category: str = ""
+    requested: int = 0
+
+    @property
+    def final_category(self) -> str:
+        """The category at the end, when nothing more can be learned."""
+        return self.category or ("autograd detail" if self.phase == "backward" else "temporary")
+
+
+class _SizeChange(NamedTuple):
+    time: float
+    allocation: Allocation
+    bytes: int
+
+
+class Timeline:
+    """Allocations over time.
+
+    Attributes:
+        level: the bytes that are alive now.
+        marks: where steps and their phases begin.
+    """
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.marks: list[Mark] = []
+        self._start = 0.0
+        self._existing: list[tuple[Allocation, int]] = []
+        self._changes: list[_SizeChange] = []
+
+    def start(self) -> None:
+        """Begin to count the time."""
+        self._start = time.perf_counter()
+
+    def add_existing(self, allocation: Allocation, size: int) -> None:
+        """Add an allocation that was there before the start."""
+        self._existing.append((allocation, size))
+        allocation.bytes = size
+        self.level += size
+
+    def resize(self, allocation: Allocation, by: int) -> None:
+        """Record that an allocation now takes this many bytes more, or fewer. Nothing is recorded for 0."""
+        if by:
+            allocation.bytes += by
+            self.level += by
+            self._changes.append(_SizeChange(time.perf_counter(), allocation, by))
+
+    def mark(self, name: str, at: int | None = None) -> None:
+        """Record that a step or a phase begins.
+
+        Args:
+            name: "step 0", "forward", "backward", "optimizer".
+            at: index of the first event that belongs to it, by default the next one.
+        """
+        # Event 0 of a profile is what was there before, so the first change is event 1.
+        self.marks.append(Mark(len(self._changes) + 1 if at is None else at, name))
+
+    def profile(self, label: str, device: torch.device, forecast: bool) -> MemoryProfile:
+        """Return what was recorded, with each allocation under its final category."""
+        levels = self._levels()
+        totals = [sum(values) for values in levels]
+        return MemoryProfile(
+            label=label,
+            device=str(device),
+            times_ms=(0.0, *((change.time - self._start) * 1e3 for change in self._changes)),
+            series=dict(zip(CATEGORIES, zip(*levels, strict=True), strict=True)),
+            marks=tuple(self.marks),
+            holders=self._largest_after(totals.index(max(totals))),
+            forecast=forecast,
+        )
+
+    def _levels(self) -> list[tuple[int, ...]]:
+        """Return the bytes of each category, at the start and after each change."""
+        level = dict.fromkeys(CATEGORIES, 0)
+        for allocation, size in self._existing:
+            level[allocation.final_category] += size
+        levels = [tuple(level.values())]
+        for _, allocation, change in self._changes:
+            level[allocation.final_category] += change
+            levels.append(tuple(level.values()))
+        return levels
+
+    def _largest_after(self, changes: int) -> tuple[Holder, ...]:
+        """Return the largest allocations that are alive after so many changes."""
+        alive = dict(self._existing)
+        for _, allocation, change in self._changes[:changes]:
+            alive[allocation] = alive.get(allocation, 0) + change
+        largest = sorted((item for item in alive.items() if item[1]), key=lambda item: -item[1])[:_HOLDERS]
+        return tuple(
+            Holder(size, made.final_category, made.module, made.line, made.shape, made.dtype) for made, size in largest
+        )

@@ -9,7 +9,7 @@ from ._cycles.cycles import cycles as cycles
 from ._memory.forecast import forecast as forecast
 from ._memory.oom import on_oom as on_oom
 from ._memory.oom import snapshot as snapshot
-from ._memory.plot import memory_page as memory_page
+from ._memory.page import memory_page as memory_page
 from ._memory.plot import plot_memory as plot_memory
 from ._memory.profile import CATEGORIES as CATEGORIES
 from ._memory.profile import Holder as Holder

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ampkit.debug import memory_page, plot_memory
-from ampkit.debug._memory.plot import COLOURS, _kept
+from ampkit.debug._memory.plot_data import COLOURS, drawn_events
 from ampkit.debug._memory.profile import CATEGORIES, Holder, Mark, MemoryProfile
 
 MIB = 1 << 20
@@ -122,14 +122,14 @@ def test_thinning_keeps_the_extremes(limit):
     draw = random.Random(3)
     totals = [draw.randrange(1000) for _ in range(5000)]
     totals[1234], totals[4321] = 10**6, -1
-    kept = _kept(totals, limit)
+    kept = drawn_events(totals, limit)
     assert len(kept) <= limit
     assert kept == sorted(set(kept))
     assert {0, 1234, 4321, 4999} <= set(kept)
 
 
 def test_short_series_are_kept_whole():
-    assert _kept([3, 1, 2], 3) == [0, 1, 2]
+    assert drawn_events([3, 1, 2], 3) == [0, 1, 2]
 
 
 def test_colours_tell_apart():

@@ -134,7 +134,7 @@ def test_pages_show_trace_and_segments(cuda, tmp_path):
 
 def test_long_tables_are_cut():
     blocks = [block(MIB * (i + 1), frame(TRAIN, i)) for i in range(50)]
-    rows = _oom._blocks({"segments": [{"device": 1, "blocks": blocks}]}).splitlines()
+    rows = _oom._block_table({"segments": [{"device": 1, "blocks": blocks}]}).splitlines()
     assert len(rows) == 32
     assert rows[0].endswith(f"50.0 MiB in      1 block(s) on cuda:1  {TRAIN}:49 in f")
     assert rows[30:] == ["... 20 more lines", "  1275.0 MiB in all"]
@@ -242,7 +242,7 @@ def test_nothing_is_overwritten(cuda, tmp_path, monkeypatch):
 def test_ranks_that_write_at_once(tmp_path):
     """Also where two processes think that they are the same rank, no folder is used twice."""
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: _oom._fresh_folder(tmp_path / "new", "oom"), range(80)))
+        folders = list(pool.map(lambda _: _oom._new_folder(tmp_path / "new", "oom"), range(80)))
     assert len(set(folders)) == len(list((tmp_path / "new").iterdir())) == 80
 
 

@@ -192,7 +192,7 @@ def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], devi
         for param, state in optimizer.state.items():
             made.state[copies[id(param)]] = fake_copy(state, device)
     for name, value in vars(optimizer).items():
-        # A method among the attributes wraps the original's method, as a scheduler does with `step`. The copy needs none.
+        # A method among the attributes wraps the original's, as a scheduler wraps `step`. The copy needs none.
         if name not in vars(made) and not hasattr(type(optimizer), name):
             setattr(made, name, _attribute_of(optimizer, name, value, copies, device))
     return made
@@ -235,10 +235,9 @@ def _group_of(
         if id(param) not in copies:
             copies[id(param)] = fake_copy(param, device)
     params = [copies[id(param)] for param in group["params"]]
-    # On CUDA torch uses foreach by default, but only for parameters of class Parameter or Tensor. A fake one is neither.
+    # On CUDA torch uses foreach by default, but it asks for parameters of class Tensor or Parameter. Fake ones are not.
     if device == "cuda" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
         tensor_rate = isinstance(options.get("lr"), Tensor) and not options.get("capturable")
-        options["foreach"] = not (
-            tensor_rate and isinstance(optimizer, torch.optim.Adam)
-        )  # as torch/optim/adam.py does
+        # Adam does not use foreach then: see torch/optim/adam.py.
+        options["foreach"] = not (tensor_rate and isinstance(optimizer, torch.optim.Adam))
     return {"params": params, **options}

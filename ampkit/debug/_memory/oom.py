@@ -1,4 +1,4 @@
-"""What is kept of the moment when memory ran out: a folder that says who held it. Never in the way of the error."""
+"""What is written when memory runs out: a folder that says what held it. The error goes on in any case."""
 
 import contextlib
 import json
@@ -21,14 +21,14 @@ from ..._errors import AmpkitWarning
 from ..._text import size_text
 from ..._torch.allocator import allocator_history, allocator_pages, allocator_snapshot
 from ..._user_line import NOT_THE_USERS, user_line, users_level
-from .plot import memory_page
+from .page import memory_page
 from .profile import MemoryProfile, mib
 from .recorder import Recorded
 
 _HISTORY = 20_000  # events of the allocator, some KB each in the files: about ten steps of a ResNet-50
-_ROWS = 30  # of a table
-# What errors say that are not torch.OutOfMemoryError: the CPU's allocator, the driver, and libraries that ask it.
-_SAY_SO = (
+_ROWS = 30  # of each table in a summary: about what fits on a screen
+# How the CPU's allocator, the CUDA driver and CUDA's libraries say it in errors that are not torch.OutOfMemoryError.
+_OOM_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "CUDA error: out of memory",
@@ -41,7 +41,7 @@ _SAY_SO = (
 def on_oom(
     folder: str | os.PathLike[str], *, profile: MemoryProfile | Recorded | None = None, history: int = _HISTORY
 ) -> Iterator[None]:
-    """Guard code: where it runs out of memory, write down who holds it, then let the error go on.
+    """Write a folder that says what held the memory if the code inside runs out of it, and let the error go on.
 
     ::
 
@@ -49,24 +49,26 @@ def on_oom(
         with ampkit.debug.on_oom("run/oom", profile=recorded), recorded:
             train_step(*batch)
 
-    Each time makes a folder of its own, `oom-rank0`, `oom-rank0-2` and so on, which the error names. In it:
-    `summary.txt`, to be read first: the error and its line, the bytes by category and the largest holders, what is
-    alive in the CUDA allocator by the line that made it, and `torch.cuda.memory_summary()`. `memory.html` and
-    `profile.json`: the profile. `snapshot.pickle`: the allocator's blocks and its last events, for
-    pytorch.org/memory_viz; `trace.html` and `segments.html` show the same in a browser, and need a network for that.
+    Each time, a new folder is made: `oom-rank0`, `oom-rank0-2` and so on. The error names it. It holds:
 
-    Also a decorator: `@ampkit.debug.on_oom("run/oom")`.
+    - `summary.txt`, to be read first: the error and its line, the bytes in each category, the largest holders, what is
+      alive in the CUDA allocator by the line that made it, and `torch.cuda.memory_summary()`.
+    - `memory.html` and `profile.json`: the profile.
+    - `snapshot.pickle`: the allocator's blocks and its last events, for pytorch.org/memory_viz.
+    - `trace.html` and `segments.html`: the same for a browser, which needs a network to show them.
+
+    It is also a decorator: `@ampkit.debug.on_oom("run/oom")`.
 
     Args:
-        folder: where to write. It is made when it is needed.
-        profile: of an earlier step; or a recorder that is entered within, as above, which has then seen this one.
-        history: how many events of the CUDA allocator are kept, with the Python line of each. They cost some
-            microseconds of the host each. If someone else records them already, nothing is changed.
+        folder: where to make the new folder. It is made when it is needed.
+        profile: a profile of an earlier step; or, to record the step that fails, a recorder that is entered inside, as
+            above.
+        history: how many events of the CUDA allocator are kept, with the Python line of each. Each costs some
+            microseconds of the host. If a history is being recorded already, it is left as it is.
 
     Raises:
-        Exception: whatever the code raises, the same object. Where it ran out of memory, with a note that says where
-            the folder is. What could not be written is in that note and in an `AmpkitWarning`, and changes nothing
-            else.
+        Exception: what the code raises, the same object. If it ran out of memory, the error has a note that names the
+            folder. If something could not be written, that note and an `AmpkitWarning` say so.
 
     Sync: none. Aliasing: none. Nothing is allocated on the device.
     """
@@ -80,69 +82,71 @@ def on_oom(
             yield
         except Exception as error:
             if _is_oom(error):
-                _leave_note(error, _write_bundle(Path(folder), error, profile))
+                _leave_note(error, _write_report(Path(folder), error, profile))
             raise
 
 
 @contextlib.contextmanager
 def snapshot(folder: str | os.PathLike[str], *, history: int = _HISTORY) -> Iterator[Path]:
-    """Record what the CUDA allocator does within, and write it down at the end.
+    """Record what the CUDA allocator does while the code inside runs, and write it to a folder at the end.
 
     ::
 
         with ampkit.debug.snapshot("run/memory") as path:
             train_step(*batch)
 
-    Each time makes a folder of its own, `memory-rank0`, `memory-rank0-2` and so on. In it: `snapshot.pickle`, for
-    pytorch.org/memory_viz; `trace.html` (every allocation over time) and `segments.html` (how blocks lie in segments),
-    torch's own pages, which need a network when they are opened; `blocks.txt`: what is alive at the end by the line
-    that made it, which needs nothing.
+    Each time, a new folder is made: `memory-rank0`, `memory-rank0-2` and so on. It holds:
+
+    - `blocks.txt`: a table of what is alive at the end, by the line that made it.
+    - `snapshot.pickle`: for pytorch.org/memory_viz.
+    - `trace.html` and `segments.html`: torch's own pages, of every allocation over time and of the blocks in their
+      segments. They need a network when they are opened.
+
+    Without a CUDA device there is no such allocator. Then an `AmpkitWarning` says so, and nothing is written.
 
     Args:
-        folder: where to write.
-        history: how many events are kept, the last ones.
+        folder: where to make the new folder.
+        history: how many events are kept; of more, the last ones.
 
     Returns:
-        A context manager that yields the folder of this time. Nothing is in it before the end, nor if the code raises.
+        A context manager that yields the new folder. The folder stays empty until the end, and if the code raises.
 
     Sync: none. Aliasing: none. Nothing is allocated on the device.
-
-    Without a CUDA device there is no such allocator: an `AmpkitWarning` says so, and nothing is written.
     """
     check_path("debug.snapshot", "folder", folder)
     check_at_least("debug.snapshot", "history", history, 1, "the number of events that are kept")
     if not torch.cuda.is_available():
-        text = "debug.snapshot: no CUDA device, so nothing is written. ampkit.debug.memory records a CPU's memory too."
+        text = "debug.snapshot: no CUDA device, so nothing is written. ampkit.debug.memory records the memory of a CPU too."
         warnings.warn(text, AmpkitWarning, stacklevel=users_level())
         yield Path(folder)
         return
-    path = _fresh_folder(Path(folder), "memory")
+    path = _new_folder(Path(folder), "memory")
     with _history(history):
         yield path
         taken = allocator_snapshot()
     for name, data in _allocator_files(taken).items():
         (path / name).write_bytes(data)
-    (path / "blocks.txt").write_text(_blocks(taken), encoding="utf-8")
+    (path / "blocks.txt").write_text(_block_table(taken), encoding="utf-8")
 
 
 def _history(entries: int) -> contextlib.AbstractContextManager[None]:
-    # The allocator of cudaMallocAsync keeps no history, and says so by raising.
+    # The allocator of cudaMallocAsync keeps no history: it raises if it is asked to.
     has_history = torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "native"
     return allocator_history(entries) if has_history else contextlib.nullcontext()
 
 
 def _is_oom(error: BaseException | None) -> bool:
-    """Return whether an error, or what it was raised from, says that there was no memory."""
+    """Return whether an error, or an error that it was raised from, says that memory ran out."""
     while error is not None:
-        said = isinstance(error, RuntimeError) and any(text in str(error) for text in _SAY_SO)
-        if said or isinstance(error, torch.OutOfMemoryError):
+        says_so = isinstance(error, RuntimeError) and any(text in str(error) for text in _OOM_MESSAGES)
+        if says_so or isinstance(error, torch.OutOfMemoryError):
             return True
         error = error.__cause__
     return False
 
 
 def _leave_note(error: BaseException, note: str) -> None:
-    add_note = getattr(error, "add_note", None)  # Python 3.11
+    add_note = getattr(error, "add_note", None)  # Python 3.10 has none
     if add_note is not None:
         add_note(note)
     else:
@@ -150,26 +154,26 @@ def _leave_note(error: BaseException, note: str) -> None:
         error.args = (f"{message}\n{note}", *others)
 
 
-# ---------------------------------------------------------------------------------------------------------- the bundle
+# ---------------------------------------------------------------------------------------------------------- the report
 
 
-def _write_bundle(folder: Path, error: BaseException, profile: MemoryProfile | Recorded | None) -> str:
-    """Write what there is, and return a note that says where it is and what is missing. Raises no `Exception`."""
-    bundle = _Bundle()
-    with bundle.part("the folder"):
-        bundle.path = _fresh_folder(folder, "oom")
-    if bundle.path is not None:
-        _fill(bundle, error, profile)
-    where = f"ampkit.debug.on_oom wrote {bundle.path}/summary.txt and more" if bundle.path else "ampkit.debug.on_oom"
-    note = ". Could not write ".join([where, "; ".join(bundle.missing)]) if bundle.missing else where
-    if bundle.missing:
-        with contextlib.suppress(AmpkitWarning):  # where warnings are errors, it would take the place of the error
+def _write_report(folder: Path, error: BaseException, profile: MemoryProfile | Recorded | None) -> str:
+    """Write what can be written, and return a note that says where it is and what is missing. Raises no `Exception`."""
+    report = _OomReport()
+    with report.part("the folder"):
+        report.path = _new_folder(folder, "oom")
+    if report.path is not None:
+        _write_parts(report, error, profile)
+    where = f"ampkit.debug.on_oom wrote {report.path}/summary.txt and more" if report.path else "ampkit.debug.on_oom"
+    note = ". Could not write ".join([where, "; ".join(report.missing)]) if report.missing else where
+    if report.missing:
+        with contextlib.suppress(AmpkitWarning):  # where warnings are errors, it would hide the user's error
             warnings.warn(note, AmpkitWarning, stacklevel=users_level())
     return note
 
 
-class _Bundle:
-    """A folder that is filled part by part, whatever becomes of the others."""
+class _OomReport:
+    """A folder that is written part by part. A part that fails does not stop the others."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -177,7 +181,7 @@ class _Bundle:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Context in which an exception means that this part is missing."""
+        """Context that takes an exception as a sign that this part is missing."""
         try:
             yield
         except Exception as failure:
@@ -188,29 +192,29 @@ class _Bundle:
         (self.path / name).write_bytes(data.encode() if isinstance(data, str) else data)
 
 
-def _fill(bundle: _Bundle, error: BaseException, profile: MemoryProfile | Recorded | None) -> None:
+def _write_parts(report: _OomReport, error: BaseException, profile: MemoryProfile | Recorded | None) -> None:
     sections: dict[str, str] = {}
     if torch.cuda.is_available():
-        with bundle.part("the allocator's snapshot"):
-            taken = allocator_snapshot()  # first, before anything else changes
-            sections["Alive in the CUDA allocator, by the line that made it"] = _blocks(taken)
+        with report.part("the allocator's snapshot"):
+            taken = allocator_snapshot()  # first, before anything below changes it
+            sections["Alive in the CUDA allocator, by the line that made it"] = _block_table(taken)
             for name, data in _allocator_files(taken).items():
-                bundle.write(name, data)
-        with bundle.part("the summary of CUDA's memory"):
+                report.write(name, data)
+        with report.part("the summary of CUDA's memory"):
             sections["CUDA's memory"] = _cuda_summary()
     else:
-        bundle.missing.append("the allocator's snapshot and summary (there is no CUDA device)")
+        report.missing.append("the allocator's snapshot and summary (there is no CUDA device)")
     if profile is None:
-        bundle.missing.append("bytes by category (pass profile=, see ampkit.debug.memory)")
+        report.missing.append("bytes by category (pass profile=, see ampkit.debug.memory)")
     else:
-        with bundle.part("bytes by category"):
+        with report.part("bytes by category"):
             known = profile.profile if isinstance(profile, Recorded) else profile
             sections = {"Bytes by category": known.table(_ROWS), **sections}
-            bundle.write("profile.json", json.dumps(known.to_dict()))
-            assert bundle.path is not None
-            memory_page(known, path=bundle.path / "memory.html")
-    with bundle.part("summary.txt"):
-        bundle.write("summary.txt", _summary(error, sections, bundle.missing))
+            report.write("profile.json", json.dumps(known.to_dict()))
+            assert report.path is not None
+            memory_page(known, path=report.path / "memory.html")
+    with report.part("summary.txt"):
+        report.write("summary.txt", _summary(error, sections, report.missing))
 
 
 def _summary(error: BaseException, sections: Mapping[str, str], missing: Sequence[str]) -> str:
@@ -229,7 +233,7 @@ def _summary(error: BaseException, sections: Mapping[str, str], missing: Sequenc
 
 
 def _cuda_summary() -> str:
-    """Return torch's summary of every device that this process has memory on."""
+    """Return torch's summary of each device on which this process has reserved memory."""
     used = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
     parts = []
     for index in used:
@@ -240,8 +244,8 @@ def _cuda_summary() -> str:
     return "".join(parts) or "none is reserved"
 
 
-def _fresh_folder(folder: Path, name: str) -> Path:
-    """Make a folder that nothing else writes to: not another rank, nor an earlier time, nor another job."""
+def _new_folder(folder: Path, name: str) -> Path:
+    """Make a folder that nothing else has written to: no other rank, no earlier call and no other job."""
     number = 1
     while True:
         path = folder / (f"{name}-rank{_rank()}" + (f"-{number}" if number > 1 else ""))
@@ -269,8 +273,8 @@ def _allocator_files(taken: dict[str, Any]) -> dict[str, bytes]:
     return {"snapshot.pickle": pickle.dumps(taken), **pages}
 
 
-def _blocks(taken: Mapping[str, Any]) -> str:
-    """Return a table of the blocks that are alive, summed by the line that asked for them, largest first."""
+def _block_table(taken: Mapping[str, Any]) -> str:
+    """Return a table of the blocks that are alive: the sum for each line that asked for some, largest first."""
     sizes: Counter[tuple[int, str]] = Counter()
     counts: Counter[tuple[int, str]] = Counter()
     for segment in taken["segments"]:
@@ -289,7 +293,7 @@ def _blocks(taken: Mapping[str, Any]) -> str:
 
 
 def _line(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Return the innermost line of a block's stack that is neither torch's nor ampkit's."""
+    """Return the innermost line of a block's stack that is neither in torch nor in ampkit."""
     for frame in frames:
         if not frame["filename"].startswith((*NOT_THE_USERS, "<", "??")):
             return f"{frame['filename']}:{frame['line']} in {frame['name']}"

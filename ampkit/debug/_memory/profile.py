@@ -1,4 +1,4 @@
-"""What a memory profile is: bytes alive per category over time, and what held most of them at the peak."""
+"""What a memory profile is: the bytes alive in each category over time, and the largest allocations at the peak."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ CATEGORIES = (
 
 
 class Holder(NamedTuple):
-    """A piece of memory that was alive at the peak.
+    """An allocation that was alive at the peak.
 
     Attributes:
         bytes: how much memory it takes.
         category: one of `CATEGORIES`.
         module: path of the module that made it, "" for the model itself and for what no module made.
-        line: the user's line that made it, as `file:line: source`, "" if it was there before or has none.
-        shape: of the tensor that it was made for.
-        dtype: likewise, as "float16".
+        line: the user's line that made it, as `file:line: source`; "" if it was there before or has none.
+        shape: shape of the tensor that it was made for, () if it belongs to no tensor.
+        dtype: dtype of that tensor, such as "float16"; "" if it belongs to no tensor.
     """
 
     bytes: int
@@ -37,7 +37,7 @@ class Holder(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Where something begins.
+    """Where a step, or a phase of a step, begins.
 
     Attributes:
         at: index of the first event that belongs to it.
@@ -53,13 +53,13 @@ class MemoryProfile:
     """Bytes alive on one device, by category, over one or more steps.
 
     Attributes:
-        label: what tables and pictures call it.
-        device: "cuda:0", "cpu".
-        times_ms: when each event (an allocation or a free) was, from the beginning.
+        label: the name of the profile in tables and plots.
+        device: such as "cuda:0" or "cpu".
+        times_ms: the time of each event, which is an allocation or a free, in ms since the beginning.
         series: for each of `CATEGORIES`, the bytes alive after each event.
         marks: where steps and their phases begin, in order.
-        holders: what was alive at the peak, largest first.
-        forecast: made without the device, from fake tensors. Times are of the host then.
+        holders: the allocations that were alive at the peak, largest first. The smallest may be left out.
+        forecast: whether the profile was made from fake tensors, without the device. Its times are then the host's.
     """
 
     label: str
@@ -77,12 +77,12 @@ class MemoryProfile:
 
     @property
     def peak(self) -> int:
-        """Most bytes that were alive at once; 0 where nothing was recorded."""
+        """The most bytes that were alive at once, 0 if nothing was recorded."""
         return max(self.totals, default=0)
 
     @property
     def peak_at(self) -> int:
-        """Index of the event after which most bytes were alive, the first of them."""
+        """Index of the event after which the most bytes were alive; of several, the first."""
         totals = self.totals
         return totals.index(max(totals)) if totals else 0
 
@@ -96,7 +96,7 @@ class MemoryProfile:
 
     @property
     def phase_at_peak(self) -> str:
-        """Where the peak is, as "step 1, backward"."""
+        """The step and the phase in which the peak is, such as "step 1, backward"."""
         before = [mark.name for mark in self.marks if mark.at <= self.peak_at]
         step = max((i for i, name in enumerate(before) if name.startswith("step ")), default=-1)
         return ", ".join(dict.fromkeys([*before[max(step, 0) : step + 1], *before[step + 1 :][-1:]])) or "before step 0"
@@ -105,12 +105,13 @@ class MemoryProfile:
         return self.table()
 
     def table(self, holders: int = 8) -> str:
-        """Return bytes by category at the peak, and the largest that were alive then.
+        """Return a table of the bytes in each category at the peak, and a list of the largest allocations.
 
         Args:
-            holders: how many of these.
+            holders: how many allocations to list.
         """
-        lines = [self._title(), "", f"{'at the peak':<16}{'MiB':>10}{'share':>8}"]
+        title = f"{profile_title(self)}: peak {mib(self.peak)} MiB in {self.phase_at_peak}"
+        lines = [title, "", f"{'at the peak':<16}{'MiB':>10}{'share':>8}"]
         for category, size in (*self.at_peak.items(), ("in all", self.peak)):
             if size:
                 lines.append(f"{category:<16}{mib(size):>10}{size / self.peak:>8.1%}")
@@ -122,15 +123,11 @@ class MemoryProfile:
             lines += [f"{'':12}{holder.line}"] if holder.line else []
         return "\n".join(lines)
 
-    def _title(self) -> str:
-        forecast = ", forecast" if self.forecast else ""
-        return f"{self.label or 'memory'} on {self.device}{forecast}: peak {mib(self.peak)} MiB in {self.phase_at_peak}"
-
     def beside(self, other: "MemoryProfile") -> str:
-        """Return both at their peaks, in columns: what a policy saves, and where.
+        """Return a table of this profile and another at their peaks, which shows what a policy saves in each category.
 
         Args:
-            other: the profile to compare with; the last columns are this one's bytes against it.
+            other: the profile to compare with. The last columns are this profile's bytes minus, and divided by, its.
         """
         names = [(profile.label or profile.device)[:20] for profile in (self, other)]
         lines = [f"{'MiB at the peak':<16}{names[0]:>22}{names[1]:>22}{'difference':>12}{'ratio':>8}"]
@@ -143,7 +140,7 @@ class MemoryProfile:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it, as JSON can hold it."""
+        """Return the profile as a dict that JSON can hold. `from_dict` reads it."""
         return {
             "label": self.label,
             "device": self.device,
@@ -158,7 +155,7 @@ class MemoryProfile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "MemoryProfile":
-        """Return the profile that `to_dict` wrote."""
+        """Return the profile that `to_dict` has made this dict of."""
         return cls(
             label=data["label"],
             device=data["device"],
@@ -170,6 +167,11 @@ class MemoryProfile:
         )
 
 
+def profile_title(profile: MemoryProfile) -> str:
+    """Return `float16 on cuda:0, forecast`."""
+    return f"{profile.label or 'memory'} on {profile.device}" + (", forecast" if profile.forecast else "")
+
+
 def mib(size: int) -> str:
-    """Return a number of bytes in MiB, for a column where all are."""
+    """Return a number of bytes in MiB, without the unit."""
     return f"{size / 2**20:.1f}"

@@ -73,7 +73,7 @@ class Recorded:
 
 
 @overload
-def memory(  # without arguments for `fn`: a context manager
+def memory(  # makes a context manager; the second overload calls a function, or a module with a batch
     fn: nn.Module | None = None,
     /,
     *optimizers: torch.optim.Optimizer,
@@ -130,12 +130,12 @@ def memory(
     - gradient: what is accumulated into a `.grad`.
     - optimizer state: what the optimizers keep, such as momentum.
     - input: the batch, all else that was there before, and copies from another device.
-    - activation: made in forward, or made again by checkpointing, and still there when backward begins.
+    - activation: made in forward and still there when backward begins, or made again by checkpointing.
     - autograd detail: made in backward, and not the gradient of a leaf.
     - temporary: everything else. On CUDA, this includes the workspaces that libraries take.
     - graph pool: the pools of CUDA graphs, whether used or not. A graph that is replayed shows nothing else.
 
-    Record two steps, because the first one makes what later steps find: optimizer state and gradients. The code
+    Record two steps, because the first one makes what later steps find, such as optimizer state. The code
     computes what it would compute anyway, a tenth of a millisecond slower per operation. One thing differs: where
     several gradients of a tensor are added, autograd adds them into new memory and not in place.
 
@@ -145,7 +145,7 @@ def memory(
 
     Parts that torch.compile made run as eager code while they are recorded, and run compiled again afterwards. So the
     profile does not show what compiling saves in memory, and a graph that is captured meanwhile holds eager code:
-    capture it before you record, or after.
+    record before you capture.
 
     Args:
         fn: the function to call. A module with no arguments but optimizers, or nothing at all, makes a context manager.

@@ -1,0 +1,153 @@
+"""What plots and pages of memory profiles show alike: which events are drawn, which marks have a label, one axis."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..._arguments import check_instance
+from ..._text import unit_of
+from .profile import CATEGORIES, MemoryProfile
+
+# The colours of Okabe and Ito, which people with any kind of colour vision can tell apart. Neighbours in the stack also
+# differ in lightness.
+COLOURS = dict(
+    zip(
+        CATEGORIES,
+        ("#0072B2", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#D55E00", "#CC79A7", "#999999"),
+        strict=True,
+    )
+)
+_POINTS = 1500  # events drawn of a profile: it is no wider in pixels
+# How far a label must be from the next one, as a part of the width: about what "step 10" and "optimizer" take.
+_STEP_ROOM, _PHASE_ROOM = 0.07, 0.1
+_HEADROOM = 1.16  # end of the axis over the peak: it leaves a line of text for the peak's label
+
+
+class PlottedMark(NamedTuple):
+    """A line where a step or a phase begins.
+
+    Attributes:
+        x: where it is.
+        label: its name, "" where there is no room for it.
+        is_step: whether a step begins, not a phase.
+    """
+
+    x: float
+    label: str
+    is_step: bool
+
+
+class PlottedProfile(NamedTuple):
+    """A profile, reduced to as many events as can be seen.
+
+    Attributes:
+        profile: all of it.
+        events: indices of the events that are drawn.
+        x: where each of them is drawn.
+        x_label: what the x axis shows.
+        series: for each category, the bytes alive after each event that is drawn.
+        marks: where steps and phases begin.
+        peak: bytes at the peak.
+        peak_at: index of the event at the peak.
+        peak_x: where the peak is drawn.
+    """
+
+    profile: MemoryProfile
+    events: list[int]
+    x: list[float]
+    x_label: str
+    series: dict[str, list[int]]
+    marks: list[PlottedMark]
+    peak: int
+    peak_at: int
+    peak_x: float
+
+
+class ByteAxis(NamedTuple):
+    """The y axis that all profiles of a plot share.
+
+    Attributes:
+        top: bytes at its end.
+        unit: bytes of its unit.
+        unit_name: such as "MiB".
+        categories: those that have any bytes in any of the profiles.
+    """
+
+    top: float
+    unit: int
+    unit_name: str
+    categories: list[str]
+
+    @classmethod
+    def over(cls, plotted: Sequence[PlottedProfile]) -> "ByteAxis":
+        """Return an axis that has room for each of the profiles."""
+        peak = max(one.peak for one in plotted)
+        used = [category for category in CATEGORIES if any(any(one.series[category]) for one in plotted)]
+        return cls(_HEADROOM * max(peak, 1), *unit_of(peak), used or [CATEGORIES[0]])
+
+
+def plotted_profiles(caller: str, profiles: Sequence[MemoryProfile]) -> list[PlottedProfile]:
+    """Return what is drawn of some profiles.
+
+    Args:
+        caller: the public function, for the message of an error.
+        profiles: the profiles.
+
+    Raises:
+        ValueError: a profile holds no events.
+    """
+    for profile in profiles:
+        check_instance(caller, "profile", profile, MemoryProfile, "what ampkit.debug.memory or forecast returned")
+        if not profile.times_ms:
+            raise ValueError(f"{caller}: profile {profile.label!r} holds no events. Record at least one step.")
+    return [_plotted(profile) for profile in profiles]
+
+
+def _plotted(profile: MemoryProfile) -> PlottedProfile:
+    # The times of a forecast are those of a host that computes shapes: they say nothing about the step.
+    places = range(len(profile.times_ms)) if profile.forecast else profile.times_ms
+    totals = profile.totals
+    events = drawn_events(totals, _POINTS)
+    peak = max(totals)
+    peak_at = totals.index(peak)
+    return PlottedProfile(
+        profile=profile,
+        events=events,
+        x=[places[i] for i in events],
+        x_label="allocations and frees, in order" if profile.forecast else "time, ms",
+        series={category: [profile.series[category][i] for i in events] for category in CATEGORIES},
+        marks=list(_marks(profile, places)),
+        peak=peak,
+        peak_at=peak_at,
+        peak_x=places[peak_at],
+    )
+
+
+def drawn_events(totals: Sequence[int], limit: int) -> list[int]:
+    """Return the indices of at most `limit` events that show the same curve.
+
+    The events are cut into stretches of equal length. Of each, the first, the lowest and the highest event are drawn;
+    of all, the last one too.
+
+    Args:
+        totals: the bytes alive after each event.
+        limit: how many events may be drawn.
+    """
+    if len(totals) <= limit:
+        return list(range(len(totals)))
+    length = math.ceil(len(totals) / ((limit - 1) // 3))
+    found = {len(totals) - 1}
+    for start in range(0, len(totals), length):
+        stretch = range(start, min(start + length, len(totals)))
+        found |= {start, min(stretch, key=totals.__getitem__), max(stretch, key=totals.__getitem__)}
+    return sorted(found)
+
+
+def _marks(profile: MemoryProfile, places: Sequence[float]) -> Iterator[PlottedMark]:
+    """Yield the marks, without a label where the next mark of the same kind, or the end, is too close."""
+    for is_step, room in ((True, _STEP_ROOM), (False, _PHASE_ROOM)):
+        marks = [mark for mark in profile.marks if mark.name.startswith("step ") == is_step]
+        xs = [places[min(mark.at, len(places) - 1)] for mark in marks]
+        for mark, x, next_x in zip(marks, xs, [*xs, places[-1]][1:], strict=True):
+            fits = next_x - x >= room * (places[-1] - places[0])
+            yield PlottedMark(x, mark.name if fits else "", is_step)

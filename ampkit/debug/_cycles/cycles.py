@@ -1,4 +1,4 @@
-"""Which reference cycles keep tensors alive until Python's garbage collector runs, told in the user's own names."""
+"""Which reference cycles keep tensors alive until Python's garbage collector runs."""
 
 import gc
 import types
@@ -14,24 +14,28 @@ from ..._arguments import check_callable
 from ..._text import size_text
 from ..._torch.autograd import graph_nodes, saved_by
 from ..._torch.modes import without_torch_function
-from .references import NAMELESS, chain, lines_of, storage_of
+from .references import UNNAMED_TYPES, chain, lines_of, storage_of
 
-_CANDIDATES = 16  # tensors of a cycle that are described, largest first, until one proves to have been freed
+# `Cycle.holds` names the largest tensor that is freed with the cycle. Which tensors are freed is known only afterwards, so
+# this many are described before, the largest first.
+_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """Objects that refer to each other in a circle, and the tensors that they keep.
+    """Objects that refer to each other in a cycle, and the tensors that they keep alive.
 
     Attributes:
-        loop: the circle: `Trainer.callbacks -> list[0] -> function Trainer.fit.<locals>.log closure cell 'self' ->
+        loop: the cycle: `Trainer.callbacks -> list[0] -> function Trainer.fit.<locals>.log closure cell 'self' ->
             Trainer`.
-        holds: how it gets to its largest tensor: `Trainer.history -> list[3] -> Tensor (64, 3) float32 cpu, 768 B`.
-        lines: of the functions and frames involved, as `file:line: source`; of classes where there are none of those.
+        holds: the way from the cycle to its largest tensor: `Trainer.history -> list[3] -> Tensor (64, 3) float32 cpu,
+            768 B`.
+        lines: lines of the functions and frames involved, as `file:line: source`; if there are none, of the classes.
         advice: what to write instead.
-        tensors: how many of different memory it keeps, those in gradients and autograd graphs too.
+        tensors: how many tensors it keeps alive, those in gradients and autograd graphs too. Tensors that share memory
+            count once.
         bytes: how much memory they take.
-        count: how many cycles read the same. `tensors` and `bytes` are of all of them.
+        count: how many cycles read the same. `tensors` and `bytes` are the sums over all of them.
     """
 
     loop: str
@@ -49,27 +53,27 @@ class Cycle:
 
 
 class Cycles:
-    """Context that finds the tensors which only reference cycles keep alive. Made by `ampkit.debug.cycles()`.
+    """Context that finds the tensors that only reference cycles keep alive. `ampkit.debug.cycles()` makes it.
 
     Attributes:
-        found: the cycles, those that keep most bytes first. Filled when the context ends.
-        bytes: memory that all of them keep, each tensor counted once.
-        tensors: how many of different memory.
+        found: the cycles, the one that keeps the most bytes first. It is filled when the context ends.
+        bytes: the memory that all of them keep alive, each tensor counted once.
+        tensors: how many tensors they keep alive. Tensors that share memory count once.
     """
 
     def __init__(self) -> None:
         self.found: tuple[Cycle, ...] = ()
         self.bytes = 0
         self.tensors = 0
-        self._before = (False, 0)
-        self._garbage = 0
+        self._before = (False, 0)  # whether the collector was enabled, and its flags
+        self._garbage = 0  # length of gc.garbage at the start
 
     def __enter__(self) -> "Cycles":
         gc.collect()
         self._before = gc.isenabled(), gc.get_debug()
         self._garbage = len(gc.garbage)
         gc.disable()
-        # Also what the user's own gc.collect() finds is to be seen: it goes to gc.garbage then, and is freed later.
+        # With this flag, what the user's own gc.collect() finds goes to gc.garbage and is not freed, so we see it too.
         gc.set_debug(self._before[1] | gc.DEBUG_SAVEALL)
         return self
 
@@ -78,7 +82,7 @@ class Cycles:
         try:
             gc.collect()
             with without_torch_function():
-                drafts = _drafts(gc.garbage[self._garbage :])
+                described = _described_cycles(gc.garbage[self._garbage :])
         finally:
             del gc.garbage[self._garbage :]
             gc.set_debug(flags & ~gc.DEBUG_SAVEALL)
@@ -86,19 +90,19 @@ class Cycles:
             gc.set_debug(flags)
             if enabled:
                 gc.enable()
-        self._report(drafts)
+        self._report(described)
 
-    def _report(self, drafts: Sequence["_Draft"]) -> None:
-        """Keep what was freed. A tensor that lives on has another owner, and is not the cycle's fault."""
-        freed = {ref: size for draft in drafts for ref, size in draft.storages.items() if ref.expired()}
+    def _report(self, described: Sequence["_DescribedCycle"]) -> None:
+        """Report the cycles whose tensors were freed now. A tensor that lives on has another owner."""
+        freed = {ref: size for cycle in described for ref, size in cycle.storages.items() if ref.expired()}
         self.bytes, self.tensors = sum(freed.values()), len(freed)
         cycles: dict[tuple[str, str, tuple[str, ...]], Cycle] = {}
-        for draft in drafts:
-            sizes = [size for ref, size in draft.storages.items() if ref in freed]
+        for cycle in described:
+            sizes = [size for ref, size in cycle.storages.items() if ref in freed]
             if not sizes:
                 continue
-            holds = next((text for kept, text in draft.holds if not kept.isdisjoint(freed)), draft.holds[0][1])
-            new = Cycle(draft.loop, holds, draft.lines, draft.advice, len(sizes), sum(sizes))
+            holds = next((text for kept, text in cycle.holds if not kept.isdisjoint(freed)), cycle.holds[0][1])
+            new = Cycle(cycle.loop, holds, cycle.lines, cycle.advice, len(sizes), sum(sizes))
             key = new.loop, new.holds, new.lines
             old = cycles.get(key)
             cycles[key] = (
@@ -120,7 +124,7 @@ class Cycles:
 def cycles(function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Cycles:
     """Find the reference cycles that keep tensors alive until Python's garbage collector happens to run.
 
-    Such memory is neither used nor free: it comes and goes with the collector, and looks like a leak.
+    Such memory is neither used nor free. It comes and goes with the collector, and looks like a leak.
 
     ::
 
@@ -129,21 +133,23 @@ def cycles(function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: 
                 train_step(batch)
         print(found)
 
-    Or, for one call: `print(ampkit.debug.cycles(train_step, batch))`.
+    For a single call: `print(ampkit.debug.cycles(train_step, batch))`.
 
-    The collector is held back within, so give it a few steps, not an epoch. What was garbage before is collected first.
-    Afterwards the garbage is freed and the collector is as it was.
+    Garbage from before is collected first. The collector is off in the context, so run a few steps there, not an epoch.
+    Afterwards the garbage is freed, and the collector is as it was.
+
+    Two kinds of cycles are not seen: a cycle through C++, such as a hook on a tensor that closes over the tensor, which
+    no collector can free; and a cycle through a suspended generator, which the collector breaks before anyone can look
+    at it.
 
     Args:
-        function: called within, with the other arguments. What it returns is dropped.
+        function: a function to call in the context. What it returns is dropped.
         args: its positional arguments.
         kwargs: its keyword arguments.
 
     Returns:
-        A context manager, which with `function` is done already: `.found`, `.bytes`, `.tensors`, and a report as text.
-        Cycles that hold nothing but memory with another owner (the weights of a model in use) are left out. Not seen is
-        a cycle through C++: a hook on a tensor that closes over the tensor, which no collector can free; nor one
-        through a suspended generator, which the collector cuts before it can be looked at.
+        A context manager with `.found`, `.bytes`, `.tensors`, and a report as its text. With a `function`, it has ended
+        already. Cycles are left out if all their tensors have another owner, such as the weights of a model in use.
 
     Sync: none. Aliasing: none.
     """
@@ -155,45 +161,51 @@ def cycles(function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: 
     return found
 
 
-# --------------------------------------------------------------------------------------------------- what garbage holds
+# -------------------------------------------------------------------------------------------- cycles among the garbage
 
 
-_Edges = list[list[int]]  # for each object, by number, those that it refers to
+_Edges = list[list[int]]  # for each object, by number, the objects that it refers to
+_Storages = dict[StorageWeakRef, int]  # bytes of each storage
 
 
-class _Draft(NamedTuple):
-    """A cycle before it is known which of its tensors have no other owner. Refers to none of its objects."""
+class _DescribedCycle(NamedTuple):
+    """A cycle before it is known which of its tensors have no other owner. It refers to none of its objects.
+
+    Attributes:
+        loop: as in `Cycle`.
+        holds: for some tensors, the largest first, their storages and the text that `Cycle.holds` would be.
+        lines: as in `Cycle`.
+        advice: as in `Cycle`.
+        storages: those of all tensors.
+    """
 
     loop: str
     holds: list[tuple[set[StorageWeakRef], str]]
     lines: tuple[str, ...]
     advice: str
-    storages: dict[StorageWeakRef, int]
+    storages: _Storages
 
 
-_Memory = dict[StorageWeakRef, int]  # bytes by storage
-
-
-def _drafts(garbage: Sequence[object]) -> list[_Draft]:
-    """Describe every cycle among some objects that leads to a tensor."""
-    at = {id(thing): i for i, thing in enumerate(garbage)}
-    edges = [[at[key] for key in map(id, gc.get_referents(thing)) if key in at] for thing in garbage]
-    tensors = {i: memory for i, thing in enumerate(garbage) if (memory := _memory(thing))}
+def _described_cycles(garbage: Sequence[object]) -> list[_DescribedCycle]:
+    """Describe each cycle among the objects that leads to a tensor."""
+    number = {id(thing): i for i, thing in enumerate(garbage)}
+    edges = [[number[key] for key in map(id, gc.get_referents(thing)) if key in number] for thing in garbage]
+    tensors = {i: storages for i, thing in enumerate(garbage) if (storages := _storages_of(thing))}
     holders = _reachable(_reversed(edges), tensors)
-    return [_draft(garbage, edges, loop, tensors) for loop in _loops(edges, holders)]
+    return [_described(garbage, edges, objects, tensors) for objects in _strongly_connected(edges, holders)]
 
 
 _ADVICE = {
     types.TracebackType: "Keep str(error), not the error, or end with `del error`: its traceback holds every frame.",
     types.FunctionType: "Pass the function what it needs as an argument, or let it close over weakref.ref(object).",
 }
-_CUT = "Let one of them hold weakref.ref(other), or cut the circle when it is done with (`self.x = None`)."
+_OTHER_ADVICE = "Let one of them hold weakref.ref(other), or break the cycle when it is done with (`self.x = None`)."
 
 
-def _memory(thing: object) -> _Memory:
-    """Return the memory that a tensor keeps: its own, that of its gradient, and what its autograd graph saved.
+def _storages_of(thing: object) -> _Storages:
+    """Return what a tensor keeps alive: its memory, that of its gradient, and what its autograd graph has saved.
 
-    To the collector all but the first is C++. A loss of four bytes in a cycle can hold the activations of a whole step.
+    The collector sees only the first of these. A loss of four bytes in a cycle can hold the activations of a step.
     """
     if not issubclass(type(thing), Tensor):
         return {}
@@ -204,39 +216,44 @@ def _memory(thing: object) -> _Memory:
     return dict(filter(None, map(storage_of, tensors)))
 
 
-def _draft(garbage: Sequence[object], edges: _Edges, loop: set[int], tensors: dict[int, _Memory]) -> _Draft:
-    """Describe one cycle.
+def _described(
+    garbage: Sequence[object], edges: _Edges, objects: set[int], tensors: dict[int, _Storages]
+) -> _DescribedCycle:
+    """Describe a cycle.
 
     Args:
-        garbage: the objects.
-        edges: which of them each refers to.
-        loop: those that can reach each other.
-        tensors: those that have memory.
+        garbage: all objects.
+        edges: the objects that each of them refers to.
+        objects: those that can reach each other.
+        tensors: those that keep memory alive.
     """
-    kept = sorted(_reachable(edges, loop) & tensors.keys(), key=lambda i: -sum(tensors[i].values()))
-    circle = _circle(garbage, edges, loop, kept[0])
-    starts = [i for i in circle if type(garbage[i]) not in NAMELESS] or circle
+    kept = sorted(_reachable(edges, objects) & tensors.keys(), key=lambda i: -sum(tensors[i].values()))
+    cycle = _shortest_cycle(garbage, edges, objects, kept[0])
+    starts = [i for i in cycle if type(garbage[i]) not in UNNAMED_TYPES] or cycle
     paths = {i: [garbage[j] for j in _path(edges, starts, i)] for i in kept[:_CANDIDATES]}
-    things = [garbage[i] for i in circle]
-    return _Draft(
-        chain([*things, things[0]]),
-        [(set(tensors[i]), chain(path)) for i, path in paths.items()],
-        tuple(lines_of([*things, *paths[kept[0]]])),
-        next((text for kind, text in _ADVICE.items() if kind in map(type, things)), _CUT),
-        {ref: size for i in kept for ref, size in tensors[i].items()},
+    things = [garbage[i] for i in cycle]
+    return _DescribedCycle(
+        loop=chain([*things, things[0]]),
+        holds=[(set(tensors[i]), chain(path)) for i, path in paths.items()],
+        lines=tuple(lines_of([*things, *paths[kept[0]]])),
+        advice=next((text for kind, text in _ADVICE.items() if kind in map(type, things)), _OTHER_ADVICE),
+        storages={ref: size for i in kept for ref, size in tensors[i].items()},
     )
 
 
-def _circle(garbage: Sequence[object], edges: _Edges, loop: set[int], tensor: int) -> list[int]:
-    """Return the shortest circle through that object of a loop which is nearest to a tensor."""
-    nearest = _path(edges, loop, tensor)[0]
-    onward = [i for i in edges[nearest] if i in loop]
-    circle = [nearest, *_path(edges, onward, nearest, loop)[:-1]]
-    first = next((n for n, i in enumerate(circle) if type(garbage[i]) not in NAMELESS), 0)
-    return circle[first:] + circle[:first]
+def _shortest_cycle(garbage: Sequence[object], edges: _Edges, objects: set[int], tensor: int) -> list[int]:
+    """Return the shortest cycle through the object that is nearest to a tensor, of objects that can reach each other.
+
+    It begins with an object that has a name, if there is one.
+    """
+    nearest = _path(edges, objects, tensor)[0]
+    onward = [i for i in edges[nearest] if i in objects]
+    cycle = [nearest, *_path(edges, onward, nearest, objects)[:-1]]
+    first = next((n for n, i in enumerate(cycle) if type(garbage[i]) not in UNNAMED_TYPES), 0)
+    return cycle[first:] + cycle[:first]
 
 
-# ------------------------------------------------------------------------------------------------------ walks of graphs
+# ---------------------------------------------------------------------------------------------------- graph algorithms
 
 
 def _reversed(edges: _Edges) -> _Edges:
@@ -248,7 +265,7 @@ def _reversed(edges: _Edges) -> _Edges:
 
 
 def _reachable(edges: _Edges, starts: Iterable[int], within: Collection[int] | None = None) -> set[int]:
-    """Return the nodes that can be reached, with those to start from."""
+    """Return the objects that can be reached from some objects, and these."""
     seen, left = set(starts), list(starts)
     while left:
         new = {i for i in edges[left.pop()] if i not in seen and (within is None or i in within)}
@@ -258,45 +275,45 @@ def _reachable(edges: _Edges, starts: Iterable[int], within: Collection[int] | N
 
 
 def _path(edges: _Edges, starts: Iterable[int], goal: int, within: Collection[int] | None = None) -> list[int]:
-    """Return a shortest path from one of some nodes to another, both ends included."""
-    came: dict[int, int | None] = dict.fromkeys(starts)
-    left = deque(came)
+    """Return a shortest path from one of some objects to another, both ends included."""
+    previous: dict[int, int | None] = dict.fromkeys(starts)
+    left = deque(previous)
     while left[0] != goal:  # callers know that there is a path
         i = left.popleft()
-        new = [j for j in edges[i] if j not in came and (within is None or j in within)]
-        came.update(dict.fromkeys(new, i))
+        new = [j for j in edges[i] if j not in previous and (within is None or j in within)]
+        previous.update(dict.fromkeys(new, i))
         left.extend(dict.fromkeys(new))
-    path, at = [], came[goal]
+    path, at = [], previous[goal]
     while at is not None:
         path.append(at)
-        at = came[at]
+        at = previous[at]
     return [*path[::-1], goal]
 
 
-def _loops(edges: _Edges, nodes: set[int]) -> list[set[int]]:
-    """Return the sets of nodes that can reach each other, a node alone only if it refers to itself.
+def _strongly_connected(edges: _Edges, objects: set[int]) -> list[set[int]]:
+    """Return the sets of objects that can reach each other; a single object only if it refers to itself.
 
     Kosaraju's algorithm, without recursion: garbage can be a chain of a million objects.
     """
-    back, left, found = _reversed(edges), set(nodes), []
-    for node in reversed(_finished(edges, nodes)):
-        if node in left:
-            part = _reachable(back, [node], left)
-            left -= part
-            if len(part) > 1 or node in edges[node]:
-                found.append(part)
+    back, left, found = _reversed(edges), set(objects), []
+    for i in reversed(_finished(edges, objects)):
+        if i in left:
+            component = _reachable(back, [i], left)
+            left -= component
+            if len(component) > 1 or i in edges[i]:
+                found.append(component)
     return found
 
 
-def _finished(edges: _Edges, nodes: set[int]) -> list[int]:
-    """Return the nodes in the order in which a depth-first search is done with them."""
+def _finished(edges: _Edges, objects: set[int]) -> list[int]:
+    """Return the objects in the order in which a depth-first search leaves them."""
     seen: set[int] = set()
     order = []
-    for root in nodes:
+    for root in objects:
         calls = [] if root in seen else [(root, iter(edges[root]))]
         seen.add(root)
         while calls:
-            new = next((i for i in calls[-1][1] if i in nodes and i not in seen), None)
+            new = next((i for i in calls[-1][1] if i in objects and i not in seen), None)
             if new is None:
                 order.append(calls.pop()[0])
             else:

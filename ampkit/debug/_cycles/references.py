@@ -1,9 +1,9 @@
-"""What the references between objects are called, and the objects: in the user's own names."""
+"""How objects and the references between them are named: as the user's code names them."""
 
 import gc
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +14,11 @@ from ..._torch.fake_tensors import is_fake
 from ..._torch.modules import module_tables
 from ..._user_line import line_text
 
-_STEPS = 12  # of a chain that are shown
+_SHOWN = 12  # objects of a chain that are shown, half of them at each end: about three lines of a terminal
 
-# What stands between objects that the user knows: a circle is better told from one of these.
-NAMELESS = (
+# Objects of these types stand between objects that the user has named. A cycle is easier to follow if it is told from
+# an object of another type.
+UNNAMED_TYPES = (
     dict,
     list,
     tuple,
@@ -27,41 +28,43 @@ NAMELESS = (
     types.MethodType,
     types.GetSetDescriptorType,
 )
-_Route = tuple[str, tuple[object, ...]]  # what a reference is called, and the objects that it leads through
+# What a reference is called, and the objects that it leads to, in order: `.x` leads to an object's dict and then to x.
+_Reference = tuple[str, tuple[object, ...]]
+_MOST_OBJECTS = 3  # of a reference: an attribute of a module leads through its dict and its dict of parameters
 
 
 def chain(path: Sequence[object]) -> str:
-    """Return how each object of a path refers to the next, in the user's names."""
-    steps, i = [], 0
+    """Return the names of the objects of a path, each with the name of its reference to the next."""
+    names, i = [], 0
     while i < len(path) - 1:
-        label, taken = _reference(path[i], path[i + 1 : i + 4])  # no route is longer
-        steps.append(_name(path[i]) + label)
-        i += taken
-    steps.append(_name(path[-1]))
-    if len(steps) > _STEPS:
-        steps[_STEPS // 2 : -_STEPS // 2] = [f"({len(steps) - _STEPS} more)"]
-    return " -> ".join(steps)
+        label, length = _reference(path[i], path[i + 1 : i + 1 + _MOST_OBJECTS])
+        names.append(_name(path[i]) + label)
+        i += length
+    names.append(_name(path[-1]))
+    if len(names) > _SHOWN:
+        names[_SHOWN // 2 : -_SHOWN // 2] = [f"({len(names) - _SHOWN} more)"]
+    return " -> ".join(names)
 
 
 def _reference(holder: object, following: Sequence[object]) -> tuple[str, int]:
-    """Return what the reference to the first object, or through some, is called, and how many it leads through."""
+    """Return the name of the reference that covers the most of the following objects, and how many it covers."""
     fitting = [
         (len(things), label)
-        for label, things in _routes(holder)
+        for label, things in _references(holder)
         if len(things) <= len(following) and all(a is b for a, b in zip(things, following, strict=False))
     ]
-    taken, label = max(fitting, key=lambda route: route[0], default=(1, " (no name)"))
-    return label, taken
+    length, label = max(fitting, key=lambda found: found[0], default=(1, " (no name)"))
+    return label, length
 
 
-def _routes(holder: object) -> Iterator[_Route]:
-    """Yield what an object refers to, by name. Calls no repr and no comparison of the user's."""
-    for kind, routes in _ROUTES.items():
+def _references(holder: object) -> Iterator[_Reference]:
+    """Yield all references of an object. Calls no repr, comparison or attribute access of the user's."""
+    for kind, references in _REFERENCES.items():
         if issubclass(type(holder), kind):
-            yield from routes(holder)
+            yield from references(holder)
     attributes = _attributes(holder)
     for name, value in attributes.items():
-        yield f".{name}", (value,)  # Python 3.11 keeps them in the object until someone asks for the dict
+        yield f".{name}", (value,)  # without a dict between: from Python 3.11 on, objects have none until asked
         yield f".{name}", (attributes, value)
     for cls in type(holder).__mro__:
         for name, member in vars(cls).items():
@@ -75,7 +78,7 @@ def _attributes(holder: object) -> dict[str, object]:
         found = object.__getattribute__(holder, "__dict__")
     except AttributeError:
         return {}
-    return found if type(found) is dict else {}  # that of a class is a view, see _of_class
+    return found if type(found) is dict else {}  # for a class it is a view of the dict: see _of_class
 
 
 def _slot(member: types.MemberDescriptorType, holder: object) -> object:
@@ -85,24 +88,24 @@ def _slot(member: types.MemberDescriptorType, holder: object) -> object:
         return None
 
 
-def _of_dict(holder: dict[Any, object]) -> Iterator[_Route]:
+def _of_dict(holder: dict[Any, object]) -> Iterator[_Reference]:
     for key, value in dict.items(holder):
         yield f"[{key!r}]" if type(key) in (str, int) else f"[{type(key).__name__}]", (value,)
         yield " key", (key,)
 
 
-def _of_sequence(holder: Any) -> Iterator[_Route]:
+def _of_sequence(holder: Any) -> Iterator[_Reference]:
     plain = next(kind for kind in (list, tuple, deque) if isinstance(holder, kind))
-    for i, value in enumerate(plain.__iter__(holder)):  # that of a subclass is the user's
+    for i, value in enumerate(plain.__iter__(holder)):  # a subclass may have an __iter__ of the user's
         yield f"[{i}]", (value,)
 
 
-def _of_set(holder: set[object]) -> Iterator[_Route]:
+def _of_set(holder: set[object]) -> Iterator[_Reference]:
     for value in holder:
         yield " element", (value,)
 
 
-def _of_function(holder: types.FunctionType) -> Iterator[_Route]:
+def _of_function(holder: types.FunctionType) -> Iterator[_Reference]:
     for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False):
         for value in gc.get_referents(cell):
             yield f" closure cell {name!r}", (holder.__closure__, cell, value)
@@ -113,12 +116,12 @@ def _of_function(holder: types.FunctionType) -> Iterator[_Route]:
         yield f" default of {name!r}", (holder.__kwdefaults__, value)
 
 
-def _of_cell(holder: types.CellType) -> Iterator[_Route]:
+def _of_cell(holder: types.CellType) -> Iterator[_Reference]:
     for value in gc.get_referents(holder):
         yield " of a closure", (value,)
 
 
-def _of_frame(holder: types.FrameType) -> Iterator[_Route]:
+def _of_frame(holder: types.FrameType) -> Iterator[_Reference]:
     cells = [thing for thing in gc.get_referents(holder) if type(thing) is types.CellType]
     for name, value in holder.f_locals.items():
         yield f" local {name!r}", (value,)
@@ -128,26 +131,26 @@ def _of_frame(holder: types.FrameType) -> Iterator[_Route]:
     yield " called by", (holder.f_back,)
 
 
-def _of_traceback(holder: types.TracebackType) -> Iterator[_Route]:
+def _of_traceback(holder: types.TracebackType) -> Iterator[_Reference]:
     yield ".tb_next", (holder.tb_next,)
 
 
-def _of_error(holder: BaseException) -> Iterator[_Route]:
+def _of_error(holder: BaseException) -> Iterator[_Reference]:
     for name in ("__traceback__", "__context__", "__cause__"):
         yield f".{name}", (getattr(holder, name),)
     for i, value in enumerate(holder.args):
         yield f".args[{i}]", (holder.args, value)
 
 
-def _of_class(holder: type) -> Iterator[_Route]:
-    for inner in gc.get_referents(vars(holder)):  # the dict behind the view
+def _of_class(holder: type) -> Iterator[_Reference]:
+    for inner in gc.get_referents(vars(holder)):  # the dict, of which vars is a view
         for name, value in vars(holder).items():
             yield f".{name}", (inner, value)
     for base in holder.__mro__:
         yield ".__mro__", (holder.__mro__, base)
 
 
-def _of_module(holder: nn.Module) -> Iterator[_Route]:
+def _of_module(holder: nn.Module) -> Iterator[_Reference]:
     attributes = _attributes(holder)
     for table in module_tables(holder):
         for name, value in table.items():
@@ -155,11 +158,11 @@ def _of_module(holder: nn.Module) -> Iterator[_Route]:
             yield f".{name}", (attributes, table, value)
 
 
-def _of_tensor(holder: Tensor) -> Iterator[_Route]:
+def _of_tensor(holder: Tensor) -> Iterator[_Reference]:
     yield ".grad_fn", (holder.grad_fn,)
 
 
-_ROUTES: dict[type, Callable[[Any], Iterator[_Route]]] = {
+_REFERENCES: dict[type, Callable[[Any], Iterator[_Reference]]] = {
     dict: _of_dict,
     list: _of_sequence,
     tuple: _of_sequence,
@@ -179,15 +182,15 @@ _ROUTES: dict[type, Callable[[Any], Iterator[_Route]]] = {
 # ----------------------------------------------------------------------------------------------------- names of objects
 
 
-def _name(thing: object) -> str:
+def _name(thing: Any) -> str:
     kind = type(thing)
     if issubclass(kind, Tensor):
-        return _tensor_name(thing)  # type: ignore[arg-type]
+        return _tensor_name(thing)
     if kind is types.FrameType:
-        return f"frame of {thing.f_code.co_name}"  # type: ignore[attr-defined]
+        return f"frame of {thing.f_code.co_name}"
     if kind is types.FunctionType:
-        return f"function {thing.__qualname__}"  # type: ignore[attr-defined]
-    return f"class {thing.__name__}" if issubclass(kind, type) else kind.__name__  # type: ignore[attr-defined]
+        return f"function {thing.__qualname__}"
+    return f"class {thing.__name__}" if issubclass(kind, type) else kind.__name__
 
 
 def _tensor_name(tensor: Tensor) -> str:
@@ -198,7 +201,7 @@ def _tensor_name(tensor: Tensor) -> str:
 
 
 def lines_of(things: Sequence[object]) -> list[str]:
-    """Return the lines of functions and frames, or of classes, each once."""
+    """Return the lines of the functions and frames among some objects, or if there are none, of their classes."""
     raised = {id(thing.tb_frame): thing.tb_lineno for thing in things if type(thing) is types.TracebackType}
     found = []
     for thing in things:
@@ -206,21 +209,19 @@ def lines_of(things: Sequence[object]) -> list[str]:
             found.append(line_text(thing.__code__.co_filename, thing.__code__.co_firstlineno))
         elif type(thing) is types.FrameType:
             found.append(line_text(thing.f_code.co_filename, raised.get(id(thing), thing.f_lineno)))
-    return list(dict.fromkeys(found or map(_line_of_class, filter(_is_written, map(type, things)))))
+    return list(dict.fromkeys(found or _class_lines(map(type, things))))
 
 
-def _is_written(kind: type) -> bool:
-    """Return whether a class has an `__init__` in Python of its own, which says where it is."""
-    return type(vars(kind).get("__init__")) is types.FunctionType
-
-
-def _line_of_class(kind: type) -> str:
-    code = vars(kind)["__init__"].__code__
-    return line_text(code.co_filename, code.co_firstlineno)
+def _class_lines(classes: Iterable[type]) -> Iterator[str]:
+    """Yield the lines of the classes that have an `__init__` in Python, which says where it is."""
+    for kind in classes:
+        init = vars(kind).get("__init__")
+        if type(init) is types.FunctionType:
+            yield line_text(init.__code__.co_filename, init.__code__.co_firstlineno)
 
 
 def storage_of(tensor: Tensor) -> tuple[StorageWeakRef, int] | None:
-    """Return a reference to a tensor's storage, and its bytes; None where it has none."""
+    """Return a weak reference to a tensor's storage and its bytes, or None if it has no memory."""
     if is_fake(type(tensor)):
         return None
     try:

@@ -116,7 +116,7 @@ def snapshot(folder: str | os.PathLike[str], *, history: int = _HISTORY) -> Iter
     check_path("debug.snapshot", "folder", folder)
     check_at_least("debug.snapshot", "history", history, 1, "the number of events that are kept")
     if not torch.cuda.is_available():
-        text = "debug.snapshot: no CUDA device, so nothing is written. ampkit.debug.memory records the memory of a CPU too."
+        text = "debug.snapshot: no CUDA device, so nothing is written. ampkit.debug.memory works on a CPU too."
         warnings.warn(text, AmpkitWarning, stacklevel=users_level())
         yield Path(folder)
         return

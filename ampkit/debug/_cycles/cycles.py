@@ -16,8 +16,8 @@ from ..._torch.autograd import graph_nodes, saved_by
 from ..._torch.modes import without_torch_function
 from .references import UNNAMED_TYPES, chain, lines_of, storage_of
 
-# `Cycle.holds` names the largest tensor that is freed with the cycle. Which tensors are freed is known only afterwards, so
-# this many are described before, the largest first.
+# `Cycle.holds` names the largest tensor that is freed with the cycle. Which tensors are freed is known only afterwards,
+# so this many are described before, the largest first.
 _CANDIDATES = 16
 
 

@@ -1,1 +1,1 @@
-"""Who holds the memory of a step, on a device or before there is one."""
+"""What holds the memory of a training step: recorded as it runs, or forecast without its device."""

@@ -1,4 +1,4 @@
-"""Out of memory: a bundle says who held it, and the error goes on as it was. Snapshots of the CUDA allocator."""
+"""Out of memory: a folder says what held it, and the error goes on as it was. Snapshots of the CUDA allocator."""
 
 import contextlib
 import gc
@@ -89,7 +89,7 @@ def guarded(folder: Path, error: BaseException | None = None, **kwargs: Any) -> 
     return error
 
 
-def test_bundle(cuda, tmp_path):
+def test_report(cuda, tmp_path):
     """M2: snapshot, both plots, category table, largest holders with their lines, and the error's own line."""
     with pytest.raises(torch.OutOfMemoryError) as caught, debug.on_oom(tmp_path, profile=make_profile(), history=77):
         run_out()

@@ -126,7 +126,7 @@ def _of_frame(holder: types.FrameType) -> Iterator[_Reference]:
     for name, value in holder.f_locals.items():
         yield f" local {name!r}", (value,)
         for cell in cells:
-            if any(held is value for held in gc.get_referents(cell)):
+            if any(inside is value for inside in gc.get_referents(cell)):
                 yield f" local {name!r}", (cell, value)
     yield " called by", (holder.f_back,)
 

@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -143,8 +143,8 @@ class _FakeStep:
 
     def _run(self, tracker: MemoryTracker) -> None:
         self._optimizer.zero_grad()
-        with self._autocast():
-            args, kwargs = self._batch
+        args, kwargs = self._batch
+        with nullcontext() if self._policy is None else self._policy.autocast(self._device):
             loss = self._loss_fn(self._model, *args, **kwargs)
         loss = loss[0] if isinstance(loss, tuple) else loss
         if self._policy is not None and self._policy.needs_scaling:
@@ -152,9 +152,6 @@ class _FakeStep:
         loss.backward()
         with _FakeOptimizerStep(tracker):
             self._optimizer.step()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._policy is None else self._policy.autocast(self._device)
 
 
 class _FakeOptimizerStep(TorchDispatchMode):

@@ -181,9 +181,9 @@ def memory(
     check_at_least("debug.memory", "steps", steps, 1, "how often the function is called")
     inputs = (args, kwargs) if inputs is None else inputs
     recorded = Recorded(model, optimizers, inputs, _device(device, model, inputs), label)
-    with recorded.entered(sys._getframe(1)) as ledger:
+    with recorded.entered(sys._getframe(1)) as tracker:
         for _ in range(steps):
-            ledger.begin_step()
+            tracker.begin_step()
             fn(*args, **kwargs)
     return recorded.profile
 

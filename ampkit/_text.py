@@ -1,4 +1,4 @@
-"""How what ampkit prints is written: amounts of memory, names of dtypes and types, tables, progress bars."""
+"""How ampkit writes text: amounts of memory, names of dtypes and types, tables, progress bars."""
 
 import sys
 from collections.abc import Sequence
@@ -7,15 +7,16 @@ from numbers import Number
 import torch
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_BAR_WIDTH = 24  # characters; leaves half of a line of 80 for the text behind it
 
 
 def unit_of(size: int) -> tuple[int, str]:
-    """Return the largest unit of memory that is not larger than `size` bytes: its bytes, and its name."""
+    """Return the largest unit of memory that fits into `size` bytes: how many bytes it has, and its name."""
     return next((unit for unit in _UNITS if size >= unit[0]), _UNITS[-1])
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes in the largest unit that fits: with one digit behind the point, of a GiB with two."""
+    """Return a number of bytes in the largest unit that fits. GiB get two digits after the point, KiB and MiB one."""
     unit, name = unit_of(size)
     if unit == 1:
         return f"{size} {name}"
@@ -28,7 +29,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def type_text(value: object) -> str:
-    """Return the type of a value, or those of the parts of a tuple, for a message that it is the wrong one."""
+    """Return the name of a value's type, of a tuple the names of its parts' types, for an error message."""
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"
     return type(value).__name__
@@ -49,13 +50,14 @@ _PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device)
 def grid(
     rows: Sequence[Sequence[str]], texts: int, width: int = 0, shrink: Sequence[tuple[int, int]] = ()
 ) -> list[str]:
-    """Return a line a row, each column as wide as its widest cell.
+    """Return a table as one line for each row. A column is as wide as its widest cell.
 
     Args:
-        rows: cells, a heading among them.
-        texts: how many of the first columns are text, which begins at the left. Numbers end at the right.
-        width: of the terminal, in characters.
-        shrink: columns of text that give way where that is too little: which, and down to how many characters, in turn.
+        rows: the cells of each row. The heading is one of the rows.
+        texts: how many columns, from the left, hold text and are aligned left. The others are aligned right.
+        width: how many characters a line may have.
+        shrink: which columns of text to shorten, in this order, until lines fit into `width`: `(column, characters)`,
+            where the column keeps at least so many characters.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     excess = sum(widths) + 2 * (len(widths) - 1) - width
@@ -73,15 +75,15 @@ def _aligned(row: Sequence[str], widths: Sequence[int], texts: int) -> list[str]
 
 
 def _cut(text: str, size: int) -> str:
-    """Return the text with its middle left out where it is too long: a module's name stands at the end of its path."""
+    """Return the text, without its middle if it is too long. The end of a module's path is its name, so it stays."""
     if len(text) <= size:
         return text
     head = (size - 2) // 3
     return text[:head] + ".." + text[len(text) - (size - 2 - head) :]
 
 
-class Bar:
-    """A line on a terminal that says how much is done. Nothing where there is no terminal."""
+class ProgressBar:
+    """A line on a terminal that says how much is done. Without a terminal it prints nothing."""
 
     def __init__(self, total: int, shown: bool = True) -> None:
         self._total = total
@@ -89,14 +91,14 @@ class Bar:
         self._shown = shown and sys.stderr.isatty()
 
     def show(self, text: str) -> None:
-        """Count one part as begun."""
+        """Count one more part as begun, and say what it is."""
         if self._shown:
-            filled = 24 * self._done // self._total
-            line = f"[{'#' * filled}{'.' * (24 - filled)}] {self._done + 1}/{self._total} {text}"
+            filled = _BAR_WIDTH * self._done // self._total
+            line = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {self._done + 1}/{self._total} {text}"
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
         self._done += 1
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line from the terminal."""
         if self._shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Whose line it is: the innermost line of the user's own code in a stack, in an error, or where a node was made."""
+"""Which line of the user's code is shown: the innermost one on a stack, in a traceback, or where a node was made."""
 
 import contextlib
 import functools
@@ -13,43 +13,43 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ._torch.autograd import ENGINE_CODE, current_node, forward_stack
+from ._torch.autograd import ENGINE_CODE, current_node
 
-# Folders whose code is not the user's: those of torch and of ampkit.
+# The folders of torch and of ampkit. What lies in them is not the user's code.
 NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
 _TORCH, _AMPKIT = NOT_THE_USERS
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
-_ENTRY = re.compile(r'  File "(.+)", line (\d+), in ')  # of traceback.format_stack
-# Files whose frames stand between an operation, or a warning, and the line that called for it.
+_STACK_ENTRY = re.compile(r'  File "(.+)", line (\d+), in ')  # as traceback.format_stack writes it
+# Files whose frames lie between an operation, or a warning, and the line that caused it.
 _WRAPPERS = {
     __file__,
     f"{_TORCH}_compile.py",
     f"{_TORCH}_dynamo{os.sep}eval_frame.py",
     warnings.catch_warnings.__init__.__code__.co_filename,
 }
-# Files that enter a context for their caller.
+# Files with functions that enter a context on behalf of their caller.
 _ENTERING = {contextlib.__file__}
-# Files of torch whose lines say no more than the user's line does.
-_THIN = ("_tensor", "_tensor_str", "functional", "_jit_internal", "_ops", "__init__", "streams", "graph")
+# Files of torch whose lines tell no more than the user's line that called them.
+_TELL_NO_MORE = ("_tensor", "_tensor_str", "functional", "_jit_internal", "_ops", "__init__", "streams", "graph")
 
 
 def wraps_operations(file: str) -> None:
-    """Register a file of ampkit, by its `__file__`, whose code runs between a line and the operation that it calls."""
+    """Register a file of ampkit, by its `__file__`, with functions that run between a line and its operation."""
     _WRAPPERS.add(file)
 
 
 def enters_for_its_caller(file: str) -> None:
-    """Register a file of ampkit, by its `__file__`, that enters a context which is its caller's."""
+    """Register a file of ampkit, by its `__file__`, with functions that enter a context on behalf of their caller."""
     _ENTERING.add(file)
 
 
 def user_line(error: BaseException) -> str:
-    """Return `file:line: source` of the innermost of the user's lines that an error came through, "" if none."""
+    """Return `file:line: source` of the user's innermost line in the traceback of an error, "" if there is none."""
     frames = _users_frames(error)
     return line_text(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
 
@@ -72,13 +72,13 @@ def _users_frames(error: BaseException) -> list[tuple[FrameType, int]]:
 
 
 def running_place(frame: FrameType | None) -> tuple[str, int] | None:
-    """Return file and number of the innermost of the user's lines on a stack, which `line_text` takes; None if none."""
+    """Return file and number of the user's innermost line on a stack, as `line_text` takes them. None without one."""
     users = next(filter(_is_users_frame, _frames(frame)), None)
     return None if users is None else (users.f_code.co_filename, users.f_lineno)
 
 
 def is_users_call(frame: FrameType | None) -> bool:
-    """Return whether what runs was called by a line of the user's, torch's own lines between them aside."""
+    """Return whether the user's code called what runs, directly or through torch, and not ampkit."""
     called = next((outer for outer in _frames(frame) if _is_users_frame(outer) or _is_ampkits(outer)), None)
     return called is not None and not _is_ampkits(called)
 
@@ -88,26 +88,26 @@ def _is_ampkits(frame: FrameType) -> bool:
 
 
 def running_line(frame: FrameType | None) -> str:
-    """Return `file:line: source` of the innermost of the user's lines on a stack, "" if none."""
+    """Return `file:line: source` of the user's innermost line on a stack, "" if there is none."""
     place = running_place(frame)
     return line_text(*place) if place else ""
 
 
 def users_level() -> int:
-    """Return the `stacklevel` by which a warning of the caller names the innermost of the user's lines."""
+    """Return the `stacklevel` with which a warning that the caller issues names the user's innermost line."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and not _is_users_frame(frame):
         frame, level = frame.f_back, level + 1
     return level
 
 
-class Place(NamedTuple):
-    """Where something happened.
+class SourceLocation(NamedTuple):
+    """Where in the code something happened.
 
     Attributes:
-        line: the user's, "" if there is none.
-        inside: torch's or ampkit's line that it led to, "" if it says no more.
-        backward: it happened in a built-in backward, and `line` is of its forward.
+        line: the user's line, "" if there is none.
+        inside: the line of torch or ampkit that the user's line led to, "" if it tells no more.
+        backward: it happened in the backward of one of torch's operations, and `line` is the line of the forward.
     """
 
     line: str = ""
@@ -116,48 +116,56 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What tells places apart."""
+        """Equal for equal locations."""
         return self.line or self.inside
 
 
-class Blame:
-    """Finds the user's line within a context.
+class UserLineFinder:
+    """Finds the user's line that something happens at, among the lines that run within a context.
 
     Args:
-        entered: the frame that entered the context. Its callers are not to be blamed.
-        lenient: what happens in torch's code alone, or in its optimizers, counts for nothing.
+        entered: the frame that entered the context. The lines that called it are not searched.
+        skip_torch: leave out what happens in torch's code alone, or in torch's optimizers.
     """
 
-    def __init__(self, entered: FrameType, lenient: bool) -> None:
+    def __init__(self, entered: FrameType, skip_torch: bool) -> None:
         self._callers = len(list(_frames(_entering(entered)))) - 1
-        self._lenient = lenient
+        self._skip_torch = skip_torch
 
-    def __call__(self, node: object = None) -> Place | None:
-        """Return where the caller is called from, or where `node` was made; None if that does not count."""
+    def __call__(self, node: Any = None) -> SourceLocation | None:
+        """Return where the running code was called from, None if that is left out.
+
+        Within a backward, the line is the one whose forward made the autograd node.
+
+        Args:
+            node: an autograd node; if None, the one that is running.
+        """
         frames = list(_frames(real_frame()))
         node, inside = node or current_node(), ""
         for frame in frames[: max(len(frames) - self._callers, 0)]:
             if _is_users_frame(frame):
-                uncounted = self._lenient and inside.startswith(_OPTIMIZERS)
-                return None if uncounted else Place(line_text(frame.f_code.co_filename, frame.f_lineno), inside)
+                if self._skip_torch and inside.startswith(_OPTIMIZERS):
+                    return None
+                return SourceLocation(line_text(frame.f_code.co_filename, frame.f_lineno), inside)
             if node is not None and frame.f_code is ENGINE_CODE and (line := self._forward_line(node)):
-                return Place(line, backward=True)
+                return SourceLocation(line, backward=True)
             inside = inside or _short(frame)
-        return None if self._lenient else Place(inside=inside)
+        return None if self._skip_torch else SourceLocation(inside=inside)
 
-    def _forward_line(self, node: object) -> str:
-        made = forward_stack(node)[self._callers :]
-        entries = [match.groups() for match in map(_ENTRY.match, made) if match]
+    def _forward_line(self, node: Any) -> str:
+        """Return the user's line that made an autograd node, "" without anomaly mode, which stores the stack."""
+        made = node.metadata.get("traceback_", [])[self._callers :]
+        entries = [match.groups() for match in map(_STACK_ENTRY.match, made) if match]
         return next((line_text(file, int(number)) for file, number in reversed(entries) if _is_users(file)), "")
 
 
 def real_frame() -> FrameType:
-    """Return the innermost frame that would be there without the preflight."""
+    """Return the innermost frame of the caller's stack that is not one of a wrapper (`wraps_operations`)."""
     return next(frame for frame in _frames(sys._getframe(1)) if frame.f_code.co_filename not in _WRAPPERS)
 
 
 def warn_at(frame: FrameType, message: Warning | str, category: type[Warning]) -> None:
-    """Issue a warning, under the user's filters, as if the line that a frame is at had issued it."""
+    """Issue a warning as if the line that a frame is at had issued it. The user's filters hold."""
     scope = frame.f_globals
     registry = scope.setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, scope["__name__"], registry)
@@ -165,7 +173,7 @@ def warn_at(frame: FrameType, message: Warning | str, category: type[Warning]) -
 
 @functools.lru_cache(maxsize=4096)
 def _is_users(filename: str, module: str = "") -> bool:
-    """Return whether code is neither torch's (what it generates included) nor ampkit's nor Python's own."""
+    """Return whether code is the user's: not torch's, not generated by torch, not ampkit's, not Python's own."""
     if filename.startswith((*NOT_THE_USERS, "<eval_with_key>", "<frozen ", "<string>")) or module.startswith("torch."):
         return False
     return not filename.startswith(_STDLIB) or "-packages" in filename
@@ -176,17 +184,14 @@ def _is_users_frame(frame: FrameType) -> bool:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that called it."""
+    """Yield a frame and the frames that called it."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _entering(frame: FrameType) -> FrameType:
-    """Return the frame in which a context was entered.
-
-    If need be through an `ExitStack`, a `contextmanager` or `debug.find_syncs`.
-    """
+    """Return the frame whose code entered a context, directly or through an `ExitStack` or a `contextmanager`."""
     if frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back and _passes_on(frame.f_back):
         frame = frame.f_back
     return next(outer for outer in _frames(frame) if not _passes_on(outer))
@@ -202,9 +207,9 @@ def line_text(filename: str, number: int) -> str:
 
 
 def _short(frame: FrameType) -> str:
-    """Return `torch/optim/adam.py:345`, "" for code that says no more than its caller's line."""
+    """Return `torch/optim/adam.py:345`, "" for code that tells no more than the line that called it."""
     filename = frame.f_code.co_filename
     folder = next((folder for folder in NOT_THE_USERS if filename.startswith(folder)), None)
-    if folder is None or filename in _WRAPPERS or Path(filename).stem in _THIN:
+    if folder is None or filename in _WRAPPERS or Path(filename).stem in _TELL_NO_MORE:
         return ""
     return f"{os.path.relpath(filename, Path(folder).parent)}:{frame.f_lineno}"

@@ -20,7 +20,7 @@ from .._torch.fake_tensors import is_fake
 from .._torch.modes import TorchDispatchMode, leave, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
 from .._undo import Undo
-from .._user_line import Blame, Place, real_frame, warn_at, wraps_operations
+from .._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
 from .reseeding import GeneratorWatch, getters, setters
 from .uncapturable import (
     DRAW_ON_DEVICE,
@@ -128,7 +128,7 @@ class Preflight(TorchDispatchMode):
 
     def __enter__(self) -> "Preflight":
         self._thread = threading.get_ident()
-        self._blame = Blame(sys._getframe(1), lenient=self._watched.device.type == "cpu")
+        self._blame = UserLineFinder(sys._getframe(1), skip_torch=self._watched.device.type == "cpu")
         self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
         self._set_generators = GeneratorWatch(*self._watched)
         self._undo = Undo()
@@ -188,7 +188,7 @@ class Preflight(TorchDispatchMode):
         self._checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         if self._checks_nan:
             reads = "torch.autograd.detect_anomaly() reads every gradient on the host"
-            self._add(Problem(reads, "Switch it off, or pass check_nan=False."), Place())
+            self._add(Problem(reads, "Switch it off, or pass check_nan=False."), SourceLocation())
         undo.note(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         torch.set_anomaly_enabled(True, self._checks_nan)
         undo.note(let_autograd_use_threads, uses_autograd_threads())
@@ -344,10 +344,10 @@ class Preflight(TorchDispatchMode):
             if before is not None and before != self._drawn[name]:
                 where = "here or just before" + (" or in another thread" if threading.active_count() > 1 else "")
                 what = f"draws from {name}, {where}, which a graph would freeze"
-                self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._blame() or Place())
+                self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._blame() or SourceLocation())
         named, self._seeds_on = self._seeds_on, False
         if self._set_generators.was_set() and not named:
-            self._add(sets_generator("something here or just before"), self._blame() or Place())
+            self._add(sets_generator("something here or just before"), self._blame() or SourceLocation())
 
     def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         """Return autograd's engine with another first look at the graph."""
@@ -393,7 +393,7 @@ class Preflight(TorchDispatchMode):
         self._named.add(place.key)
         return self._add(problem, place)
 
-    def _add(self, problem: Problem, place: Place) -> _Key:
+    def _add(self, problem: Problem, place: SourceLocation) -> _Key:
         what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
         if place.backward and (place.line, what) not in self._found:
             what = f"{what}, in its backward"

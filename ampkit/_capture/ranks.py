@@ -1,11 +1,11 @@
 """What the processes of one job must decide together: whether to capture."""
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .._torch.modules import is_sharded
 from .job_end import Closable, close_before_end, keep_process_group
 
 WARMUP_DDP = 12  # DDP rebuilds its buckets after the first step and samples timings up to the 11th
@@ -86,10 +86,16 @@ _EAGER_VOTES = 256  # ranks whose batches always differ never come to rest
 _EVERY = 61  # prime, so that each place of a window has its turn
 
 
+def _is_sharded(param: Tensor) -> bool:
+    """Return whether a parameter is a DTensor, as `fully_shard` makes it."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # whoever made a DTensor has imported it, which takes long
+    return tensors is not None and isinstance(param, tensors.DTensor)
+
+
 def why_not_sharded(module: nn.Module) -> str:
     """Return why parameters that `fully_shard` split over processes are not captured; "" if there are none."""
     for name, param in module.named_parameters():
-        if is_sharded(param):
+        if _is_sharded(param):
             return (
                 f"parameter {name} is a {type(param).__name__}: gradient norm, overflow check and the ranks' votes are "
                 "not implemented for parameters that fully_shard split. Use DistributedDataParallel, or pass "

@@ -1,6 +1,7 @@
 """What capture asks of an optimizer: gradient norm, clipping, skipping and learning rate, all on the device."""
 
 import inspect
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,15 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 
 from .._errors import AmpkitWarning, CaptureError
 from .._torch.optimizers import (
     can_init_optimizer_state,
     class_step,
     init_optimizer_state,
-    is_step_of_class,
-    is_written_by_torch,
     step_hooks,
     supports_amp_scaling,
 )
@@ -32,6 +31,24 @@ _FUSED = (Adam, AdamW, SGD, Adagrad)
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 
 
+_TORCH = os.path.dirname(torch.__file__)
+
+
+def _is_written_by_torch(function: Any) -> bool:
+    """Return whether a function was defined in torch's files, so that nobody put another one in its place."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH)
+
+
+def _is_step_of_class(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer.step` is the method of its class, or a learning-rate scheduler's wrapper around it."""
+    own: Any = vars(optimizer).get("step")
+    if own is None:
+        return True
+    wrapped: Any = getattr(own, "__wrapped__", None)
+    return wrapped is type(optimizer).step and own.__code__.co_filename == lr_scheduler.__file__
+
+
 def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
     """Return the class of torch.optim whose step is this optimizer's, None if it has one of its own.
 
@@ -39,9 +56,9 @@ def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
     """
     kind = type(optimizer)
     base = next((base for base in kind.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer)
-    if base is Optimizer or not is_step_of_class(optimizer) or class_step(kind) is not class_step(base):
+    if base is Optimizer or not _is_step_of_class(optimizer) or class_step(kind) is not class_step(base):
         return None
-    if not is_written_by_torch(class_step(base)):  # replaced on torch's own class
+    if not _is_written_by_torch(class_step(base)):  # replaced on torch's own class
         return None
     replaced = any(
         name in vars(optimizer) or getattr(kind, name, None) is not getattr(base, name, None) for name in _CALLED
@@ -76,7 +93,7 @@ def runs_beside_step(optimizer: Optimizer) -> str:
     """
     if step_hooks(optimizer):
         return "step hooks"
-    return "" if is_step_of_class(optimizer) else "a step that was replaced on the object"
+    return "" if _is_step_of_class(optimizer) else "a step that was replaced on the object"
 
 
 def skips_by_itself(optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""Autocast in a custom `torch.autograd.Function`: backward runs under what forward ran under, by attributes of ctx."""
+"""Autocast in a custom `torch.autograd.Function`: attributes of ctx carry its state from forward to backward."""
 
 import copy
 import dataclasses
@@ -15,18 +15,18 @@ from .._errors import AmpkitError
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-# The attributes of ctx that torch.amp.custom_fwd writes and torch.amp.custom_bwd reads (torch/amp/autocast_mode.py).
-# Kept, so that either decorator of torch pairs with the other one of ampkit.
-_DTYPE = "_dtype"
-_ENABLED = "_fwd_used_autocast"
-# Ours: the device type that forward settled on; the dtypes of its outputs before `cast_outputs`; whether forward saved
-# an output that `cast_outputs` then replaced; and, on such an output until setup_context has read it, its old dtype.
-_DEVICE = "_ampkit_device_type"
-_BEFORE = "_ampkit_output_dtypes"
-_SEVERED = "_ampkit_saved_uncast_output"
-_WAS = "_ampkit_dtype_before_cast"
+# torch.amp.custom_fwd writes these attributes of ctx and torch.amp.custom_bwd reads them (torch/amp/autocast_mode.py).
+# ampkit uses the same ones, so that a decorator of torch and one of ampkit work together.
+_AUTOCAST_DTYPE = "_dtype"
+_AUTOCAST_ENABLED = "_fwd_used_autocast"
+# ampkit's own attributes of ctx.
+_DEVICE_TYPE = "_ampkit_device_type"  # whose autocast forward ran under
+_OUTPUT_DTYPES = "_ampkit_output_dtypes"  # of the outputs before `cast_outputs`, None for those that it left alone
+_SAVED_UNCAST_OUTPUT = "_ampkit_saved_uncast_output"  # set if forward saved an output that `cast_outputs` replaced
+# An attribute of an output that was cast, until setup_context has read it.
+_DTYPE_BEFORE_CAST = "_ampkit_dtype_before_cast"
 
-_DICTS = (dict, OrderedDict)  # rebuilt in a way that torch.compile can trace, as it cannot copy.copy
+_PLAIN_DICTS = (dict, OrderedDict)  # torch.compile can trace how these are rebuilt; it cannot trace copy.copy
 
 
 @overload
@@ -60,25 +60,25 @@ def custom_fwd(
 
     Accepts every call that `torch.amp.custom_fwd` accepts. Outside autocast it changes nothing.
 
-    A Function whose `forward` has no ctx decorates `setup_context` as well, with the same arguments: what backward
-    needs is recorded there, and its `inputs` are cast like those of `forward`.
+    If the Function has a `setup_context`, decorate that as well, with the same arguments. It records what backward
+    needs, because such a `forward` has no ctx. Its `inputs` are cast in the same way as those of `forward`.
 
     Args:
         fwd: the method, or None to get a decorator.
-        device_type: whose autocast counts: "cuda", "cpu", ... None takes that of the tensors among the inputs, where
-            an accelerator outweighs the CPU.
-        cast_inputs: floating dtype. Under autocast the inputs are cast to it and `forward` runs with autocast off. Cast
-            are the floating tensors on that device except float64, also in tuples, lists, sets, dicts, their
+        device_type: "cuda", "cpu", ...: the device type whose autocast state counts. None takes that of the tensors
+            among the inputs. An accelerator wins over the CPU.
+        cast_inputs: floating dtype. Under autocast the inputs are cast to it, and `forward` runs with autocast off. All
+            floating tensors on that device are cast, except float64, also those in tuples, lists, sets, dicts, their
             subclasses, namedtuples and dataclass instances. Second derivatives reach the inputs through the cast.
-        cast_outputs: floating dtype. Under autocast the floating outputs except float64 are cast to it. `backward` then
-            gets its gradients in the dtypes that `forward` itself returned.
+        cast_outputs: floating dtype. Under autocast the floating outputs, except float64, are cast to it. `backward`
+            then gets its gradients in the dtypes that `forward` itself returned.
 
     Returns:
         The decorated method, or a decorator.
 
     Raises:
-        ValueError: an argument that is not what it should be. When called: no device type can be inferred, or
-            `cast_outputs` meets an output that `forward` changed in place.
+        ValueError: an argument is wrong. In a call: the device type cannot be inferred, or `cast_outputs` would cast an
+            output that `forward` changed in place.
     """
     _check_device_type("custom_fwd", device_type)
     _check_dtype("cast_inputs", cast_inputs)
@@ -102,21 +102,21 @@ def custom_bwd(bwd: None = None, *, device_type: str | None = None) -> Callable[
 
 
 def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
-    """Decorate `backward` of a `torch.autograd.Function`: it runs under the autocast that forward ran under.
+    """Decorate `backward` of a `torch.autograd.Function`: it runs under the autocast state that forward ran under.
 
-    Accepts every call that `torch.amp.custom_bwd` accepts, and pairs with `torch.amp.custom_fwd` too.
+    Accepts every call that `torch.amp.custom_bwd` accepts. `forward` may have the decorator of `torch.amp` instead.
 
     Args:
         bwd: the method, or None to get a decorator.
-        device_type: whose autocast to set: "cuda", "cpu", ... None takes the one that forward ran with.
+        device_type: "cuda", "cpu", ...: the device type whose autocast is set. None takes the one of forward.
 
     Returns:
         The decorated method, or a decorator.
 
     Raises:
-        ValueError: an argument that is not what it should be.
-        AmpkitError: when called: forward (or setup_context) is not decorated; or the backward of the backward is asked
-            for, and forward saved an output that `cast_outputs` replaced: a derivative would be missing.
+        ValueError: an argument is wrong.
+        AmpkitError: in a call: forward or setup_context is not decorated. Or a second derivative is asked for, and
+            forward saved an output that `cast_outputs` replaced, so that a term of it would be missing.
     """
     _check_device_type("custom_bwd", device_type)
     if bwd is None:
@@ -126,11 +126,16 @@ def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
     @functools.wraps(method)
     def backward(ctx: Any, *grads: Any, **kwargs: Any) -> Any:
         _check_recorded(ctx, method)
-        kind = device_type or _device_type_of_forward(ctx, method, grads)
-        grads = _in_dtypes_of_forward(grads, getattr(ctx, _BEFORE, None))
-        if kind is None:
+        if device_type is not None:
+            device: str | None = device_type
+        elif hasattr(ctx, _DEVICE_TYPE):
+            device = getattr(ctx, _DEVICE_TYPE)
+        else:  # forward has torch's decorator, which does not record it
+            device = _inferred("custom_bwd", method, grads)
+        grads = _cast_gradients(grads, getattr(ctx, _OUTPUT_DTYPES, None))
+        if device is None:
             return method(ctx, *grads, **kwargs)
-        with torch.autocast(kind, enabled=getattr(ctx, _ENABLED), dtype=getattr(ctx, _DTYPE)):
+        with torch.autocast(device, enabled=getattr(ctx, _AUTOCAST_ENABLED), dtype=getattr(ctx, _AUTOCAST_DTYPE)):
             return method(ctx, *grads, **kwargs)
 
     return backward
@@ -144,24 +149,24 @@ def _decorate_forward(
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # A Function with setup_context has no ctx here: its first argument is the user's and is left alone. Stand-ins
-        # for ctx, with which some libraries call forward by hand, have save_for_backward as well.
-        own = 1 if args and hasattr(args[0], "save_for_backward") else 0
-        ctx, inputs = args[:own], args[own:]
-        kind = device_type or _inferred("custom_fwd", method, (inputs, kwargs))
-        enabled = kind is not None and torch.is_autocast_enabled(kind)
-        if own:
-            _record(args[0], kind, enabled and cast_inputs is None)
-        if kind is None or not enabled:
+        # Without setup_context the first argument is ctx. What some libraries pass in its place, when they call forward
+        # by hand, has save_for_backward as well.
+        has_ctx = 1 if args and hasattr(args[0], "save_for_backward") else 0
+        ctx, inputs = args[:has_ctx], args[has_ctx:]
+        device = device_type or _inferred("custom_fwd", method, (inputs, kwargs))
+        enabled = device is not None and torch.is_autocast_enabled(device)
+        if has_ctx:
+            _record(args[0], device, enabled and cast_inputs is None)
+        if device is None or not enabled:
             return method(*args, **kwargs)
         if cast_inputs is None:
             outputs = method(*args, **kwargs)
         else:
-            with torch.autocast(kind, enabled=False):
-                outputs = method(*ctx, *_cast(inputs, kind, cast_inputs), **_cast(kwargs, kind, cast_inputs))
+            with torch.autocast(device, enabled=False):
+                outputs = method(*ctx, *_cast(inputs, device, cast_inputs), **_cast(kwargs, device, cast_inputs))
         if cast_outputs is None:
             return outputs
-        return _cast_outputs(args[0] if own else None, outputs, kind, cast_outputs)
+        return _cast_outputs(args[0] if has_ctx else None, outputs, device, cast_outputs)
 
     return forward
 
@@ -171,50 +176,45 @@ def _decorate_setup_context(
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-        # Called right after forward, on the same thread and under the same autocast: nothing has to be handed over
-        # but the dtypes before `cast_outputs`, which the outputs carry.
-        kind = device_type or _inferred("custom_fwd", method, inputs)
-        enabled = kind is not None and torch.is_autocast_enabled(kind)
-        _record(ctx, kind, enabled and cast_inputs is None)
+        # autograd calls this right after forward, on the same thread and under the same autocast. So forward has to
+        # hand over nothing but the dtypes before `cast_outputs`, and its outputs carry these.
+        device = device_type or _inferred("custom_fwd", method, inputs)
+        enabled = device is not None and torch.is_autocast_enabled(device)
+        _record(ctx, device, enabled and cast_inputs is None)
         before = [_take_dtype(value) for value in (output if isinstance(output, tuple) else (output,))]
         if any(dtype is not None for dtype in before):
-            setattr(ctx, _BEFORE, before)
-        if kind is None or not enabled or cast_inputs is None:
+            setattr(ctx, _OUTPUT_DTYPES, before)
+        if device is None or not enabled or cast_inputs is None:
             return method(ctx, inputs, output)
-        with torch.autocast(kind, enabled=False):
-            return method(ctx, _cast(inputs, kind, cast_inputs), output)
+        with torch.autocast(device, enabled=False):
+            return method(ctx, _cast(inputs, device, cast_inputs), output)
 
     return setup_context
 
 
-def _record(ctx: Any, kind: str | None, enabled: bool) -> None:
-    setattr(ctx, _DEVICE, kind)
-    setattr(ctx, _ENABLED, enabled)
-    setattr(ctx, _DTYPE, None if kind is None else torch.get_autocast_dtype(kind))
+def _record(ctx: Any, device: str | None, enabled: bool) -> None:
+    """Put on ctx under which autocast state backward has to run."""
+    setattr(ctx, _DEVICE_TYPE, device)
+    setattr(ctx, _AUTOCAST_ENABLED, enabled)
+    setattr(ctx, _AUTOCAST_DTYPE, None if device is None else torch.get_autocast_dtype(device))
 
 
 def _check_recorded(ctx: Any, method: Callable[..., Any]) -> None:
     name = getattr(method, "__qualname__", repr(method))
-    if not hasattr(ctx, _ENABLED):
+    if not hasattr(ctx, _AUTOCAST_ENABLED):
         raise AmpkitError(
-            f"custom_bwd on {name}: nothing says which autocast forward ran under. Decorate forward with "
+            f"custom_bwd on {name}: forward did not record under which autocast it ran. Decorate forward with "
             "ampkit.custom_fwd, and setup_context too if there is one, with the same arguments."
         )
-    if hasattr(ctx, _SEVERED) and torch.is_grad_enabled():
+    if hasattr(ctx, _SAVED_UNCAST_OUTPUT) and torch.is_grad_enabled():
         raise AmpkitError(
             f"custom_bwd on {name}: forward saved an output that cast_outputs replaced by its cast, so the second "
             "derivative would lack a term. Leave cast_outputs out and cast what apply() returns, or use setup_context."
         )
 
 
-def _device_type_of_forward(ctx: Any, method: Callable[..., Any], grads: tuple[Any, ...]) -> str | None:
-    if hasattr(ctx, _DEVICE):
-        return cast("str | None", getattr(ctx, _DEVICE))
-    return _inferred("custom_bwd", method, grads)  # forward has torch's decorator, which does not record it
-
-
-def _in_dtypes_of_forward(grads: tuple[Any, ...], before: list[torch.dtype | None] | None) -> tuple[Any, ...]:
-    """Cast each gradient as autograd does behind a cast: to the dtype that was cast from."""
+def _cast_gradients(grads: tuple[Any, ...], before: list[torch.dtype | None] | None) -> tuple[Any, ...]:
+    """Cast the gradient of each output to the dtype that the output had before `cast_outputs`, as autograd would."""
     if before is None:
         return grads
     assert len(grads) == len(before)
@@ -223,34 +223,35 @@ def _in_dtypes_of_forward(grads: tuple[Any, ...], before: list[torch.dtype | Non
     )
 
 
-def _cast_outputs(ctx: Any, outputs: Any, kind: str, dtype: torch.dtype) -> Any:
+def _cast_outputs(ctx: Any, outputs: Any, device: str, dtype: torch.dtype) -> Any:
     old = list(outputs) if isinstance(outputs, tuple) else [outputs]
-    new = [_cast(value, kind, dtype) for value in old]
+    new = [_cast(value, device, dtype) for value in old]
     replaced = [isinstance(value, Tensor) and value is not after for value, after in zip(old, new, strict=True)]
     before = [value.dtype if gone else None for value, gone in zip(old, replaced, strict=True)]
     if ctx is None:
-        for after, was in zip(new, before, strict=True):
-            if was is not None:
-                setattr(after, _WAS, was)  # on our own new tensor; setup_context takes it off again
+        for after, dtype_before in zip(new, before, strict=True):
+            if dtype_before is not None:
+                setattr(after, _DTYPE_BEFORE_CAST, dtype_before)  # setup_context reads and removes it
     elif any(replaced):
-        setattr(ctx, _BEFORE, before)
-        _move_marks(ctx, old, new)
+        setattr(ctx, _OUTPUT_DTYPES, before)
+        _transfer_marks(ctx, old, new)
     return _rebuilt(outputs, new) if isinstance(outputs, tuple) else new[0]
 
 
 def _take_dtype(output: Any) -> torch.dtype | None:
-    was = getattr(output, _WAS, None) if isinstance(output, Tensor) else None
-    if was is None:
+    """Remove from an output the dtype that it had before `cast_outputs`, and return it. None if it was not cast."""
+    before = getattr(output, _DTYPE_BEFORE_CAST, None) if isinstance(output, Tensor) else None
+    if before is None:
         return None
     if torch.compiler.is_compiling():
-        setattr(output, _WAS, None)  # torch.compile cannot delete an attribute of a tensor
+        setattr(output, _DTYPE_BEFORE_CAST, None)  # torch.compile cannot delete an attribute of a tensor
     else:
-        delattr(output, _WAS)
-    return cast(torch.dtype, was)
+        delattr(output, _DTYPE_BEFORE_CAST)
+    return cast(torch.dtype, before)
 
 
-def _move_marks(ctx: Any, old: list[Any], new: list[Any]) -> None:
-    """Let what forward told ctx about its outputs hold for the casts that are returned in their place."""
+def _transfer_marks(ctx: Any, old: list[Any], new: list[Any]) -> None:
+    """Repeat for the casts that are returned what forward told ctx about the outputs before the cast."""
 
     def instead(tensor: Any) -> Any:
         return next((after for before, after in zip(old, new, strict=True) if before is tensor), tensor)
@@ -259,24 +260,30 @@ def _move_marks(ctx: Any, old: list[Any], new: list[Any]) -> None:
         getattr(ctx, name, None) or () for name in ("dirty_tensors", "non_differentiable", "to_save")
     )
     if any(instead(tensor) is not tensor for tensor in dirty):
-        raise ValueError("custom_fwd(cast_outputs=...): forward marks an output dirty; a cast is not in place.")
+        raise ValueError(
+            "custom_fwd(cast_outputs=...): forward marks an output dirty, which it changed in place, and a cast would "
+            "return another tensor. Leave cast_outputs out, or return a new tensor."
+        )
     if any(instead(tensor) is not tensor for tensor in marked):
         ctx.mark_non_differentiable(*map(instead, marked))
     if any(instead(tensor) is not tensor for tensor in saved):
-        setattr(ctx, _SEVERED, True)
+        setattr(ctx, _SAVED_UNCAST_OUTPUT, True)
 
 
-def _cast(value: Any, kind: str, dtype: torch.dtype) -> Any:
-    """Return the tree with its eligible tensors cast. What holds no such tensor is returned as it is, not copied."""
+def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """Return the value with the floating tensors in it cast, except float64 and those on another type of device.
+
+    A container in which nothing is cast is returned itself, not a copy.
+    """
     if isinstance(value, Tensor):
-        eligible = value.is_floating_point() and value.device.type == kind and value.dtype is not torch.float64
+        eligible = value.is_floating_point() and value.device.type == device and value.dtype is not torch.float64
         return _cast_tensor(value, dtype) if eligible else value
     if isinstance(value, Iterator):
-        return (_cast(part, kind, dtype) for part in value)
+        return (_cast(part, device, dtype) for part in value)
     parts = _parts(value)
     if not parts:
         return value
-    after = [_cast(part, kind, dtype) for part in parts]
+    after = [_cast(part, device, dtype) for part in parts]
     if all(new is old for new, old in zip(after, parts, strict=True)):
         return value
     return _rebuilt(value, after)
@@ -287,25 +294,27 @@ def _cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     if torch.compiler.is_compiling() or not tensor.requires_grad:
         return tensor.to(dtype)
-    with torch.enable_grad():  # forward runs without; a saved cast that is a constant makes second derivatives wrong
+    # autograd runs forward without gradients. A cast that has none would be a constant to a second derivative.
+    with torch.enable_grad():
         return tensor.to(dtype)
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return what a container holds, in an order that `_rebuilt` knows; nothing for any other value."""
+    """Return what a container holds, in the order that `_rebuilt` takes it. Return nothing for any other value."""
     if isinstance(value, (tuple, list, set, frozenset)):
         return list(value)
-    if type(value) not in _DICTS and _is_dataclass(value):
+    if type(value) not in _PLAIN_DICTS and _is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return list(value.values()) if isinstance(value, Mapping) else []
 
 
 def _rebuilt(value: Any, parts: list[Any]) -> Any:
+    """Return a container like `value` that holds other parts."""
     if isinstance(value, (tuple, list, set, frozenset)):
-        make = getattr(value, "_make", type(value))  # that of a namedtuple
+        make = getattr(value, "_make", type(value))  # a namedtuple has _make
         return make(parts)
-    if type(value) in _DICTS:
-        # By its name: from torch 2.14 on, torch.compile cannot trace a call of the OrderedDict that `type` returns.
+    if type(value) in _PLAIN_DICTS:
+        # OrderedDict is named because torch.compile, from torch 2.14 on, cannot trace a call of what `type` returns.
         make = OrderedDict if isinstance(value, OrderedDict) else dict
         return make(zip(value, parts, strict=True))
     if _is_dataclass(value):
@@ -325,12 +334,12 @@ def _rebuilt_dataclass(value: Any, parts: list[Any]) -> Any:
     )
     for field, part in zip(fields, parts, strict=True):
         if not field.init:
-            object.__setattr__(new, field.name, part)  # also where the class is frozen
+            object.__setattr__(new, field.name, part)  # works on a frozen class, too
     return new
 
 
 def _is_dataclass(value: Any) -> bool:
-    # The attribute first: torch.compile can ask any instance for it, but not every class, as is_dataclass does.
+    # is_dataclass asks the class, which torch.compile cannot do for every class. It can ask any instance.
     known = hasattr(value, "__dataclass_fields__") and dataclasses.is_dataclass(value)
     return known and not isinstance(value, type)
 
@@ -344,20 +353,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _device_type(tree: Any) -> str | None:
-    """Return the device type of the tensors, None where autocast knows none of them (meta tensors).
+    """Return the device type of the tensors, None if all are meta tensors, which have no autocast.
 
     Raises:
-        LookupError: there is no tensor, or tensors of two accelerators.
+        LookupError: there are no tensors, or tensors on two kinds of accelerator.
     """
     found = {tensor.device.type for tensor in _tensors(tree)}
     if not found:
         raise LookupError("there is no tensor")
-    kinds = found - {"meta"}
-    if len(kinds) > 1:
-        kinds.discard("cpu")  # a scalar or an index beside the data
-    if len(kinds) > 1:
-        raise LookupError(f"there are tensors on {' and '.join(sorted(kinds))}")
-    return kinds.pop() if kinds else None
+    found.discard("meta")
+    if len(found) > 1:
+        found.discard("cpu")  # a scalar or an index beside the data
+    if len(found) > 1:
+        raise LookupError(f"there are tensors on {' and '.join(sorted(found))}")
+    return found.pop() if found else None
 
 
 def _inferred(decorator: str, method: Callable[..., Any], tree: Any) -> str | None:
@@ -366,7 +375,7 @@ def _inferred(decorator: str, method: Callable[..., Any], tree: Any) -> str | No
     except LookupError as found:
         raise ValueError(
             f"{decorator} on {getattr(method, '__qualname__', method)}: {found}, so the device type is unknown. "
-            f"Say whose autocast counts: {decorator}(device_type='cuda')."
+            f"Name the one whose autocast counts: {decorator}(device_type='cuda')."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What a policy does to a model, read off a run on fake tensors: dtypes, casts and bytes kept for backward."""
+"""What a policy does to a model: dtypes, casts and bytes kept for backward, found by a run on fake tensors."""
 
 import json
 import re
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from .._arguments import check_choice, check_instance
-from .._precision import module_rules as _module_rules
 from .._text import dtype_name, grid, size_text
 from .._torch.fake_tensors import is_limit_of_fake_tensors
 from .._user_line import user_line
+from . import module_rules
 from .fake_tensors import can_save_for_backward, fake_copy, fake_device
-from .op_recorder import Recorder, Row, Totals
+from .op_recorder import ExplanationRow, OpRecorder, Totals, merged
 from .policy import Policy, read_policy
 
 _SHORT = {
@@ -29,10 +29,14 @@ _SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-_Call = tuple[nn.Module, Any, Any]  # a model, its inputs and its keyword arguments
+_ModelCall = tuple[nn.Module, Any, Any]  # a model, its inputs and its keyword arguments
 _UNKNOWN = "needs a CUDA build"
 _COLUMNS = ("module", "operation", "in", "compute", "out", "runs", "casts", "kept")
-_NUMBER = re.compile(r"(?:^|(?<=_))\d+$")  # a whole part of a path, or what follows its last underscore
+_BLOCK_NUMBER = re.compile(r"(?:^|(?<=_))\d+$")  # in a part of a path: "3" in "3", "12" in "layer_12"
+# Heading, sums and prompt take 14 lines of the terminal. A smaller terminal gets 20 rows all the same: it can scroll.
+_OTHER_LINES, _LEAST_ROWS = 14, 20
+# Where lines are too long, modules are shortened to 24 characters, then operations to 10, then modules to 10.
+_SHRINK = ((0, 24), (1, 10), (0, 10))
 
 
 @dataclass(frozen=True)
@@ -40,24 +44,24 @@ class Explanation:
     """What runs in which dtype in one forward pass, and what it costs. Prints as a table.
 
     Args:
-        device_type: device that it was made for.
-        policy: the policy, or "autocast as it was" where none was given.
+        device_type: the device type that it was made for.
+        policy: the policy, or "autocast as it was" if none was given.
         training: whether the model was in training mode.
-        rows: the operations in the order of execution, each with `module` (path), `op`, `inputs` (dtypes before casts),
-            `compute`, `output` (dtypes), `count`, `casts` and `saved_bytes`. Views and copies to another memory layout
-            are not among them: they change no dtype.
-        totals: `casts`, `cast_bytes` (read and written), `casts_back` (of these, those that backward casts a gradient
-            back for) and `saved_bytes` (kept for backward; parameters and buffers are not counted, inputs are).
-        float32: the same if everything ran in float32.
+        rows: the operations in the order of execution. Each has `module` (a path), `op`, `inputs` (dtypes before
+            casts), `compute` and `output` (dtypes), `count`, `casts` and `saved_bytes`. Views and copies to another
+            memory layout have no row, because they change no dtype.
+        totals: `casts`, `cast_bytes` (read and written), `casts_back` (how many of the casts make backward cast a
+            gradient back) and `saved_bytes` (kept for backward; inputs count, parameters and buffers do not).
+        float32: the same figures if everything ran in float32.
         stopped: None, or where and why the forward pass could not go on. The rows are complete up to there.
-        saves: False where nothing could be known of backward: `saved_bytes` and `casts_back` are 0 then, and a weight
-            that is used twice counts as cast twice. So it is for CUDA in a torch that was built without it.
+        saves: False if nothing is known about backward, as for CUDA in a torch that was built without CUDA. Then
+            `saved_bytes` and `casts_back` are 0, and a weight that is used twice counts as cast twice.
     """
 
     device_type: str
     policy: str
     training: bool
-    rows: tuple[Row, ...]
+    rows: tuple[ExplanationRow, ...]
     totals: Totals
     float32: Totals
     stopped: str | None = None
@@ -70,15 +74,16 @@ class Explanation:
         """Return the table, as wide as the terminal.
 
         Args:
-            all: every row. Otherwise rows of blocks that differ only by a number (`layers.0`, `layers.1`) are one row
-                with a `*`, and of those only as many are shown as the terminal has lines.
+            all: show every row. Otherwise the rows of blocks that differ in a number only (`layers.0`, `layers.1`) are
+                one row with a `*`, and no more rows are shown than the terminal has lines for.
         """
         size = shutil.get_terminal_size((100, 50))
         rows = list(self.rows) if all else _collapsed(self.rows)
-        hidden = 0 if all else max(0, len(rows) - max(20, size.lines - 14))
+        hidden = 0 if all else max(0, len(rows) - max(_LEAST_ROWS, size.lines - _OTHER_LINES))
         shown = rows[: len(rows) - hidden]
         mode = "training" if self.training else "evaluation"
-        lines = [f"{self.policy} on {self.device_type}, {mode} mode", "", *_grid(shown, size.columns)]
+        table = grid([_COLUMNS, *map(_cells, shown)], texts=5, width=size.columns, shrink=_SHRINK)
+        lines = [f"{self.policy} on {self.device_type}, {mode} mode", "", *table]
         if hidden:
             left = sum(row.count for row in rows[len(shown) :])
             lines.append(f"... {hidden} more rows, {left} operations; .table(all=True) shows all")
@@ -103,7 +108,7 @@ class Explanation:
         return lines
 
     def to_json(self) -> str:
-        """Return everything as JSON, dtypes by name, rows uncollapsed."""
+        """Return everything as JSON, with every row and the names of dtypes."""
         whole = {key: value for key, value in asdict(self).items() if key != "rows"}
         whole["rows"] = [
             {
@@ -127,24 +132,24 @@ def explain(
 ) -> Explanation:
     """Return which operations of `model(*inputs, **kwargs)` run in which dtype, without a GPU and without memory.
 
-    Model and inputs are copied, without their data, to the device. The copy's forward pass runs, in the training or
-    evaluation mode that the model is in; the model itself is not touched. Its parameters may be on any device, also on
-    meta. A policy with `modules` or low-precision parameters is first applied to the copy (`Policy.apply`). Backward is
-    not run: what it needs autograd saves in forward, and that is counted then. What torch.compile made is explained as
-    the eager code that it was made of.
+    The model and the inputs are copied without their data, and the copy's forward pass runs, in training or evaluation
+    mode like the model. The model itself is not touched, and its parameters may be on any device, also on meta. A
+    policy with `modules` or low-precision parameters is applied to the copy first (`Policy.apply`). Backward does not
+    run. Autograd saves in forward what backward needs, and that is counted. Compiled code is explained as the eager
+    code that it was compiled from.
 
     Args:
         model: module to explain.
-        *inputs: what it is called with; tensors in any containers, on any device.
+        *inputs: its arguments. Tensors may be in any containers and on any device.
         policy: `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it.
-        device_type: "cuda" (no GPU needed, but a torch that was built with CUDA) or "cpu".
-        **kwargs: keyword arguments that it is called with.
+        device_type: "cuda" or "cpu". "cuda" needs no GPU, but a torch that was built with CUDA.
+        **kwargs: its keyword arguments.
 
     Raises:
         ValueError: an unknown policy or device type, or a model that cannot be copied.
 
-    Sync: none. A model that reads the value of a tensor (`.item()`, `if tensor:`) cannot go on without data; then the
-    explanation has the rows up to there, and says where it stopped.
+    Sync: none. A model that reads the value of a tensor (`.item()`, `if tensor:`) cannot go on without data. The
+    explanation then has the rows up to there, and says where it stopped.
     """
     check_instance("explain", "model", model, nn.Module, "a torch.nn.Module")
     check_choice("explain", "device_type", device_type, ("cuda", "cpu"))
@@ -169,23 +174,23 @@ def explain(
     )
 
 
-def _copied(call: _Call, device_type: str, dtype: torch.dtype | None) -> _Call:
+def _copied(call: _ModelCall, device_type: str, dtype: torch.dtype | None) -> _ModelCall:
     model, inputs, kwargs = call
     try:
         model, inputs, kwargs = fake_copy(call, device_type, dtype)
     except Exception as error:
         raise ValueError(f"explain: cannot copy {type(model).__name__} without its data: {error}") from error
     if dtype is not None:
-        for module in model.modules():  # rules that the copy brought along would undo it
-            if applied := vars(module).get(_module_rules.APPLIED):
-                _module_rules.remove(module, applied.rules)
+        for module in model.modules():  # a policy that the model has would cast the copy to other dtypes
+            if applied := vars(module).get(module_rules.APPLIED):
+                module_rules.remove(module, applied.rules)
     return model, inputs, kwargs
 
 
-def _record(call: _Call, autocast: AbstractContextManager[Any]) -> tuple[Recorder, str | None]:
-    """Run a fake copy; return what was recorded, and where it stopped."""
+def _record(call: _ModelCall, autocast: AbstractContextManager[Any]) -> tuple[OpRecorder, str | None]:
+    """Run a fake copy. Return the recorder, and where the run stopped, None if it did not."""
     model, inputs, kwargs = call
-    recorder = Recorder(model)
+    recorder = OpRecorder(model)
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), autocast, recorder:
         try:
             model(*inputs, **kwargs)
@@ -197,7 +202,7 @@ def _record(call: _Call, autocast: AbstractContextManager[Any]) -> tuple[Recorde
 
 
 def _why(error: Exception) -> str:
-    """Return what went wrong, and the last line of code outside torch that led there."""
+    """Return what went wrong, and the user's line that led there."""
     where = f" ({line})" if (line := user_line(error)) else ""
     text = str(error).strip().splitlines()
     limit = "Fake tensors have no values and no device"
@@ -206,45 +211,30 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}{where}. {limit}."
 
 
-def _collapsed(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with those of repeated blocks merged into the first of them."""
+def _collapsed(rows: Sequence[ExplanationRow]) -> list[ExplanationRow]:
+    """Return the rows with one row for equal ones of repeated blocks."""
     paths = {row.module for row in rows}
-    inner = {path[:end] for path in paths for end in range(len(path)) if path[end] == "."}
-    patterns = {path: _pattern(path, inner) for path in paths}
+    blocks = {path[:end] for path in paths for end in range(len(path)) if path[end] == "."}
+    patterns = {path: _pattern(path, blocks) for path in paths}
     fits = Counter(patterns.values())
-    merged: dict[Any, Row] = {}
+    groups: dict[Any, list[ExplanationRow]] = {}
     for row in rows:
         pattern = patterns[row.module]
         row = replace(row, module=pattern if fits[pattern] > 1 else row.module)
-        first = merged.get(row.dtypes)
-        merged[row.dtypes] = row if first is None else _sum(first, row)
-    return list(merged.values())
+        groups.setdefault(row.dtypes, []).append(row)
+    return list(map(merged, groups.values()))
 
 
-def _pattern(path: str, inner: Set[str]) -> str:
-    """Return the path with `*` for the numbers of blocks: of modules with others inside, as `layers.0` has."""
+def _pattern(path: str, blocks: Set[str]) -> str:
+    """Return the path with `*` for the numbers of blocks, which are modules that have others inside (`layers.0`)."""
     parts = path.split(".")
     for i, part in enumerate(parts):
-        if ".".join(path.split(".")[: i + 1]) in inner:
-            parts[i] = _NUMBER.sub("*", part)
+        if ".".join(path.split(".")[: i + 1]) in blocks:
+            parts[i] = _BLOCK_NUMBER.sub("*", part)
     return ".".join(parts)
 
 
-def _sum(first: Row, row: Row) -> Row:
-    return replace(
-        first,
-        count=first.count + row.count,
-        casts=first.casts + row.casts,
-        saved_bytes=first.saved_bytes + row.saved_bytes,
-    )
-
-
-def _grid(rows: Sequence[Row], width: int) -> list[str]:
-    """Return a heading and a line a row, of at most `width` characters if the columns of numbers leave room."""
-    return grid([_COLUMNS, *map(_cells, rows)], texts=5, width=width, shrink=[(0, 24), (1, 10), (0, 10)])
-
-
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ExplanationRow) -> tuple[str, ...]:
     inputs = " ".join(map(_short, row.inputs))
     casts, kept = (str(row.casts) if row.casts else "", size_text(row.saved_bytes) if row.saved_bytes else "")
     return row.module or "(model)", row.op, inputs, _short(row.compute), _short(row.output), str(row.count), casts, kept

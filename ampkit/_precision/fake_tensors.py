@@ -46,7 +46,7 @@ def fake_device(device_type: str) -> Iterator[None]:
                 stack.enter_context(autocast_without_cuda())
                 stack.enter_context(kernels(_WITHOUT_DEVICE, ("AutogradCUDA", "CUDA")))
             if device_type == "cuda":
-                missing = {name: fn for name, fn in _WITHOUT_META.items() if not has_kernel(name, "Meta")}
+                missing = {name: fn for name, fn in _WITHOUT_META.items() if not has_kernel(f"aten::{name}", "Meta")}
                 stack.enter_context(kernels(missing, ("Meta",)))
             # In inference mode, dispatch modes see whole compositions (linear, to) instead of what they come down to.
             stack.enter_context(torch.inference_mode(False))

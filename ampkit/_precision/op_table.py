@@ -1,4 +1,4 @@
-"""The autocast rule of every operation, read from the dispatcher by watching what it casts."""
+"""The autocast rule of every operation: each one is called on fake tensors, and the casts before it are watched."""
 
 import json
 import textwrap
@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from .._arguments import check_choice
 from .._torch.fake_tensors import fake_tensor_mode
 from .._torch.modes import TorchDispatchMode
-from .._torch.operators import METADATA_OPS, TO_COPY, has_overload, op_overload, op_schema, ops_with_kernel
+from .._torch.operators import METADATA_OPS, TO_COPY, op_overload, op_schema, ops_with_kernel
 from .._torch.tree import tree_flatten
 
-# Rules in the order in which they are printed, and what each does. Inputs are the floating ones, but not float64.
+# Each rule and what it does, in the order of printing. "Inputs" are the floating tensors, except float64.
 RULES = {
     "lower": "inputs are cast to the autocast dtype",
     "float32": "inputs are cast to float32",
@@ -29,8 +29,8 @@ RULES = {
     "banned": "it raises an error that says what to use instead",
     "unknown": "it has an autocast kernel, but the rule could not be read",
 }
-DEVICE_TYPES = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}  # dispatch key of the autocast kernels
-_LOW = torch.float16  # the autocast dtype of the probes; the rules do not depend on which low precision it is
+DEVICE_TYPES = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}  # to the dispatch key of its autocast kernels
+_LOW = torch.float16  # the autocast dtype of the calls here; a rule is the same for float16 and bfloat16
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class OpTable(Mapping[str, str]):
     Args:
         device_type: "cuda" or "cpu".
         torch_version: the torch that it was read from.
-        rules: operation (`aten::sum.dim_IntList`: name, then overload unless it is the default one) to rule: "lower",
-            "float32", "float32 dtype argument", "promote", "banned" or "unknown".
-        notes: for each operation whose rule was not read off itself, why, or where it is taken from.
+        rules: the rule of each operation. An operation is written as `aten::sum.dim_IntList`, the default overload
+            without its name. A rule is "lower", "float32", "float32 dtype argument", "promote", "banned" or "unknown".
+        notes: for each operation whose own call did not show its rule, why, or which operation the rule comes from.
 
     Raises:
-        ValueError: a rule that is none of these.
+        ValueError: a rule is none of these.
     """
 
     device_type: str
@@ -120,7 +120,7 @@ class OpTable(Mapping[str, str]):
             ) from error
 
     def diff(self, other: "OpTable") -> "OpTableDiff":
-        """Return what differs between this table and `other`: changed from this one's rule to the other's.
+        """Return the operations whose rule differs: the rule in this table, then the rule in `other`.
 
         Raises:
             ValueError: the tables are of different device types.
@@ -140,12 +140,13 @@ class OpTable(Mapping[str, str]):
 
 @dataclass(frozen=True)
 class OpTableDiff:
-    """What two tables of one device differ in. False if nothing does; prints a line per operation.
+    """The differences between two tables of one device. It is false if there are none, and prints a line for each.
 
     Args:
         before: torch version of the first table.
-        after: torch version of the second.
-        changes: operation to (rule in the first, rule in the second); None where a table has no such operation.
+        after: torch version of the second table.
+        changes: for each operation that differs, its rule in the first and in the second table. A rule is None if that
+            table does not have the operation.
     """
 
     before: str
@@ -156,11 +157,11 @@ class OpTableDiff:
         return bool(self.changes)
 
     def pins(self, compute: str) -> dict[str, str]:
-        """Return `ops` for a `Policy` that keeps the first table's rules of the operations that changed.
+        """Return `ops` for a `Policy` that gives the operations that changed their rules from the first table.
 
-        An operation that had no autocast kernel ran in its inputs' dtype; the nearest rule, `compute`, stands for that.
-        What a policy cannot say is left out: banned operations, those of other libraries or with a private name, those
-        whose rule is unknown, and overloads that the running torch does not have.
+        An operation that had no autocast kernel ran in the dtype of its inputs. The rule that comes nearest to that is
+        `compute`. Rules that a policy cannot have are left out: those of banned operations, of other libraries, of
+        operations with a private name, unknown ones, and those of overloads that the running torch does not have.
 
         Args:
             compute: name of the dtype that autocast lowers to.
@@ -171,7 +172,7 @@ class OpTableDiff:
         return {
             names[op]: rules[old]
             for op, (old, _) in self.changes.items()
-            if old in rules and op.startswith("aten::") and not names[op].startswith("_") and has_overload(op)
+            if old in rules and op.startswith("aten::") and not names[op].startswith("_") and _has_overload(op)
         }
 
     def __str__(self) -> str:
@@ -184,11 +185,11 @@ class OpTableDiff:
 
 
 def op_table(device_type: str = "cuda") -> OpTable:
-    """Return the autocast rule of every operation on this device, as the running torch has it.
+    """Return the autocast rule of every operation on this device, in the torch that is running.
 
-    Nothing is listed by hand: which operations have an autocast kernel the dispatcher says, and the rule is seen by
-    calling each on fake tensors and watching which casts come before it. So it holds for the torch that is installed,
-    for operations that imported libraries registered, and for CUDA also without a GPU. Takes about a second.
+    The dispatcher lists the operations that have an autocast kernel. Each is called on fake tensors, and the casts that
+    autocast puts before it show its rule. So the table holds for the torch that is installed, it has the operations
+    that imported libraries registered, and that for CUDA needs no GPU. It takes about a second.
 
     Args:
         device_type: "cuda" or "cpu".
@@ -196,7 +197,7 @@ def op_table(device_type: str = "cuda") -> OpTable:
     Raises:
         ValueError: another device type.
 
-    Sync: none. Autocast state and modes are as before afterwards.
+    Sync: none. The autocast state and the modes are the same afterwards.
     """
     check_choice("op_table", "device_type", device_type, DEVICE_TYPES)
     rules: dict[str, str] = {}
@@ -204,42 +205,52 @@ def op_table(device_type: str = "cuda") -> OpTable:
     for name in ops_with_kernel(DEVICE_TYPES[device_type]):
         try:
             rules[name], note = _Probe(name, device_type).rule()
-        except Exception as error:  # whatever an operation of some other library does, it stays in the table
+        except Exception as error:  # an operation of another library may do anything, and belongs into the table
             rules[name], note = "unknown", _first_line(error)
         if note:
             notes[name] = note
     for name in notes:
-        positional = _rule_of_siblings(name, rules)
-        if positional:
-            rules[name] = positional
+        if _is_by_dimension_name(name) and (rule := _rule_of_siblings(name, rules)):
+            rules[name] = rule
             notes[name] = "the rule of its overload by position, as no fake tensor has dimension names"
     return OpTable(device_type, str(torch.__version__), rules, notes)
 
 
-def _rule_of_siblings(name: str, rules: Mapping[str, str]) -> str | None:
-    """Return the one rule that an operation's other overloads have, if `name` is an overload by dimension name.
+def _has_overload(name: str) -> bool:
+    """Return whether the running torch has this operation."""
+    try:
+        op_overload(name)
+    except AttributeError:
+        return False
+    return True
 
-    Named tensors do not pass through dispatch modes, so a dtype argument added to such an overload is not seen. Casts
-    are: they come before it looks for the name.
+
+def _is_by_dimension_name(name: str) -> bool:
+    return any(map(_is_dimension_name, op_schema(op_overload(name)).arguments))
+
+
+def _rule_of_siblings(name: str, rules: Mapping[str, str]) -> str | None:
+    """Return "float32 dtype argument" if that is the rule of an operation's other overloads.
+
+    For an overload by dimension name this rule cannot be seen, because named tensors do not pass through dispatch
+    modes. Other rules can: autocast casts before the operation looks for the name.
     """
-    if not any(map(_is_dimension_name, op_schema(op_overload(name)).arguments)):
-        return None
     packet = name.partition(".")[0]
     siblings = {rule for op, rule in rules.items() if op.partition(".")[0] == packet} - {"unknown"}
     return siblings.pop() if siblings == {"float32 dtype argument"} else None
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one call did before its first operation: casts (from, to), that operation's other arguments, the error."""
+class _Observed:
+    """What one call did, up to the first operation that is no cast."""
 
-    casts: "Counter[tuple[torch.dtype, torch.dtype]]"
-    arguments: tuple[Any, ...] | None = None  # of the first operation; None where there came none
+    casts: "Counter[tuple[torch.dtype, torch.dtype]]"  # from and to
+    arguments: tuple[Any, ...] | None = None  # of that operation, without tensors; None if it was not reached
     error: str = ""
 
 
-def _asks_for_float32(low: _Seen, plain: _Seen) -> bool:
-    """Return whether autocast added `dtype=torch.float32`, or what became of it: softmax passes half_to_float=True."""
+def _adds_float32_argument(low: _Observed, plain: _Observed) -> bool:
+    """Return whether autocast added `dtype=torch.float32`, or softmax's half_to_float=True, which follows from it."""
     if low.arguments is None or plain.arguments is None:
         return False
     added = Counter(map(repr, low.arguments)) - Counter(map(repr, plain.arguments))
@@ -247,7 +258,7 @@ def _asks_for_float32(low: _Seen, plain: _Seen) -> bool:
 
 
 class _Probe:
-    """Calls one operation, with and without autocast, and tells its rule."""
+    """Finds the rule of one operation by calling it with and without autocast."""
 
     def __init__(self, name: str, device_type: str) -> None:
         self._op = op_overload(name)
@@ -260,59 +271,62 @@ class _Probe:
 
     def _rule(self) -> tuple[str, str]:
         down, up = (torch.float32, _LOW), (_LOW, torch.float32)
-        # Low-precision weights first: with float32 ones _cudnn_rnn would ask the device for its layout of them.
+        # Low-precision weights come first: with float32 ones _cudnn_rnn would ask the device how to lay them out.
         mixed = self._casts_of_autocast(*down)
         if mixed[down] or self._casts_of_autocast(torch.float32)[down]:
             return "lower", ""
-        low, plain = self._see((_LOW,), True), self._see((_LOW,), False)
+        low, plain = self._call((_LOW,), True), self._call((_LOW,), False)
         if (low.casts - plain.casts)[up]:
             return "float32", ""
         if (mixed + self._casts_of_autocast(*up))[up]:
             return "promote", ""
-        if _asks_for_float32(low, plain):
+        if _adds_float32_argument(low, plain):
             return "float32 dtype argument", ""
         if low.error and low.error != plain.error:
             return "banned", ""
-        return "unknown", low.error or "with autocast it does what it does without"
+        return "unknown", low.error or "autocast changes nothing about the call"
 
     def _casts_of_autocast(self, *dtypes: torch.dtype) -> "Counter[tuple[torch.dtype, torch.dtype]]":
-        return self._see(dtypes, True).casts - self._see(dtypes, False).casts
+        return self._call(dtypes, True).casts - self._call(dtypes, False).casts
 
-    def _see(self, dtypes: tuple[torch.dtype, ...], enabled: bool) -> _Seen:
-        """Call the operation on tensors of these dtypes (the last one for the rest), up to its first real step."""
+    def _call(self, dtypes: tuple[torch.dtype, ...], enabled: bool) -> _Observed:
+        """Call the operation on tensors of these dtypes, and end the call after the casts.
+
+        If it takes more tensors, they have the last of the dtypes.
+        """
         made = iter(dtypes)
 
         def tensor() -> Tensor:
             return torch.empty(2, 2, 2, device=self._device_type, dtype=next(made, dtypes[-1]))
 
         args, kwargs = _arguments(self._op, tensor)
-        watch = _Watch()
+        counter = _CastCounter()
         try:
-            with warnings.catch_warnings(), _autocast_state(self._device_type, enabled), watch:
+            with warnings.catch_warnings(), _autocast_state(self._device_type, enabled), counter:
                 warnings.simplefilter("ignore")
-                # Called inside a binding of torch: elsewhere a warning of C++ goes to stderr, past Python's filters.
-                with _Instead(lambda: self._op(*args, **kwargs)):
+                # The call runs inside torch.add. Elsewhere a warning of C++ code would be printed, not filtered here.
+                with _CallInstead(lambda: self._op(*args, **kwargs)):
                     torch.add(0, 0)
         except _StopError as stop:
-            return _Seen(watch.casts, stop.arguments)
+            return _Observed(counter.casts, stop.arguments)
         except Exception as error:
-            return _Seen(watch.casts, error=_first_line(error))
-        return _Seen(watch.casts)
+            return _Observed(counter.casts, error=_first_line(error))
+        return _Observed(counter.casts)
 
 
 class _StopError(Exception):
-    """The operation that the probed call came down to is reached."""
+    """Ends a call at the first operation that is no cast."""
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         super().__init__()
         self.arguments = arguments
 
 
-class _Watch(TorchDispatchMode):
-    """Counts the casts that come before the first other operation, and stops the call there."""
+class _CastCounter(TorchDispatchMode):
+    """Counts the casts before the first other operation, and ends the call there."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -327,8 +341,8 @@ class _Watch(TorchDispatchMode):
         raise _StopError(tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
 
-class _Instead(TorchFunctionMode):
-    """Calls `function` in place of the next torch function, inside that one's binding."""
+class _CallInstead(TorchFunctionMode):
+    """Calls `function` when a torch function is called, from within the C++ binding of the latter."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
@@ -338,13 +352,13 @@ class _Instead(TorchFunctionMode):
         return self._function()
 
 
-# Arguments whose kernels check them before they cast: four weights per layer and no projection in _cudnn_rnn, an
-# equation for any number of operands, a norm that exists, different dimensions to reduce.
+# Arguments that kernels check before they cast. _cudnn_rnn wants four weights for each layer and no projection, einsum
+# an equation for any number of operands, a norm the name of one, and a reduction different dimensions.
 _BY_NAME: dict[str, Any] = {"weight_stride0": 4, "proj_size": 0, "equation": "...,...->...", "ord": "fro", "dim": 1}
 
 
 def _arguments(op: Any, tensor: Callable[[], Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments of the types that the schema asks for. Shapes hardly matter: casts come before the checks."""
+    """Return arguments of the types in the schema. Most shapes are wrong, but casts come before torch checks them."""
     args, kwargs = [], {}
     for parameter in op_schema(op).arguments:
         value = _argument(parameter, tensor)
@@ -380,7 +394,7 @@ def _argument(parameter: Any, tensor: Callable[[], Tensor]) -> Any:
 
 @contextmanager
 def _autocast_state(device_type: str, enabled: bool) -> Iterator[None]:
-    """Set autocast without `torch.autocast`, which switches itself off where there is no CUDA device."""
+    """Context with autocast on or off. `torch.autocast` would switch itself off where there is no CUDA device."""
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -1,4 +1,4 @@
-"""The caching allocator of CUDA memory: its settings, its history, captures that it takes for unfinished."""
+"""The caching allocator of CUDA memory: its settings, its history, and a capture that failed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,11 @@ from .guard import private
 
 
 def drop_capture_from_allocator(device: torch.device, pool: tuple[int, int]) -> None:
-    """Tell the caching allocator that a capture that failed is over.
+    """Tell the caching allocator that a failed capture is over.
 
-    `CUDAGraph.capture_end` raises before it does so itself (ATen/cuda/CUDAGraph.cpp). Left alone, the allocator takes
-    the capture for unfinished and never again frees a block that `record_stream` marked: 20 x 64 MiB measured as lost.
+    `CUDAGraph.capture_end` raises before it tells the allocator (ATen/cuda/CUDAGraph.cpp). The allocator would go on as
+    if the capture were running, and would never free a block again that `record_stream` marked. 20 blocks of 64 MiB
+    were lost that way in a measurement.
     """
     assert device.index is not None
     private(torch._C, "_cuda_endAllocateToPool")(device.index, pool)
@@ -21,29 +22,32 @@ def drop_capture_from_allocator(device: torch.device, pool: tuple[int, int]) -> 
 
 
 def allocator_settings() -> tuple[str, bool]:
-    """Return what the allocator of CUDA memory was last configured with, and whether its segments are expandable.
+    """Return the text that the allocator of CUDA memory was last configured with, and whether segments can expand.
 
-    The text is PYTORCH_ALLOC_CONF, or what was set since. An option that it does not name may keep its value.
+    The text is that of PYTORCH_ALLOC_CONF, or of a later call. An option that it does not name may keep its old value.
     """
     found = private(torch._C, "_cuda_memorySnapshot")((0, 0, False))["allocator_settings"]
     return str(found["PYTORCH_CUDA_ALLOC_CONF"]), bool(found["expandable_segments"])
 
 
 def set_allocator_settings(settings: str) -> None:
-    """Configure the allocator of CUDA memory, for what it takes from now on."""
+    """Configure the allocator of CUDA memory. Memory that it holds already stays as it is."""
     private(torch._C, "_accelerator_setAllocatorSettings")(settings)
 
 
 def clear_cublas_workspaces() -> None:
-    """Give back the memory that cuBLAS keeps per stream and thread. It takes new memory when it is called again."""
+    """Free the memory that cuBLAS keeps for each stream and thread. It allocates again when it is called next."""
     private(torch._C, "_cuda_clearCublasWorkspaces")()
 
 
 @contextmanager
 def allocator_history(entries: int) -> Iterator[None]:
-    """Context in which the CUDA allocator keeps its last events, with the Python stack of each allocation."""
+    """Context in which the CUDA allocator keeps its last events, with the Python stack of each allocation.
+
+    A history that somebody else has begun is left as it is.
+    """
     torch.cuda.init()  # an allocator that does not exist yet would miss the request
-    if private(torch._C, "_cuda_isHistoryEnabled")():  # whoever began it decides what is kept, and for how long
+    if private(torch._C, "_cuda_isHistoryEnabled")():
         yield
         return
     record = private(torch.cuda.memory, "_record_memory_history")
@@ -55,15 +59,16 @@ def allocator_history(entries: int) -> Iterator[None]:
 
 
 def allocator_snapshot() -> dict[str, Any]:
-    """Return the CUDA allocators' segments with their blocks, and the history that was kept. Allocates nothing there.
+    """Return the segments of the CUDA allocators with their blocks, and the history that was kept.
 
-    What it holds is documented at `torch.cuda.memory._snapshot`. pytorch.org/memory_viz shows it once it is pickled.
+    `torch.cuda.memory._snapshot` documents the format. pytorch.org/memory_viz shows a pickled snapshot. Nothing is
+    allocated on a device for it.
     """
     snapshot: dict[str, Any] = private(torch.cuda.memory, "_snapshot")()
     return snapshot
 
 
 def allocator_pages(snapshot: dict[str, Any]) -> dict[str, str]:
-    """Return torch's own HTML pages of a snapshot, by name. Each loads its script from a network when it is opened."""
+    """Return torch's own HTML pages of a snapshot, by name. A browser needs the network to show them."""
     viz = private(torch.cuda, "_memory_viz")
     return {"trace": private(viz, "trace_plot")(snapshot), "segments": private(viz, "segment_plot")(snapshot)}

@@ -1,4 +1,4 @@
-"""torch.compile: what is compiled, keeping it from compiling, and forgetting what it compiled."""
+"""torch.compile: what was compiled, how to keep it from compiling, and how to make it forget."""
 
 import importlib
 import sys
@@ -11,13 +11,16 @@ from torch import nn
 
 from .._undo import Undo
 from .guard import private
+from .modules import module_tables
+
+private(nn.Module, "_compiled_call_impl")  # what `module.compile()` puts on the module, None before
 
 
 def never_compile_by_itself(function: Callable[..., Any]) -> None:
-    """Keep torch.compile from starting at this function or below. It still traces through it from compiled code.
+    """Keep torch.compile from starting at this function or below it. Compiled code that calls it is traced through it.
 
-    Where a compiled function falls back to Python, dynamo compiles the first frame below that is not torch's own: with
-    a function mode around, that would be the mode, at each operation.
+    Where compiled code falls back to Python, dynamo compiles the first frame that is not torch's own. Within a function
+    mode that frame would be the mode's, for every operation.
     """
     dynamo = private(torch._C._dynamo, "eval_frame")
     skip = private(dynamo, "_FrameAction").SKIP
@@ -27,13 +30,13 @@ def never_compile_by_itself(function: Callable[..., Any]) -> None:
 
 @contextmanager
 def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
-    """Context that yields what tells whether code of torch.compile was called in it so far, by any thread."""
+    """Context that yields a function. It returns whether any thread has called compiled code in the context so far."""
     dynamo: Any = importlib.import_module("torch._dynamo.eval_frame")  # takes a second; so would the first optimizer
     called = []
     enter = private(dynamo, "_maybe_set_eval_frame")
 
     def noticed(callback: Any) -> Any:
-        if callable(callback):  # not where something is kept from being compiled
+        if callable(callback):  # otherwise the call keeps something from being compiled
             called.append(True)
         return enter(callback)
 
@@ -43,15 +46,43 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(called)
 
 
+def _nothing_was_compiled() -> bool:
+    return "torch._dynamo" not in sys.modules  # the import takes a second, so who needs none makes none
+
+
 def fail_on_recompile(undo: Undo) -> None:
-    """Have torch.compile raise where it would compile, until that is undone: a capture must not hold that."""
-    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and the import takes a second
+    """Have torch.compile raise an error instead of compiling, which no capture may contain, until that is undone."""
+    if _nothing_was_compiled():
         return
     dynamo = private(torch, "_dynamo").eval_frame
     before = private(dynamo, "_stance")
     if before.stance != "force_eager":  # or nothing compiles
         undo.note(private(dynamo, "_set_stance"), before)
         torch.compiler.set_stance("fail_on_recompile")
+
+
+@contextmanager
+def without_compiled_code() -> Iterator[None]:
+    """Context in which compiled modules and functions run as eager code, on every thread.
+
+    Under a dispatch mode that asks for no exception, dynamo gives up every frame that it meets, for good
+    (torch/_dynamo/convert_frame.py). In this context it meets none, so compiled code stays compiled afterwards.
+    """
+    if _nothing_was_compiled():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def forget_compiled_code() -> None:
+    """Empty what torch.compile keeps in memory: compiled code, by module and by source. Files stay on the disk."""
+    if _nothing_was_compiled():
+        return
+    torch.compiler.reset()
+    inductor = sys.modules.get("torch._inductor.utils")
+    if inductor is not None:
+        private(inductor, "clear_caches")()
 
 
 def cudagraphs_of_its_own(compiled: object) -> bool:
@@ -63,35 +94,12 @@ def cudagraphs_of_its_own(compiled: object) -> bool:
     return any(config.get("triton.cudagraphs", False) for config in configs if config)
 
 
-def forget_compiled_code() -> None:
-    """Empty what torch.compile keeps in memory: what it compiled, by module and by source. Files are left alone."""
-    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and the import takes a second
-        return
-    torch.compiler.reset()
-    inductor = sys.modules.get("torch._inductor.utils")
-    if inductor is not None:
-        private(inductor, "clear_caches")()
-
-
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is what torch.compile(module) returned: the hooks of those below it do not run."""
-    return "get_compiler_config" in vars(module) and "_orig_mod" in module._modules
+    """Return whether `torch.compile(...)` returned this module. The hooks of modules inside it do not run."""
+    # Checkpoints have "_orig_mod" in the names of parameters, so torch cannot rename this child.
+    return "get_compiler_config" in vars(module) and "_orig_mod" in module_tables(module)[2]
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called: its hooks run in compiled code, if at all."""
+    """Return whether `module.compile()` was called. The module's hooks then run in compiled code, if at all."""
     return vars(module).get("_compiled_call_impl") is not None
-
-
-@contextmanager
-def without_compiled_code() -> Iterator[None]:
-    """Context in which what torch.compile was asked to compile runs as it was written, on every thread.
-
-    Under a dispatch mode that asks for no exception, dynamo gives up each frame that it meets, and its code never runs
-    compiled again (torch/_dynamo/convert_frame.py); here it meets none. A cache that was warm before is warm behind it.
-    """
-    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and the import takes a second
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

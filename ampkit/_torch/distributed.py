@@ -1,4 +1,4 @@
-"""The end of a process group."""
+"""How to be told that a process group ends."""
 
 from collections.abc import Callable
 
@@ -7,18 +7,19 @@ import torch
 from .guard import private
 
 
-class _LastCall:
-    """What `destroy_process_group` takes for one more communicator, which it finalizes before all backends."""
+class _Communicator:
+    """What `destroy_process_group` takes for another communicator: it calls `finalize` before it ends the backends."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.finalize = callback
 
 
 def call_before_process_group_ends(callback: Callable[[], None]) -> None:
-    """Have `torch.distributed.destroy_process_group()` of the default group call this first.
+    """Have `torch.distributed.destroy_process_group()` call this first, when it destroys the default group.
 
-    There is no hook. A wrapped function would miss `from torch.distributed import destroy_process_group`.
+    torch has no hook for this. To replace the function would not help, because code that ran
+    `from torch.distributed import destroy_process_group` earlier would still call the old one.
     """
     comms = private(torch.distributed.distributed_c10d, "_world").comms
-    if not any(comm.finalize is callback for comm in comms if isinstance(comm, _LastCall)):
-        comms.append(_LastCall(callback))
+    if not any(comm.finalize is callback for comm in comms if isinstance(comm, _Communicator)):
+        comms.append(_Communicator(callback))

@@ -1,4 +1,4 @@
-"""torch's observer of executed operations, and the marks that structure what it writes."""
+"""torch's execution trace: a file with every operation that runs, and marks that a caller adds to it."""
 
 import ctypes
 import functools
@@ -19,13 +19,14 @@ from .._undo import Undo
 from .guard import private
 from .modes import call_each, without_torch_function
 
-# The observer behind torch.profiler.ExecutionTraceObserver, which adds files and events of its own. One per process.
+# The observer behind torch.profiler.ExecutionTraceObserver, which would add files and events of its own. A process can
+# have one observer only.
 _profiler = private(torch._C, "_profiler")
 _add_trace = private(_profiler, "_add_execution_trace_observer")
 _remove_trace = private(_profiler, "_remove_execution_trace_observer")
 _enable_trace = private(_profiler, "_enable_execution_trace_observer")
 _disable_trace = private(_profiler, "_disable_execution_trace_observer")
-# With this in the environment the observer reads tensors, which waits for the device.
+# Where this environment variable is not 0, the observer reads tensors, and so waits for the device.
 _READS_TENSORS = "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE"
 
 
@@ -33,16 +34,17 @@ _READS_TENSORS = "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE"
 def execution_trace(path: str) -> Iterator[bool]:
     """Context in which the operations of all threads are written to a file as JSON. Yields whether they are.
 
-    They are not where another observer of this kind is at work, where it would read tensors, or where another thread
-    has an autograd graph in hand: for a node of a backward the observer looks up what the thread of its forward has run
-    since the trace began, and reads beyond an empty list where that is nothing (torch 2.11,
-    csrc/profiler/standalone/execution_trace_observer.cpp). Nested tensors must not occur: they bring its lists out of
-    step, to the same effect.
+    Nothing is written, and False is yielded, in three cases: another observer of this kind runs, the observer would
+    read tensors, or another thread is using an autograd graph. In the last case torch 2.11 could read out of bounds
+    (csrc/profiler/standalone/execution_trace_observer.cpp): for each node of a backward the observer looks up the
+    operations of the thread that ran its forward, and it does not notice that this list may be empty.
+
+    Nested tensors must not occur in the context. They make the lists disagree, with the same consequence.
     """
     with Undo() as undo:
         trace = _Trace(path)
         undo.note(trace.end)
-        impossible = os.environ.get(_READS_TENSORS, "0") != "0" or _others_run()
+        impossible = os.environ.get(_READS_TENSORS, "0") != "0" or _graph_in_other_thread()
         if impossible or _one_trace.setdefault("trace", trace) is not trace:
             yield False
             return
@@ -80,8 +82,8 @@ class _Trace:
 _one_trace: dict[str, _Trace] = {}  # at most one; `setdefault` is one step for all threads
 
 
-def _others_run() -> bool:
-    """Return whether another thread of Python's has an autograd graph in hand: a tensor of one, or its backward."""
+def _graph_in_other_thread() -> bool:
+    """Return whether another Python thread runs a backward, or has a tensor with a graph in a local variable."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # a frame that holds itself keeps everything on the stack alive
     with without_torch_function():
@@ -95,22 +97,28 @@ def _has_graph(frame: FrameType) -> bool:
     return any(tensor.grad_fn is not None for tensor in tensors)
 
 
+_FATAL = 3  # the log level in c10/util/logging_is_not_google_glog.h
+
+
 @contextmanager
 def _less_logging() -> Iterator[None]:
-    """Context in which torch's C++ logs no warnings: the observer logs one each time that it begins or ends."""
+    """Context in which torch's C++ logs no warnings. The observer would log one whenever it begins or ends."""
     level = _log_level()
     if level is None:
         yield
         return
     with Undo() as undo:
         undo.note(setattr, level, "value", level.value)
-        level.value = 3  # c10/util/logging_is_not_google_glog.h: fatal
+        level.value = _FATAL
         yield
 
 
 @functools.cache
 def _log_level() -> ctypes.c_int | None:
-    """Return the level that C++ logs from, None where it cannot be reached: there is no binding for it."""
+    """Return the variable that holds the log level of torch's C++, None if the library does not export it.
+
+    torch has no Python binding for it.
+    """
     library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"), None)
     try:
         return None if library is None else ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
@@ -118,6 +126,6 @@ def _log_level() -> ctypes.c_int | None:
         return None
 
 
-# Marks what runs between the two calls in such a trace: enter(name) returns what exit takes.
+# Two calls that mark, in such a trace, what runs between them: exit_mark takes what enter_mark(name) returned.
 enter_mark: Callable[[str], Any] = private(torch.autograd, "_record_function_with_args_enter")
 exit_mark: Callable[[Any], None] = private(torch.autograd, "_record_function_with_args_exit")

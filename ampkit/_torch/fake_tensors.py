@@ -1,4 +1,4 @@
-"""Tensors without data, and autocast for a device that is not there."""
+"""Fake tensors, which have no data, and autocast for CUDA without a CUDA device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from .guard import private
 
 
 def fake_tensor_mode(**kwargs: Any) -> Any:
-    """Return a new mode in which tensors have everything but data: `torch._subclasses.FakeTensorMode`."""
+    """Return a new `torch._subclasses.FakeTensorMode`: tensors that are made within it have no data."""
     return private(fake_tensor, "FakeTensorMode")(**kwargs)
 
 
@@ -25,19 +25,20 @@ _LIMITS = tuple(
         "UnsupportedOperatorException",
     )
 )
-# In messages of errors that a kernel raises where it finds no device or no data.
+# Words in the messages of errors that kernels raise when there is no device or no data.
 _NO_DEVICE = ("NVIDIA", "CUDA", "cuda devices", "hasPrimaryContext", "data pointer", "storage")
 
 
 def is_limit_of_fake_tensors(error: Exception) -> bool:
-    """Return whether an error says that there is no data or no device, not that the code is wrong."""
-    told = isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_DEVICE)
-    return isinstance(error, _LIMITS) or told
+    """Return whether an error came because there is no data or no device, and not because the code is wrong."""
+    if isinstance(error, _LIMITS):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_DEVICE)
 
 
 @contextmanager
 def autocast_without_cuda() -> Iterator[None]:
-    """Context in which `torch.autocast("cuda")` works without a CUDA device, where it would switch itself off."""
+    """Context in which `torch.autocast("cuda")` works without a CUDA device. Outside it switches itself off there."""
     common = private(torch.cuda.amp, "common")
     before = private(common, "amp_definitely_not_available"), torch.cuda.is_bf16_supported
     with Undo() as undo:
@@ -49,11 +50,5 @@ def autocast_without_cuda() -> Iterator[None]:
 
 
 def is_fake(kind: type) -> bool:
-    """Return whether tensors of this class have everything but data."""
+    """Return whether tensors of this class are fake, that is without data."""
     return issubclass(kind, private(fake_tensor, "FakeTensor"))
-
-
-def is_mix_of_devices(error: Exception) -> bool:
-    """Return whether an operation on fake tensors was given tensors of several devices."""
-    text = str(error)
-    return "FakeTensor Device Propagation" in text or "found at least two devices" in text  # torch 2.11, 2.15

@@ -1,4 +1,4 @@
-"""How a private name of torch is taken: with an error that names the versions ampkit was checked on."""
+"""How a private name of torch is taken: a torch without it raises an error that names the versions to install."""
 
 from typing import Any
 
@@ -8,6 +8,12 @@ _MISSING = object()
 
 
 def private(owner: object, name: str) -> Any:
+    """Return `owner.name`, where `name` is private to torch.
+
+    Raises:
+        ImportError: this torch has no such name. Names that every use needs are taken when ampkit is imported, so that
+            the error comes then.
+    """
     found = getattr(owner, name, _MISSING)
     if found is _MISSING:
         raise ImportError(

@@ -1,4 +1,4 @@
-"""Function modes and dispatch modes: which are entered, and how to be without them."""
+"""Function modes and dispatch modes: which are entered, and how code runs without them."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -18,35 +18,35 @@ _function_modes: Callable[[], list[Any]] = private(torch.overrides, "_get_curren
 
 
 def function_modes() -> list[Any]:
-    """Return the function modes that are entered, outermost first, without those that change nothing."""
+    """Return the function modes that are entered, outermost first, without those that only watch for ampkit."""
     return [mode for mode in _function_modes() if not isinstance(mode, UnseenFunctionMode)]
 
 
-# The mode that torch.set_default_device, and a torch.device as a context, enter.
+# The function mode that torch.set_default_device enters, and a torch.device that is used as a context.
 DeviceContext: Any = private(_device, "DeviceContext")
 
 
 class UnseenFunctionMode(TorchFunctionMode):
-    """A function mode of ampkit's that changes nothing, and that is no policy around the step."""
+    """A function mode with which ampkit watches a step. It changes nothing, so it is no part of the step's policy."""
 
 
 @contextmanager
 def unseen_function_mode(mode: object) -> Iterator[None]:
-    """Context in which `torch.overrides.has_torch_function` answers as without this mode, if it is the only one.
+    """Context in which `torch.overrides.has_torch_function` ignores this mode, if no other mode is entered.
 
-    nn.MultiheadAttention and nn.TransformerEncoderLayer ask for it and take slower kernels then.
+    nn.MultiheadAttention and nn.TransformerEncoderLayer ask that function, and run slower kernels if it says yes.
     """
     asked = private(torch.overrides, "has_torch_function")
 
-    def has_torch_function(tensors: Any) -> Any:
+    def has_torch_function(args: Iterable[Any]) -> bool:
         if [*map(id, _function_modes())] != [id(mode)]:
-            return asked(tensors)
+            return bool(asked(args))
         with private(torch.overrides, "_pop_mode_temporarily")():
-            return asked(tensors)
+            return bool(asked(args))
 
     with Undo() as undo:
         undo.note(setattr, torch.overrides, "has_torch_function", asked)
-        torch.overrides.has_torch_function = has_torch_function  # type: ignore[assignment]  # in its place
+        torch.overrides.has_torch_function = has_torch_function
         yield
 
 
@@ -63,7 +63,10 @@ def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
 
 
 def step_aside(mode: TorchDispatchMode) -> None:
-    """Take a dispatch mode off, where it is the innermost one, until autograd has run the node that it is about to."""
+    """Leave a dispatch mode, if it is the innermost one. Called in a hook before an autograd node runs.
+
+    Autograd puts the modes back once the node has run.
+    """
     if private(_python_dispatch, "_get_current_dispatch_mode")() is mode:
         private(_python_dispatch, "_pop_mode")()
 
@@ -135,5 +138,5 @@ def call_each(functions: Iterable[Any]) -> list[Any]:
 
 # Context without function modes and `__torch_function__`, for what ampkit asks of tensors between operations.
 without_torch_function: Callable[[], AbstractContextManager[None]] = private(torch._C, "DisableTorchFunction")
-# Context without the dispatch modes that are entered: what runs in it is seen by none of them.
+# Context without the dispatch modes that are entered: none of them sees what runs in it.
 without_dispatch_modes: Callable[[], Any] = private(_python_dispatch, "_disable_current_modes")

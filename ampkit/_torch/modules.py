@@ -1,24 +1,27 @@
-"""The live tables of a module, and which parameters are sharded."""
+"""The dictionaries in which a module keeps its parameters, buffers, children and hooks."""
 
-import sys
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+
+from .guard import private
+
+# A module gets them when it is made, so the class alone cannot be asked for them.
+_MODULE = nn.Module()
+for _name in (
+    *("_parameters", "_buffers", "_modules", "_is_full_backward_hook"),
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+):
+    private(_MODULE, _name)
 
 
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the live tables of a module: parameters, buffers, children. Faster than the iterators."""
+    """Return a module's own dictionaries of parameters, buffers and children. Faster than the iterators."""
     return module._parameters, module._buffers, module._modules
 
 
-def is_sharded(param: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, as `fully_shard` makes it."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # the import is slow, and a DTensor has made it
-    return tensors is not None and isinstance(param, tensors.DTensor)
-
-
 def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the live tables of hooks that run in a call of the module, before, after and in backward."""
+    """Return a module's own dictionaries of hooks that run in a call of it: before, after and in backward."""
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 

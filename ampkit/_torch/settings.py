@@ -12,19 +12,22 @@ _choose_attention = private(torch, "_fused_sdp_choice")
 
 
 def settle_attention_priority(device: torch.device) -> None:
-    """Have torch settle in which order it tries attention kernels: its first choice on a device may change that order
-    for the process (cuDNN first on Hopper, ATen/native/transformers/cuda/sdp_utils.cpp). Runs no kernel of attention.
+    """Have torch decide now in which order it tries attention kernels on this device.
+
+    The first attention on a device can change that order for the process: cuDNN comes first on Hopper
+    (ATen/native/transformers/cuda/sdp_utils.cpp). This asks torch for its choice and runs no attention kernel.
     """
     tokens = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
     _choose_attention(tokens, tokens, tokens)
 
 
 def _settings() -> dict[str, Callable[[], Any]]:
-    """Return how each setting of torch is read that decides which kernels run, by the name that its user knows.
+    """Return a function to read each setting that decides which kernels run, by the setting's public name.
 
-    All of them are C functions where there is one, since they are read in every call: 1.9 us together. `allow_tf32` and
-    `torch.get_float32_matmul_precision` are not among them, because both raise once `fp32_precision` was set; what they
-    set shows in `fp32_precision`.
+    Every call of a step reads them all, so they are C functions where torch has one: 1.9 us together.
+
+    `allow_tf32` and `torch.get_float32_matmul_precision` are not among them: reading them raises an error once
+    `fp32_precision` was set, and what they set shows in `fp32_precision`.
     """
     fp32_precision = private(torch._C, "_get_fp32_precision_getter")
     found = {
@@ -41,7 +44,7 @@ def _settings() -> dict[str, Callable[[], Any]]:
         **{name: private(torch._C, binding) for name, binding in _BINDINGS.items()},
     }
     optional = {name: getattr(torch._C, binding, None) for name, binding in _OPTIONAL_BINDINGS.items()}
-    # torch 2.11 has it, with other implementations than its own behind the one flash attention.
+    # torch 2.11 has it: the name under which another implementation took the place of torch's flash attention.
     optional["torch.nn.attention.current_flash_attention_impl()"] = getattr(
         torch.nn.attention, "current_flash_attention_impl", None
     )
@@ -68,7 +71,7 @@ _BINDINGS = {
     "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()": "_get_math_sdp_allow_fp16_bf16_reduction",
     "the priority of attention kernels (torch.nn.attention.sdpa_kernel)": "_get_sdp_priority_order",
 }
-# Some builds have no such thing, and what torch does not have cannot change.
+# Some builds of torch lack these. A setting that does not exist cannot change, so it needs no reader.
 _OPTIONAL_BINDINGS = {
     f"{_CUDNN}benchmark_limit": "_cuda_get_cudnn_benchmark_limit",
     "the use of FlashAttention 3": "_get_fa3_sdp_enabled",
@@ -84,5 +87,5 @@ _settings_readers = tuple(_read_settings.values())
 
 
 def settings() -> list[Any]:
-    """Return the settings of torch, thread and process, that decide which kernels run, in the order of `SETTINGS`."""
+    """Return the values of all settings that decide which kernels run, in the order of `SETTINGS`."""
     return [read() for read in _settings_readers]

@@ -1,4 +1,4 @@
-"""The current CUDA stream: its address, whether it is being captured, and torch's callbacks for what is done on it."""
+"""The current CUDA stream: its address, whether it is being captured, and torch's callbacks for work on the GPU."""
 
 import importlib
 from collections.abc import Callable
@@ -10,34 +10,38 @@ from .guard import private
 
 
 def capturing_builtin() -> Callable[[], bool]:
-    """Return what `torch.cuda.is_current_stream_capturing` calls, which is a function of Python."""
+    """Return the function that `torch.cuda.is_current_stream_capturing` calls."""
     found: Callable[[], bool] = private(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")
     return found
 
 
 def replace_capturing_builtin(function: Callable[[], bool]) -> None:
-    """Have `torch.cuda.is_current_stream_capturing` call this, also for those who imported it earlier by name."""
-    torch.cuda.graphs._cuda_isCurrentStreamCapturing = function  # type: ignore[attr-defined]  # imported there
+    """Have `torch.cuda.is_current_stream_capturing` call this one. Code that imported it by name is reached too."""
+    torch.cuda.graphs._cuda_isCurrentStreamCapturing = function  # type: ignore[attr-defined]  # graphs.py imports it
 
 
-_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # not without CUDA
+# A torch that was built without CUDA has neither of the two bindings in this file, and no streams.
+_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 def is_capturing() -> bool:
-    """Return whether what is launched now becomes part of a CUDA graph. Whatever user code is told, it is the truth."""
+    """Return whether work that is launched now becomes part of a CUDA graph.
+
+    It is the truth even while ampkit answers user code otherwise (`replace_capturing_builtin`).
+    """
     return _capturing is not None and torch.cuda.is_initialized() and _capturing()
 
 
-# raw_stream(device index): the address of the current stream, 0 for the default one, without an object for it. A build
-# without CUDA has none, and no streams either.
+# raw_stream(device index): the address of the current stream, 0 for the default one. It makes no Stream object.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
 def activate_gpu_trace() -> dict[str, Any] | None:
-    """Have torch call back for what it does on a GPU; return its `CallbackRegistry`s by kind, None if it has none.
+    """Have torch call back for its work on GPUs. Return a `CallbackRegistry` for each kind of work.
 
-    The kinds are those of `torch.cuda._gpu_trace.register_callback_for_<kind>`. Once activated, it stays so for the
-    process (c10/core/impl/GPUTrace.cpp). A registry has `callback_list`, `add_callback` and nothing to take one off.
+    Returns None where torch has no such callbacks. The kinds are those of
+    `torch.cuda._gpu_trace.register_callback_for_<kind>`. Once activated, the trace stays active for the process
+    (c10/core/impl/GPUTrace.cpp). A registry has `callback_list` and `add_callback`, but no way to remove a callback.
     """
     try:
         trace = importlib.import_module("torch.cuda._gpu_trace")
@@ -51,7 +55,7 @@ def activate_gpu_trace() -> dict[str, Any] | None:
     return {kind: getattr(trace, name) for kind, name in names.items()}
 
 
-# What torch calls back for, with the names of what it passes: handles of CUDA's, the address of a block of memory.
+# The kinds of work that torch calls back for, and the arguments that it passes: CUDA handles, or a memory address.
 GPU_TRACE_KINDS: dict[str, tuple[str, ...]] = {
     "event_creation": ("event",),
     "event_deletion": ("event",),

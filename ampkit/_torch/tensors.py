@@ -1,4 +1,4 @@
-"""What torch knows of a tensor and does not publish, and arithmetic on many tensors in one kernel."""
+"""What torch tells of a tensor under private names only, and arithmetic on many tensors in one kernel."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -9,22 +9,31 @@ from torch.utils import _foreach_utils
 
 from .guard import private
 
-# torch._foreach_norm(tensors, ord, dtype): one kernel for the norms of many tensors; clip_grad_norm_ is built on it.
+# foreach_norm(tensors, ord, dtype): the norms of many tensors by one kernel. torch.nn.utils.clip_grad_norm_ calls it.
 foreach_norm: Callable[..., list[Tensor]] = private(torch, "_foreach_norm")
-# In-place arithmetic on many tensors in one kernel, where device and dtype are one.
+# Arithmetic in place on many tensors. It takes one kernel if they have one device and one dtype.
 foreach_add_: Callable[..., None] = private(torch, "_foreach_add_")
 foreach_sub_: Callable[..., None] = private(torch, "_foreach_sub_")
 foreach_mul_: Callable[..., None] = private(torch, "_foreach_mul_")
 foreach_copy_: Callable[..., None] = private(torch, "_foreach_copy_")
+foreach_maximum_: Callable[..., None] = private(torch, "_foreach_maximum_")  # the larger of two numbers each
+
+private(Tensor, "_version")
+_version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def version(tensor: Tensor) -> int:
-    """Return a number that every change of the tensor in place raises; a replayed change does not."""
+    """Return a counter that rises whenever the tensor is changed in place. A replayed graph does not raise it."""
     return int(private(tensor, "_version"))
 
 
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the `version` of each tensor, at less cost: no Python code runs for each of them."""
+    return list(map(_version_of, tensors))
+
+
 def storage_address(tensor: Tensor) -> int:
-    """Return where a tensor's memory starts, 0 where it has none (empty, sparse, fake)."""
+    """Return the address of the memory that a tensor lies in, 0 if it has none (empty, sparse, fake)."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -32,12 +41,12 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a class that stands for other tensors (DTensor, MaskedTensor)."""
+    """Return whether a tensor's class holds other tensors and computes on them (DTensor, MaskedTensor)."""
     handler = private(type(tensor), "__torch_dispatch__")
     return handler is not private(torch.Tensor, "__torch_dispatch__")
 
 
-# How torch.optim.swa_utils groups tensors for an averaging function, and where it takes foreach kernels to be fast.
+# torch.optim.swa_utils groups tensors by the first, and uses foreach kernels on the device types that the second lists.
 grouped_by_device_and_dtype: Callable[
     [list[list[Tensor]]], dict[tuple[torch.device, torch.dtype], tuple[list[list[Tensor]], list[int]]]
 ] = private(_foreach_utils, "_group_tensors_by_device_and_dtype")
@@ -45,33 +54,20 @@ devices_with_foreach: Callable[[], list[str]] = private(_foreach_utils, "_get_fo
 
 
 def is_same_generator(left: torch.Generator, right: torch.Generator) -> bool:
-    """Return whether two objects are one generator: a dispatch mode is given another object than the caller has."""
+    """Return whether two Python objects are one generator. A dispatch mode gets another object than the caller has."""
     return bool(private(left, "_cdata") == private(right, "_cdata"))
 
 
-# The larger of two numbers each, in place, for many tensors in one kernel.
-foreach_maximum_: Callable[..., None] = private(torch, "_foreach_maximum_")
-
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return `version` of each, without a step of the interpreter per tensor."""
-    return list(map(_version_of, tensors))
-
-
-private(Tensor, "_version")
-_version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-
-
 def use_count(tensor: Tensor) -> int:
-    """Return how many have this tensor, all of Python counted once."""
+    """Return how many references to this tensor C++ counts. All references of Python are one."""
     return int(private(tensor, "_use_count")())
 
 
 def shares_storage_with_none(tensor: Tensor) -> bool:
-    """Return whether no other tensor lies in the same memory. The storage's object in Python is one user itself."""
-    storage = tensor.untyped_storage()
-    return bool(private(torch._C, "_storage_Use_Count")(storage._cdata) <= 2)
+    """Return whether no other tensor lies in the same memory."""
+    storage = tensor.untyped_storage()  # itself the second user of the memory, beside the tensor
+    return bool(private(torch._C, "_storage_Use_Count")(private(storage, "_cdata")) <= 2)
 
 
-# Whether a tensor stands for others within torch.func (vmap, grad), and so has no memory.
+# is_functorch_wrapped(tensor): whether it stands for other tensors within torch.func (vmap, grad), and has no memory.
 is_functorch_wrapped: Callable[[Tensor], bool] = private(torch._C._functorch, "is_functorch_wrapped_tensor")

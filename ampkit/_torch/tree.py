@@ -1,4 +1,4 @@
-"""The tree that a batch or an output is: `torch.utils._pytree`."""
+"""How a batch or an output is taken apart into its leaves: `torch.utils._pytree`, which torch.compile uses too."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,6 @@ from torch.utils import _pytree
 
 from .guard import private
 
-# torch.utils._pytree: the tree that a batch or an output is. torch.compile and torch.export flatten with it too.
 TreeSpec = _pytree.TreeSpec
 tree_flatten: Callable[..., tuple[list[Any], TreeSpec]] = private(_pytree, "tree_flatten")
 tree_unflatten: Callable[[Sequence[Any], TreeSpec], Any] = private(_pytree, "tree_unflatten")

@@ -1053,7 +1053,7 @@ def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     """It counts on a terminal, leaves nothing behind, and is silent elsewhere."""
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        bar = _text.Bar(2, shown=True)
+        bar = _text.ProgressBar(2, shown=True)
         bar.show("one")
         bar.show("two")
         bar.clear()

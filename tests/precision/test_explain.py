@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 from ampkit.__main__ import main
 from ampkit._precision.fake_tensors import fake_device
-from ampkit._precision.op_recorder import Recorder
+from ampkit._precision.op_recorder import OpRecorder
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -101,7 +101,7 @@ def observed(model, inputs, kwargs, policy, device_type):
     """Run the model itself, on real tensors, under the same recorder."""
     model = model.to(device_type)
     inputs, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(device_type), (inputs, kwargs))
-    recorder = Recorder(model)
+    recorder = OpRecorder(model)
     autocast = ampkit.Policy.parse(policy).autocast(device_type)
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda x: x), autocast, recorder:
         output = model(*inputs, **kwargs)
@@ -344,7 +344,7 @@ def test_compiled_code_runs_on_behind_it(warm):
     before = compiled.calls
     expected = [row.op for row in ampkit.explain(model, x).rows]
     assert [row.op for row in ampkit.explain(compiled.module, x).rows] == expected
-    with Recorder(model) as recorder:
+    with OpRecorder(model) as recorder:
         compiled.module(x)
     assert [row.op for row in recorder.rows()] == expected
     assert compiled.calls == before
@@ -526,7 +526,7 @@ def test_casts_back_on_the_device(name):
     model.cuda()
     with torch.autocast("cuda", dtype=F16):
         loss = model(*(x.cuda() for x in inputs)).float().sum()
-    with torch.autograd.set_multithreading_enabled(False), Recorder(model) as recorder:
+    with torch.autograd.set_multithreading_enabled(False), OpRecorder(model) as recorder:
         loss.backward()
     casts = Counter(row.op for row in recorder.rows())
     assert recorder.totals().casts >= told.totals.casts_back, casts

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._text import Bar
+from ..._text import ProgressBar
 from .cases import Case, CaseError, ready
 from .losses import TOLERANCE, Expectations
 from .process import Caches, clean_up, do_what_is_done_once, fast_kernels, little_garbage
@@ -35,7 +35,7 @@ class _Run(NamedTuple):
     plan: Plan
     save: Callable[[], None]
     caches: Caches
-    progress: Bar
+    progress: ProgressBar
 
 
 def run(
@@ -64,7 +64,7 @@ def run(
         ImportError: a job's model is of a package that is not installed.
     """
     profiled = plan.profile and setting.device.type == "cuda"
-    progress = Bar(len(jobs) * len(keys) * (2 if profiled else 1))
+    progress = ProgressBar(len(jobs) * len(keys) * (2 if profiled else 1))
     compiles = any(VARIANTS[key].compiles for key in keys)
     with fast_kernels(setting.device), Caches() as caches:
         caches.callback(progress.clear)

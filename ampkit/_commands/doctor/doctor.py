@@ -18,7 +18,7 @@ from ..._errors import UsageError
 from ..._precision.fake_tensors import can_save_for_backward
 from ..._precision.policy import Policy
 from ..._step.graphed_step import graphed_step
-from ..._text import Bar, size_text, type_text
+from ..._text import ProgressBar, size_text, type_text
 from ..._user_line import line_text, user_line
 from ...debug._memory.forecast import forecast
 from ..bench.profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
@@ -115,7 +115,7 @@ def diagnose(
 
     Sync: waits for the device.
     """
-    progress = Bar(len(CHECKS) + 3, bar)
+    progress = ProgressBar(len(CHECKS) + 3, bar)
     try:
         progress.show("the first step")
         trial = _trial(name, find, lightning)
@@ -137,7 +137,7 @@ def _trial(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) ->
     return trial
 
 
-def _examined(diagnosis: Diagnosis, trial: Trial, progress: Bar) -> Diagnosis:
+def _examined(diagnosis: Diagnosis, trial: Trial, progress: ProgressBar) -> Diagnosis:
     for title, check in CHECKS.items():
         progress.show(title)
         with _unchecked_if_it_fails(diagnosis, title):

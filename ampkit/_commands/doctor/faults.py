@@ -23,14 +23,14 @@ from ..._batches.prefetch import prefetch
 from ..._capture.inputs import Spec, path, read_batch
 from ..._capture.preflight import Preflight
 from ..._optimizer.device_step import why_not_capturable
-from ..._precision.op_recorder import ONE_NAME, Recorder
+from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._step.graphed_step import GraphedStep, graphed_step
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import call_from_binding
 from ..._torch.tree import tree_flatten
-from ..._user_line import Blame
+from ..._user_line import UserLineFinder
 from .host_values import Call, CallRecorder, differences
 
 SEVERITIES = ("high", "medium", "low")
@@ -85,7 +85,7 @@ class Origins(TorchFunctionMode):
         return next((self._lines[thing] for thing in things if thing in self._lines), "")
 
     def __enter__(self) -> "Origins":
-        self._blame = Blame(sys._getframe(1), lenient=False)
+        self._blame = UserLineFinder(sys._getframe(1), skip_torch=False)
         for kind in (torch.optim.Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader):
             self._watch(kind)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -336,7 +336,7 @@ def _frozen(group: dict[str, Any]) -> dict[str, Any]:
 
 def kernel_faults(trial: Trial) -> Iterator[Fault]:
     """Yield what runs in too low a precision or cannot be repeated bit by bit."""
-    recorder, autocast = Recorder(trial.subject.model), _Autocast(trial.device)
+    recorder, autocast = OpRecorder(trial.subject.model), _Autocast(trial.device)
     with recorder, autocast, _KernelWatch(recorder, autocast) as watch:
         trial.run(recorded=True)
     params = [param.dtype for param in trial.subject.model.parameters() if param.is_floating_point()]
@@ -398,7 +398,7 @@ class _KernelWatch(TorchDispatchMode):
     What torch warns of, other than that, is not shown: an earlier step has shown it.
     """
 
-    def __init__(self, recorder: Recorder, autocast: _Autocast) -> None:
+    def __init__(self, recorder: OpRecorder, autocast: _Autocast) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._autocast = autocast
@@ -407,7 +407,7 @@ class _KernelWatch(TorchDispatchMode):
         self.unrepeatable: Counter[tuple[str, str]] = Counter()  # by line and operation
 
     def __enter__(self) -> "_KernelWatch":
-        self._blame = Blame(sys._getframe(1), lenient=False)
+        self._blame = UserLineFinder(sys._getframe(1), skip_torch=False)
         with ExitStack() as entered:
             entered.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -415,7 +415,7 @@ class _KernelWatch(TorchDispatchMode):
             warnings.showwarning = self._on_warning  # catch_warnings puts it back
             entered.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
             torch.set_deterministic_debug_mode("warn")
-            # So that a backward runs in this thread, and its nodes know where they were made (`Blame`).
+            # So that a backward runs in this thread, and its nodes know where they were made (`UserLineFinder`).
             entered.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             entered.enter_context(torch.autograd.set_multithreading_enabled(False))
             self._left = entered.pop_all()

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._torch.autograd import ENGINE_ENTRIES
 from ..._torch.modes import function_modes, without_torch_function
-from ..._user_line import Blame
+from ..._user_line import UserLineFinder
 
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 _MOST_ITEMS = 64  # of a list, in a record; a longer one is kept as its hash
@@ -61,7 +61,7 @@ class CallRecorder(TorchFunctionMode):
         self._left = ExitStack()
 
     def __enter__(self) -> "CallRecorder":
-        self._blame = Blame(sys._getframe(1), lenient=True)
+        self._blame = UserLineFinder(sys._getframe(1), skip_torch=True)
         with ExitStack() as entered:
             entered.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode sees this thread only
             for name in _FROM_HOST:

@@ -18,7 +18,7 @@ from ..._torch.modes import TorchDispatchMode
 from ..._torch.modules import module_tables
 from ..._torch.operators import METADATA_OPS, TO_COPY
 from ..._torch.tree import tensors_in
-from ..._user_line import Blame
+from ..._user_line import UserLineFinder
 from .allocator import SMALL, Allocator
 from .backward import ACCUMULATE_GRAD
 from .profile import MemoryProfile
@@ -63,7 +63,7 @@ class MemoryTracker(TorchDispatchMode):
         self._model = model
         self._optimizers = optimizers
         self._inputs = inputs
-        self._blame = Blame(entered, lenient=False)
+        self._blame = UserLineFinder(entered, skip_torch=False)
         self._allocator = allocator
         self._untracked = UntrackedMemory(device) if device.type == "cuda" and reads_device else None
         self._exit = ExitStack()

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from harness import make_net
-from test_memory import Compiled, profiler_peak
+from harness import Compiled, make_net
+from test_memory import profiler_peak
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from harness import DEVICES, make_net
+from harness import DEVICES, Compiled, make_net
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -66,22 +66,6 @@ def profiler_peak(fn):
         level += event.nbytes()
         peak = max(peak, level)
     return peak
-
-
-class Compiled:
-    """A module that torch.compile was asked to compile, by a backend that counts what it does."""
-
-    def __init__(self, module):
-        self.compiles = self.calls = 0
-        self.module = torch.compile(module, backend=self._backend)
-
-    def _backend(self, graph, inputs):
-        def run(*args):
-            self.calls += 1
-            return graph.forward(*args)
-
-        self.compiles += 1
-        return run
 
 
 def test_counted_by_hand():

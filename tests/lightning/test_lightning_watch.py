@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ENGINES
+from harness import ENGINES, Compiled
 from lightning_harness import QUIET, Net, Run, _silent, assert_same_runs, fit, fused  # noqa: F401 - a fixture
-from test_memory import Compiled
 
 from ampkit.lightning import AmpkitCallback
 

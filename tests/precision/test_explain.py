@@ -11,8 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from harness import DEVICES, Net
-from test_memory import Compiled
+from harness import DEVICES, Compiled, Net
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

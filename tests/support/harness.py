@@ -31,6 +31,22 @@ def allow_inductor_warnings(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
+class Compiled:
+    """A module that torch.compile was asked to compile, by a backend that counts what it does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.compiles = self.calls = 0
+        self.module = torch.compile(module, backend=self._backend)
+
+    def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph.forward(*args)
+
+        self.compiles += 1
+        return run
+
+
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Make kernels repeatable bit by bit, as comparisons of eager and replayed steps need it."""

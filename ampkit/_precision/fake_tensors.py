@@ -1,4 +1,4 @@
-"""A model on tensors without data, on a device that need not be there."""
+"""How a model runs on fake tensors, which have no data, also for CUDA on a machine without a GPU."""
 
 import copy
 import logging
@@ -21,25 +21,25 @@ from .._torch.tree import tree_flatten
 def can_save_for_backward(device_type: str) -> bool:
     """Return whether autograd can build a graph over fake tensors of this device type.
 
-    A torch that was built without CUDA ends the process on the first node of a graph on CUDA: "PyTorch is not linked
-    with support for cuda devices", thrown where nothing catches it. Seen with torch 2.13.0+cpu.
+    A torch that was built without CUDA (2.13.0+cpu) ends the process when the first node of a graph on CUDA is made:
+    C++ throws "PyTorch is not linked with support for cuda devices", and nothing catches it.
     """
     return device_type != "cuda" or torch.backends.cuda.is_built()
 
 
 @contextmanager
 def fake_device(device_type: str) -> Iterator[None]:
-    """Context in which tensors have no data, and CUDA's operations and autocast work without a CUDA device.
+    """Context in which new tensors have no data, and CUDA operations and autocast work without a CUDA device.
 
-    Gradients are on if they were and `can_save_for_backward`.
+    Gradients are on if they were on before and `can_save_for_backward` allows it.
 
-    Where there is no device, the operations that would ask it which kernel to take are replaced for the while by ones
-    that take what a recent GPU takes. No other thread can be running them then.
+    Some operations ask the device which kernel to use. Without a device they are replaced, for the whole process, by
+    functions that use what a recent GPU would use. So no other thread may run these operations in the meantime.
     """
     fastpath, grad = torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole encoder layer, without a fake kernel
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path is one operation, which has no fake kernel
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True  # it writes a traceback for an error that is raised all the same
+    before, logger.disabled = logger.disabled, True  # it would log the traceback of errors that are raised anyway
     try:
         with ExitStack() as stack:
             if device_type == "cuda" and not torch.cuda.is_available():
@@ -48,11 +48,11 @@ def fake_device(device_type: str) -> Iterator[None]:
             if device_type == "cuda":
                 missing = {name: fn for name, fn in _WITHOUT_META.items() if not has_kernel(f"aten::{name}", "Meta")}
                 stack.enter_context(kernels(missing, ("Meta",)))
-            # In inference mode, dispatch modes see whole compositions (linear, to) instead of what they come down to.
+            # In inference mode, dispatch modes would see `linear` and `to`, not the operations that they consist of.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad and can_save_for_backward(device_type)))
             stack.enter_context(fake_tensor_mode(allow_non_fake_inputs=True))
-            stack.enter_context(_Recurrent())
+            stack.enter_context(_RecurrentOnCudnn())
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
@@ -60,15 +60,15 @@ def fake_device(device_type: str) -> Iterator[None]:
 
 
 def fake_copy(tree: Any, device_type: str, dtype: torch.dtype | None = None) -> Any:
-    """Return a deep copy in which every tensor, also of modules, is a fake one. Within `fake_device`.
+    """Return a deep copy in which every tensor, also in modules, is a fake one. Call it within `fake_device`.
 
     Args:
-        tree: what to copy. Its tensors may be on any device, also meta; they are not read.
-        device_type: where the copies are. A module's tensors that are neither parameters nor buffers stay on their
-            device, as `nn.Module.to` leaves them there; those on meta do not.
-        dtype: of floating tensors in the copy; as they are if None.
+        tree: what to copy. Its tensors may be on any device, also on meta. Their values are not read.
+        device_type: the device of the copies. A module's tensors that are neither parameters nor buffers stay on their
+            device, as with `nn.Module.to`, unless that is meta.
+        dtype: dtype of the floating tensors in the copy. None keeps their dtypes.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # for copy.deepcopy: what takes the place of an object, by its id
 
     def add(part: Any, stay: bool) -> None:
         for tensor in tree_flatten(part)[0]:
@@ -107,7 +107,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Take flash attention where it fits, else the memory-efficient kernel, else the formula, as an H100 does."""
+    """Run the attention kernel that an H100 would run: flash, else the memory-efficient one, else the plain formula."""
     size = query.size(-1)
     scale = 1 / math.sqrt(size) if scale is None else scale
     low = query.dtype in (torch.float16, torch.bfloat16)
@@ -131,6 +131,7 @@ def _attention(
 
 
 def _float_mask(mask: Tensor, query: Tensor) -> Tensor:
+    """Return an attention mask in the form that the memory-efficient kernel takes."""
     if mask.dtype is torch.bool:
         keep, drop = (torch.scalar_tensor(x, dtype=query.dtype, device=mask.device) for x in (0.0, -math.inf))
         mask = torch.where(mask, keep, drop)
@@ -140,7 +141,7 @@ def _float_mask(mask: Tensor, query: Tensor) -> Tensor:
     return mask.expand(*query.shape[:3], mask.size(-1))
 
 
-# Operations of ATen that look at the device to pick a kernel.
+# Operations of ATen that ask the device which kernel to use, and what runs instead where there is no device.
 _WITHOUT_DEVICE = {"scaled_dot_product_attention": _attention}
 
 
@@ -153,7 +154,7 @@ def _recurrent_backward(
     cell: Tensor | None,
     *more: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-    """Return gradients of input, states and weights, as _cudnn_rnn_backward does."""
+    """Return gradients of input, states and weights, in the shapes of _cudnn_rnn_backward."""
     of_cell = None if cell is None else torch.empty_like(cell)
     of_weights = [torch.empty_like(weight) for weight in weights]
     return torch.empty_like(input), torch.empty_like(hidden), of_cell, of_weights
@@ -166,7 +167,7 @@ def _gru_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the next state, and a workspace for backward, five times as large (ATen/native/cuda/RNN.cu)."""
+    """Return the next state, and a workspace for backward that is five times as large (ATen/native/cuda/RNN.cu)."""
     return torch.empty_like(hidden), hidden.new_empty(hidden.size(0), 5 * hidden.size(1))
 
 
@@ -180,19 +181,22 @@ def _gru_cell_backward(
     return of_gates[0], of_gates[1], torch.empty_like(grad), of_biases[0], of_biases[1]
 
 
-# Operations of ATen for CUDA that torch has no meta kernel of (2.11), by which fake tensors know shapes.
+# Fake tensors find shapes by meta kernels. torch 2.11 has none for these CUDA operations.
 _WITHOUT_META: dict[str, Callable[..., Any]] = {
     "_cudnn_rnn_backward": _recurrent_backward,
     "_thnn_fused_gru_cell": _gru_cell,
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
 }
 
-_LSTM = 2  # cudnnRNNMode_t
+_LSTM = 2  # these numbers are cuDNN's cudnnRNNMode_t
 _RECURRENT = {torch.rnn_relu: 0, torch.rnn_tanh: 1, torch.lstm: _LSTM, torch.gru: 3}
 
 
-class _Recurrent(TorchFunctionMode):
-    """Runs recurrent layers on cuDNN; torch would ask it for its layout of the weights and read their addresses."""
+class _RecurrentOnCudnn(TorchFunctionMode):
+    """Calls cuDNN's operation for recurrent layers on CUDA.
+
+    torch's own functions first ask cuDNN how to lay out the weights, and read the weights' addresses.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # (input, hx, weights, ...); the variant for packed sequences has (data, batch_sizes, hx, weights, ...).
@@ -216,12 +220,12 @@ def _recurrent(
     hidden, cell = hx if mode == _LSTM else (hx, None)
     size = hidden.size(-1) if cell is None else cell.size(-1)
     projected = hidden.size(-1) if hidden.size(-1) != size else 0
-    stride = (4 if has_biases else 2) + bool(projected)  # weights of a layer
-    # To float16, also where autocast is set to bfloat16: ATen/cudnn/AutocastRNN.cpp says kHalf.
+    stride = (4 if has_biases else 2) + bool(projected)  # how many weights a layer has
+    # Autocast casts to float16 even if it is set to bfloat16: ATen/cudnn/AutocastRNN.cpp says kHalf.
     if torch.is_autocast_enabled("cuda"):
         input, hidden, *weights = (tensor.to(torch.float16) for tensor in (input, hidden, *weights))
         cell = cell if cell is None else cell.to(torch.float16)
-    # In place of the buffer that the weights lie in, which a backward asks for: no memory but theirs.
+    # On a GPU the weights lie in this buffer, and backward wants it. Here it is empty: the weights count by themselves.
     buffer = torch.empty(0, dtype=torch.uint8, device=input.device)
     with torch.autocast("cuda", enabled=False):
         output, hidden, cell, _, _ = op_overload("aten::_cudnn_rnn")(

@@ -1,4 +1,4 @@
-"""How a policy's `modules` rules get onto a model and off it again: matching, casting, and a subclass per rule."""
+"""How rules for modules get onto a model and off again: each module with a rule becomes one of a subclass."""
 
 import difflib
 import importlib
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,42 +15,44 @@ from torch import Tensor, nn
 from .._text import dtype_name
 from .._torch.modules import module_tables
 from .._torch.tree import tree_flatten, tree_unflatten
+from .dtypes import CASTABLE
 
 ModuleKey = type[nn.Module] | str
 
-_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
-APPLIED = "_ampkit_applied"  # in the __dict__ of the module that `apply` was called with
+APPLIED = "_ampkit_applied"  # an attribute of the module that `apply` was called with
 
 
 class ModuleRules(NamedTuple):
-    """What a policy asks of a model."""
+    """The part of a policy that `Policy.apply` puts on a model."""
 
     rules: tuple[tuple[ModuleKey, torch.dtype], ...]
     params: torch.dtype
     output: torch.dtype
 
 
-class _Rule(NamedTuple):
-    """What the forward of one module does beside the module's own."""
+class _ForwardRule(NamedTuple):
+    """What one module's forward does in addition."""
 
-    compute: torch.dtype | None  # None: as the code around it
-    autocast: bool  # the parameters have another dtype than `compute`
-    outside: torch.dtype  # what code around it computes in where there is no autocast
-    output: torch.dtype | None  # of the module that `apply` was called with
+    compute: torch.dtype | None  # the dtype of inputs and computation, None for that of the code around the module
+    autocast: bool  # whether it runs under autocast to `compute`, because its parameters have another dtype
+    outside: torch.dtype  # the dtype that the code around the module computes in if there is no autocast
+    output: torch.dtype | None  # the dtype of outputs, for the module that `apply` was called with
 
 
 class _Applied(NamedTuple):
     rules: ModuleRules
-    dtypes: dict[str, torch.dtype]  # of the parameters and buffers that were cast, before that
+    dtypes: dict[str, torch.dtype]  # by path: what the parameters and buffers that were cast had before
 
 
-class _Plan(NamedTuple):
-    rules: dict[nn.Module, _Rule]
-    tensors: dict[str, tuple[Tensor, torch.dtype]]  # parameters and buffers by path, with the dtype they should have
+class _Assignment(NamedTuple):
+    """What rules mean for the modules and tensors of one model."""
+
+    rules: dict[nn.Module, _ForwardRule]
+    tensors: dict[str, tuple[Tensor, torch.dtype]]  # parameters and buffers by path, with the dtype to cast them to
 
 
 def module_key(key: object) -> ModuleKey:
-    """Return `key` if it can name modules: a class of modules, a path, or a regular expression.
+    """Return `key` if it is what a rule for modules can have: a class of modules, a path, or a regular expression.
 
     Raises:
         ValueError: it cannot.
@@ -93,17 +96,17 @@ def class_named(name: str) -> type[nn.Module]:
 
 
 def apply(model: nn.Module, wanted: ModuleRules) -> None:
-    """Put rules on `model` in place of those that are there, and cast its parameters, buffers and outputs.
+    """Put rules on `model`, replacing earlier ones, and cast its parameters and buffers.
 
     Raises:
-        ValueError: see `Policy.apply`. Nothing was changed then.
+        ValueError: see `Policy.apply`. The model is unchanged then.
     """
-    plan = _plan(model, wanted)
+    assigned = _assign(model, wanted)
     _check_own_classes("apply", model)
     before = _take_off(model)
-    for module, rule in plan.rules.items():
-        module.__class__ = _ruled(type(module), rule)
-    for path, (tensor, dtype) in plan.tensors.items():
+    for module, rule in assigned.rules.items():
+        module.__class__ = _subclass(type(module), rule)
+    for path, (tensor, dtype) in assigned.tensors.items():
         if tensor.dtype is not dtype:
             before.setdefault(path, tensor.dtype)
             _cast_in_place(tensor, dtype)
@@ -111,10 +114,10 @@ def apply(model: nn.Module, wanted: ModuleRules) -> None:
 
 
 def remove(model: nn.Module, rules: ModuleRules) -> None:
-    """Take these rules off `model` and cast its parameters and buffers back.
+    """Take rules off `model`, and cast its parameters and buffers back.
 
     Raises:
-        ValueError: these rules are not on it.
+        ValueError: the model has other rules, or none.
     """
     applied: _Applied | None = vars(model).get(APPLIED)
     if applied is None or applied.rules != rules:
@@ -122,54 +125,59 @@ def remove(model: nn.Module, rules: ModuleRules) -> None:
         raise ValueError(f"Policy.remove({_name(model)}): {other} applied to this module.")
     _check_own_classes("remove", model)
     before = _take_off(model)
-    for path, tensor in _tensors(model):
+    for path, tensor in chain(model.named_parameters(), model.named_buffers()):
         if path in before:
             _cast_in_place(tensor, before[path])
 
 
 def why_not_applied(model: nn.Module, wanted: ModuleRules) -> str:
-    """Return what keeps `model`, or a module that it wraps, from following these rules, or "" if nothing does."""
+    """Return why neither `model` nor a module inside it follows these rules, "" if one does."""
     found = [(module, vars(module)[APPLIED]) for module in model.modules() if APPLIED in vars(module)]
     if not found:
         return "its module rules are not on the model. Call policy.apply(model) first."
     for module, applied in found:
         if applied.rules == wanted:
-            strays = [(p, t.dtype, d) for p, (t, d) in _plan(module, wanted).tensors.items() if t.dtype is not d]
-            if not strays:
-                return ""
-            path, dtype, expected = strays[0]
-            return f"{path} is {dtype}, and its rules want {expected}. Call policy.apply(model) again."
+            for path, (tensor, dtype) in _assign(module, wanted).tensors.items():
+                if tensor.dtype is not dtype:
+                    return f"{path} is {tensor.dtype}, and its rules want {dtype}. Call policy.apply(model) again."
+            return ""
     return "the model follows the rules of another policy. Call policy.apply(model) with this one."
 
 
-def _plan(model: nn.Module, wanted: ModuleRules) -> _Plan:
+def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
+    """Return what these rules mean for each module and tensor of `model`.
+
+    Raises:
+        ValueError: they contradict each other, or a module cannot have its rule.
+    """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     chosen = _choose(model, paths, wanted.rules)
-    rules: dict[nn.Module, _Rule] = {}
-    homes: dict[nn.Module, torch.dtype] = {}  # of the parameters
+    rules: dict[nn.Module, _ForwardRule] = {}
+    param_dtypes: dict[nn.Module, torch.dtype] = {}
     for path, module, around in _walk(model, chosen):
         compute = chosen.get(module)
         inside = compute or around
-        home = wanted.params if wanted.params is torch.float32 or inside is None else inside
+        param_dtype = wanted.params if wanted.params is torch.float32 or inside is None else inside
         output = wanted.output if module is model else None
-        rule = _Rule(compute, compute not in (None, home), around or wanted.params, output)
-        moved = homes.setdefault(module, home) is not home and any(map(len, module_tables(module)[:2]))
-        if moved or ((compute or output) and rules.setdefault(module, rule) != rule):
+        rule = _ForwardRule(compute, compute not in (None, param_dtype), around or wanted.params, output)
+        has_tensors = any(map(len, module_tables(module)[:2]))
+        differs = param_dtypes.setdefault(module, param_dtype) is not param_dtype and has_tensors
+        if differs or ((compute or output) and rules.setdefault(module, rule) != rule):
             raise ValueError(
                 f"Policy.apply({_name(model)}): {path!r} is the same module as {paths[module][0]!r}, and the modules "
                 "around them have different rules. Give both the same."
             )
     for module in rules:
         _check_can_have_rule(paths[module][0], module)
-    return _Plan(rules, _dtypes(model, homes))
+    return _Assignment(rules, _tensor_dtypes(model, param_dtypes))
 
 
 def _walk(
     model: nn.Module, chosen: dict[nn.Module, torch.dtype]
 ) -> Iterator[tuple[str, nn.Module, torch.dtype | None]]:
-    """Yield every module by each of its paths, with the rule around it."""
+    """Yield each path, the module there, and the dtype of the innermost rule for a module around it."""
     left: list[tuple[str, nn.Module, torch.dtype | None]] = [("", model, None)]
     while left:
         path, module, around = left.pop()
@@ -182,7 +190,7 @@ def _walk(
 def _choose(
     model: nn.Module, paths: dict[nn.Module, list[str]], rules: tuple[tuple[ModuleKey, torch.dtype], ...]
 ) -> dict[nn.Module, torch.dtype]:
-    """Return the dtype of every module that has a rule."""
+    """Return for each module that has a rule the dtype of the rule."""
     every = {path for names in paths.values() for path in names}
     unused = dict(rules)
     chosen = {}
@@ -201,7 +209,7 @@ def _choose(
         if deciding:
             chosen[module] = deciding[0][1]
     for key in unused:
-        problem = f"the rule {_shown(key)} matches no module. {_close(key, paths)}"
+        problem = f"the rule {_shown(key)} matches no module. {_suggestion(key, paths)}"
         raise ValueError(f"Policy.apply({_name(model)}): {problem}")
     return chosen
 
@@ -214,7 +222,7 @@ def _matches(key: ModuleKey, module: nn.Module, names: list[str], every: set[str
     return any(re.fullmatch(key, name) for name in names)
 
 
-def _close(key: ModuleKey, paths: dict[nn.Module, list[str]]) -> str:
+def _suggestion(key: ModuleKey, paths: dict[nn.Module, list[str]]) -> str:
     if isinstance(key, type):
         classes = sorted({_name(module) for module in paths})
         close = difflib.get_close_matches(key.__name__, classes, n=3, cutoff=0.4) or classes[:6]
@@ -229,21 +237,25 @@ def _check_can_have_rule(path: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         why = "it is scripted. Apply the policy before torch.jit.script"
     elif "forward" in vars(module):
-        why = "something put a forward on the instance, which would bypass the rule. Apply the policy before that"
+        why = "something put a forward on the instance, so the rule would not run. Apply the policy before that"
     if why:
         raise ValueError(f"Policy.apply: module {path!r} ({_name(module)}) cannot have a rule: {why}.")
 
 
 def _check_own_classes(call: str, model: nn.Module) -> None:
+    """Raise a ValueError if a module's class is a subclass of one that a rule gave it."""
     for path, module in model.named_modules():
-        if type(module) not in _BASES and any(cls in _BASES for cls in type(module).__mro__):
+        if type(module) not in _ORIGINALS and any(cls in _ORIGINALS for cls in type(module).__mro__):
             raise ValueError(
                 f"Policy.{call}: the class of module {path!r} ({_name(module)}) was changed after a policy was "
-                "applied, by torch.nn.utils.parametrize for one. Undo that first."
+                "applied, for example by torch.nn.utils.parametrize. Undo that first."
             )
 
 
-def _dtypes(model: nn.Module, homes: dict[nn.Module, torch.dtype]) -> dict[str, tuple[Tensor, torch.dtype]]:
+def _tensor_dtypes(
+    model: nn.Module, param_dtypes: dict[nn.Module, torch.dtype]
+) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """Return the parameters and buffers by path, each once, with the dtype that their module's parameters get."""
     wanted: dict[str, tuple[Tensor, torch.dtype]] = {}
     first: dict[Tensor, str] = {}
     for prefix, module in model.named_modules():
@@ -251,27 +263,22 @@ def _dtypes(model: nn.Module, homes: dict[nn.Module, torch.dtype]) -> dict[str, 
         for name, tensor in (*parameters.items(), *buffers.items()):
             if tensor is None or not tensor.is_floating_point():
                 continue
-            if name in buffers and tensor.dtype not in _CASTABLE:
+            if name in buffers and tensor.dtype not in CASTABLE:
                 continue
             path = f"{prefix}.{name}".lstrip(".")
             other = first.setdefault(tensor, path)
-            if other != path and wanted[other][1] is not homes[module]:
+            if other != path and wanted[other][1] is not param_dtypes[module]:
                 raise ValueError(
                     f"Policy.apply({_name(model)}): {path} is the same tensor as {other}, and their rules want "
-                    f"{dtype_name(homes[module])} and {dtype_name(wanted[other][1])} parameters. "
+                    f"{dtype_name(param_dtypes[module])} and {dtype_name(wanted[other][1])} parameters. "
                     "Give both the same rule."
                 )
-            wanted.setdefault(other, (tensor, homes[module]))
+            wanted.setdefault(other, (tensor, param_dtypes[module]))
     return wanted
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Cast as nn.Module.to does: the parameter stays the same object, which optimizers hold."""
+    """Cast as nn.Module.to does: the parameter stays the same object, because optimizers refer to it."""
     with torch.no_grad():
         tensor.data = tensor.data.to(dtype)
         if tensor.grad is not None:
@@ -279,47 +286,47 @@ def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _take_off(model: nn.Module) -> dict[str, torch.dtype]:
-    """Give every module its own class back; return the dtypes from before any policy, by path."""
+    """Give every module its own class back. Return by path the dtypes that tensors had before any policy."""
     before: dict[str, torch.dtype] = {}
     for prefix, module in model.named_modules():
         applied = vars(module).pop(APPLIED, None)
         if applied is not None:
             for path, dtype in applied.dtypes.items():
                 before.setdefault(f"{prefix}.{path}".lstrip("."), dtype)
-        module.__class__ = _BASES.get(type(module), type(module))
+        module.__class__ = _ORIGINALS.get(type(module), type(module))
     return before
 
 
-def _ruled(base: type[nn.Module], rule: _Rule) -> type[nn.Module]:
-    """Return the subclass of `base` that follows `rule`: the same one each time, as torch.compile guards by it."""
-    if (base, rule) in _RULED:
-        return _RULED[base, rule]
+def _subclass(base: type[nn.Module], rule: _ForwardRule) -> type[nn.Module]:
+    """Return the subclass of `base` that follows `rule`. It is the same one each time: torch.compile guards by it."""
+    if (base, rule) in _SUBCLASSES:
+        return _SUBCLASSES[base, rule]
 
     @wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _forward(self, base.forward, rule, args, kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
-        # As an instance of `base`: the subclass exists in this process only.
+        # The subclass exists in this process only, so an instance of `base` is pickled.
         reduced: Any = base.__reduce_ex__(self, protocol)
         make, args, *rest = reduced
         return (_rebuild, (rule, make, tuple(base if arg is type(self) else arg for arg in args)), *rest)
 
     members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": base.__module__}
-    ruled = type(base.__name__, (base,), {**members, "__qualname__": base.__qualname__, "__doc__": base.__doc__})
-    _RULED[base, rule] = ruled
-    _BASES[ruled] = base
-    return ruled
+    subclass = type(base.__name__, (base,), {**members, "__qualname__": base.__qualname__, "__doc__": base.__doc__})
+    _SUBCLASSES[base, rule] = subclass
+    _ORIGINALS[subclass] = base
+    return subclass
 
 
-def _rebuild(rule: _Rule, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+def _rebuild(rule: _ForwardRule, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
     module = make(*args)
-    module.__class__ = _ruled(type(module), rule)
+    module.__class__ = _subclass(type(module), rule)
     return module
 
 
 def _forward(
-    module: nn.Module, forward: Callable[..., Any], rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, forward: Callable[..., Any], rule: _ForwardRule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if rule.compute is None:
         out = forward(module, *args, **kwargs)
@@ -330,7 +337,7 @@ def _forward(
         kwargs = {name: _cast_tree(arg, rule.compute) for name, arg in kwargs.items()}
         with _autocast(device_type, rule.compute, rule.autocast):
             out = forward(module, *args, **kwargs)
-        out = _returned(out, around, rule.outside)
+        out = _cast_back(out, around, rule.outside)
     return out if rule.output is None else _cast_tree(out, rule.output)
 
 
@@ -350,17 +357,17 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def _autocast(device_type: str, dtype: torch.dtype, enabled: bool) -> AbstractContextManager[Any]:
-    if device_type == "meta":  # has no autocast
+    if device_type == "meta":  # meta tensors have no autocast
         return nullcontext()
     if not enabled:
         return torch.autocast(device_type, enabled=False)
-    # The cache is keyed by the weight, not by the dtype: a weight that is also used outside could be served in the
-    # dtype from there.
+    # Autocast's cache of cast weights has no dtypes in its keys. A weight that is also used outside of the module would
+    # come from the cache in the dtype from there.
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
 
 
-def _cast_tree(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...] = _CASTABLE) -> Any:
-    """Return `tree` with tensors of the dtypes `of` cast."""
+def _cast_tree(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...] = CASTABLE) -> Any:
+    """Return `tree` with those of its tensors cast that have one of the dtypes `of`."""
     if isinstance(tree, Tensor):
         return tree.to(dtype) if tree.dtype in of else tree
     leaves, spec = tree_flatten(tree)
@@ -369,8 +376,14 @@ def _cast_tree(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...] = _CAS
     return tree_unflatten([_cast_tree(leaf, dtype, of) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def _returned(out: Any, around: torch.dtype | None, outside: torch.dtype) -> Any:
-    """Return outputs in a dtype that the code around the module can take."""
+def _cast_back(out: Any, around: torch.dtype | None, outside: torch.dtype) -> Any:
+    """Return a module's outputs in a dtype that the code around the module can take.
+
+    Args:
+        out: the outputs.
+        around: the dtype of the autocast around the module, None without one.
+        outside: the dtype to cast to without one.
+    """
     if around is None:
         return _cast_tree(out, outside)
     # Autocast refuses the other low precision in its widest-type operations. float32 holds every value of both.
@@ -386,5 +399,5 @@ def _shown(key: ModuleKey) -> str:
     return class_name(key) if isinstance(key, type) else f'"{key}"'
 
 
-_RULED: dict[tuple[type[nn.Module], _Rule], type[nn.Module]] = {}
-_BASES: dict[type[nn.Module], type[nn.Module]] = {}
+_SUBCLASSES: dict[tuple[type[nn.Module], _ForwardRule], type[nn.Module]] = {}
+_ORIGINALS: dict[type[nn.Module], type[nn.Module]] = {}  # by subclass

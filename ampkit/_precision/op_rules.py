@@ -1,4 +1,4 @@
-"""Which operations a policy's `ops` rules cast, and how: a function mode around autocast."""
+"""How a policy's rules for operations cast: a function mode around autocast casts the inputs of calls to them."""
 
 import difflib
 import inspect
@@ -16,22 +16,21 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions, resolv
 from .._arguments import shortened, shown
 from .._torch.compile import never_compile_by_itself
 from .._torch.operators import nn_builtin
+from .dtypes import CASTABLE
 
 OpRule = torch.dtype | str  # the str is PROMOTE
 OpRules = tuple[tuple[str, OpRule], ...]  # by a name that `op_name` returned
 PROMOTE = "promote"
 
-_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
-
-# Where the spellings of an operation live. What torch calls linalg.norm is another function than norm, so those two
-# namespaces stay in the name, as they do in ATen; torch.special holds aliases only, or names that nothing else has.
+# The namespaces in which an operation has a function or a method. linalg.norm is another operation than norm, so linalg
+# and fft stay in the name, as they do in ATen. torch.special has aliases only, and names that nothing else has.
 _PREFIXES = {
     **dict.fromkeys(("", "torch", "torch.functional", "torch.special", "special"), ""),
     **dict.fromkeys(("torch.nn.functional", "nn.functional", "functional", "F", "torch.Tensor", "Tensor"), ""),
     **dict.fromkeys(("torch.linalg", "linalg"), "linalg_"),
     **dict.fromkeys(("torch.fft", "fft"), "fft_"),
 }
-# What torch's documentation calls "alias for", and Python's operators. Operators that assign are not here.
+# Names that torch's documentation calls aliases, and Python's operators, except those that assign.
 _ALIASES = {
     **dict.fromkeys(("__add__", "__radd__"), "add"),
     **dict.fromkeys(("__sub__", "__rsub__", "rsub", "subtract"), "sub"),
@@ -48,10 +47,10 @@ _ALIASES = {
 }
 _ALIASES.update({name: name.strip("_") for name, meant in _ALIASES.items() if meant is None})
 
-# These write running statistics into their arguments: a cast copy would swallow the update. With a low-precision input
-# they take float32 weights and statistics, so casting the input is all that is needed.
+# Operations that write running statistics into their arguments. If those were cast, the update would be lost in a copy.
+# They take float32 weights and statistics with a low-precision input, so it is enough to cast the input.
 _INPUT_ONLY = ("batch_norm", "instance_norm")
-# Arguments that make a call write into its inputs. Such a call is left alone, as autocast leaves it.
+# Arguments with which a call writes into its inputs. Such a call is left alone, as autocast leaves it alone.
 _MUTATING = ("out", "inplace", "max_norm")
 
 
@@ -59,7 +58,7 @@ def op_name(key: object) -> str:
     """Return the operation that a function, a method of Tensor, or a name of either stands for.
 
     Raises:
-        ValueError: it is none that can have a rule; the message names close ones.
+        ValueError: it stands for none that can have a rule. The message names similar ones.
     """
     if isinstance(key, str):
         name = _canonical(key)
@@ -80,7 +79,7 @@ def _canonical(dotted: str) -> str:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Return the canonical name of a function that torch dispatches on, or "" if it is none or writes in place."""
+    """Return the operation that a function is, "" if function modes do not see it or if it writes in place."""
     dotted = resolve_name(function) if function in _overridable() else None
     name = _canonical(dotted) if dotted else ""
     return "" if name.startswith("_") or name.endswith("_") else name
@@ -89,19 +88,19 @@ def _name_of(function: Callable[..., Any]) -> str:
 @lru_cache(maxsize=1)
 def _overridable() -> frozenset[Callable[..., Any]]:
     listed = (function for functions in get_overridable_functions().values() for function in functions)
-    # torch leaves these two out of its list, but they ask the mode like the others.
+    # torch leaves these two out of its list, but function modes see them like the others.
     return frozenset([*listed, F.hardswish, F.hardsigmoid])
 
 
 @lru_cache(maxsize=1)
 def _spellings() -> dict[str, frozenset[Callable[..., Any]]]:
-    """Return every operation with all functions and methods that are it."""
+    """Return all functions and methods by which each operation can be called."""
     found: dict[str, set[Callable[..., Any]]] = {}
     for function in _overridable():
         if name := _name_of(function):
             found.setdefault(name, set()).add(function)
     for name, functions in found.items():
-        # torch.compile sees through the Python function of some (F.pad) to the builtin below it.
+        # torch.compile traces some Python functions (F.pad) down to the builtin that they call.
         if builtin := nn_builtin(name):
             functions.add(builtin)
     return {name: frozenset(functions) for name, functions in found.items()}
@@ -114,45 +113,51 @@ def _unknown(key: object) -> str:
     last = name.rpartition(".")[2]
     plain = _ALIASES.get("__" + last.removeprefix("__i")) or last.rstrip("_")
     if last != plain and plain in _spellings():
-        return f"{name} works in place, and a cast would make it write into a copy. {plain!r} is its other form."
+        return f"{name} works in place, so a cast would make it write into a copy. Give {plain!r} a rule instead."
     close = difflib.get_close_matches(plain, _spellings(), n=3)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return f"{shortened(name)} is no function or Tensor method of torch that can have a rule.{hint}"
 
 
 def define(ops: OpRules) -> None:
-    """Make these rules known to `op_rules_context`, which torch.compile may trace, and which must only look them up."""
-    if ops not in _MODES:  # not bounded: the type of a mode must live as long as compiled code that was guarded by it
+    """Prepare these rules for `op_rules_context`. torch.compile may trace that, so it can only look them up."""
+    if ops not in _MODES:  # never emptied: compiled code is guarded by the type of the mode, which must stay alive
         table = {
             function: (rule, any(part in name for part in _INPUT_ONLY), _mutating(function))
             for name, rule in ops
             for function in _spellings()[name]
         }
         in_python = tuple(item for item in table.items() if isinstance(item[0], FunctionType))
-        _MODES[ops] = type("OpRules", (_Mode,), {"table": table, "in_python": in_python, "__module__": __name__})
+        members = {"table": table, "in_python": in_python, "__module__": __name__}
+        _MODES[ops] = type("OpRules", (_OpRulesMode,), members)
 
 
 @contextmanager
 def op_rules_context(ops: OpRules, device_type: str, autocast: torch.autocast) -> Iterator[None]:
-    """Run `autocast` and, above it, these rules.
+    """Context in which these rules hold, and autocast for operations without a rule.
 
     Args:
-        ops: what `define` has defined.
-        device_type: the rules cast tensors of this device type only, and switch its autocast off.
-        autocast: entered first.
+        ops: rules that `define` was called with.
+        device_type: the rules cast tensors on this type of device only. An operation with a rule runs without its
+            autocast.
+        autocast: a context, which is entered as well.
     """
     with autocast, _MODES[ops](device_type):
         yield
 
 
-_Found = tuple[OpRule, bool, tuple[tuple[str, int], ...]]  # rule, whether it is for the input only, `_mutating`
+# The rule of a function; whether it holds for the first input only; arguments that make a call write (`_mutating`).
+_FunctionRule = tuple[OpRule, bool, tuple[tuple[str, int], ...]]
 
 
-class _Mode(TorchFunctionMode):
-    """Casts the inputs of ruled operations. The rules live in the type: it is what torch.compile guards a mode by."""
+class _OpRulesMode(TorchFunctionMode):
+    """Casts the inputs of calls that have a rule.
 
-    table: ClassVar[dict[Callable[..., Any], _Found]]
-    in_python: ClassVar[tuple[tuple[Callable[..., Any], _Found], ...]]  # the functions of `table` written in Python
+    Each set of rules is a subclass with the rules as class attributes, because torch.compile guards a mode by its type.
+    """
+
+    table: ClassVar[dict[Callable[..., Any], _FunctionRule]]
+    in_python: ClassVar[tuple[tuple[Callable[..., Any], _FunctionRule], ...]]  # those of `table` written in Python
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -177,14 +182,14 @@ class _Mode(TorchFunctionMode):
         elif dtype is not None:
             args = _cast(args, dtype, self.device_type)
             kwargs = {name: _cast(value, dtype, self.device_type) for name, value in kwargs.items()}
-        # Autocast has a rule of its own for many operations, which would undo this one.
+        # Autocast has its own rule for many operations, and would cast the inputs again.
         with torch.autocast(self.device_type, enabled=False):
             return func(*args, **kwargs)
 
-    def _find(self, func: Callable[..., Any]) -> _Found | None:
+    def _find(self, func: Callable[..., Any]) -> _FunctionRule | None:
         if isinstance(func, FunctionType):
-            # Not by the table: from torch 2.13 on, torch.compile does not find the function of an operator there (that
-            # of `1 - x` is Tensor.__rsub__), as it takes another hash for it.
+            # From torch 2.13 on, torch.compile does not find the function of an operator in the table, because it
+            # computes another hash for it. An example is `1 - x`, which is Tensor.__rsub__.
             for function, found in self.in_python:
                 if func is function:
                     return found
@@ -193,13 +198,13 @@ class _Mode(TorchFunctionMode):
 
 
 def _castable(value: object, device_type: str) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _CASTABLE and value.device.type == device_type
+    return isinstance(value, Tensor) and value.dtype in CASTABLE and value.device.type == device_type
 
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_cast(item, dtype, device_type) for item in value]
-        # A namedtuple takes its fields one by one.
+        # A namedtuple is made from its fields by _make; its class takes them as separate arguments.
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value.to(dtype) if _castable(value, device_type) else value
 
@@ -213,27 +218,27 @@ def _cast_input(
 
 
 def _widest(values: Any, device_type: str) -> torch.dtype | None:
-    """Return the dtype that holds all castable tensors in `values`, or None if there are none."""
+    """Return the narrowest dtype that every castable tensor in `values` fits into, None if there is no such tensor."""
     widest = None
     for value in values:
         dtype = _widest(value, device_type) if isinstance(value, (list, tuple)) else None
         if _castable(value, device_type):
             dtype = value.dtype
         if dtype is not None:
-            # Of float16 and bfloat16 neither holds the other.
+            # Neither of float16 and bfloat16 holds all values of the other, so both together need float32.
             widest = dtype if widest is None or widest is dtype else torch.float32
     return widest
 
 
 def _mutating(function: Callable[..., Any]) -> tuple[tuple[str, int], ...]:
-    """Return the arguments of `function` that make it write into its inputs, with their positions."""
+    """Return the arguments with which a call of `function` writes into its inputs, and their positions."""
     try:
         parameters = list(inspect.signature(function).parameters)
-    except ValueError:  # a builtin: `out` is keyword-only there, and there is no other
-        return (("out", _NOWHERE),)
+    except ValueError:  # builtins have no signature; the only such argument is `out`, and it is keyword-only
+        return (("out", _KEYWORD_ONLY),)
     return tuple((name, parameters.index(name)) for name in _MUTATING if name in parameters)
 
 
-_NOWHERE = 1 << 30  # a position that no call reaches
-_MODES: dict[OpRules, type[_Mode]] = {}
-never_compile_by_itself(_Mode.__torch_function__)
+_KEYWORD_ONLY = 1 << 30  # a position that no call has
+_MODES: dict[OpRules, type[_OpRulesMode]] = {}
+never_compile_by_itself(_OpRulesMode.__torch_function__)

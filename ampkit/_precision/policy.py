@@ -1,4 +1,4 @@
-"""Which dtype parameters, operations, modules and outputs have: one frozen value, and how it is written as text."""
+"""A policy: the dtypes of parameters, operations, modules and outputs as one frozen value, and its form as text."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -10,22 +10,14 @@ import torch
 from torch import nn
 
 from .._arguments import check_device_type, check_instance, shortened, shown
-from .._precision import module_rules as _module_rules
+from .._text import dtype_name
+from . import module_rules
+from .dtypes import DTYPES, as_dtype, canonical_name
 from .module_rules import ModuleKey, ModuleRules, class_name, class_named, module_key
 from .op_rules import PROMOTE, OpRule, OpRules, define, op_name, op_rules_context
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# What other libraries call these dtypes. Capital letters and "torch." count for nothing.
-_ALIASES = {
-    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
-    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
-    "bf16": "bfloat16",
-}
-
-# Whole policies by one name: (params, compute, output). The second row of names is Lightning's
-# `Trainer(precision=...)`.
-_WHOLE = {
+# Names of whole policies: (params, compute, output). Those with a hyphen are Lightning's `Trainer(precision=...)`.
+_POLICIES = {
     "float32": ("float32", "float32", "float32"),
     "float16": ("float32", "float16", "float32"),
     "bfloat16": ("float32", "bfloat16", "float32"),
@@ -44,18 +36,19 @@ class Policy:
     """The dtypes of a mixed-precision step. Hashable; `Policy.parse(str(policy)) == policy`.
 
     Args:
-        params: dtype of the parameters, hence of gradients and optimizer state. `apply` casts to it; a step only checks
-            it.
-        compute: dtype that autocast runs matrix multiplications and convolutions in. Where it equals `params`
-            autocast is off and every operation runs in its inputs' dtype.
-        output: dtype of the floating tensors that a step returns (loss and aux), and a model after `apply`.
-        ops: rules for single operations, in force inside `autocast`. A key is a function of torch, a method of Tensor,
-            or the name of either; it stands for the operation in every spelling (`torch.add`, `x.add(y)`, `x + y`). The
-            value is the dtype that floating inputs are cast to, or "promote": the widest among them. Forms that write
-            into an input (`add_`, `x += y`, `out=`, `inplace=True`) are left alone, as autocast leaves them.
-        modules: rules for modules, in force after `apply`. A key is a class of modules (its subclasses too), the path
+        params: dtype of the parameters, and so of gradients and optimizer state. `apply` casts to it. A step casts
+            nothing to it, but raises if the parameters have another dtype.
+        compute: dtype that autocast runs matrix multiplications and convolutions in. If it equals `params`, autocast is
+            off, and every operation runs in the dtype of its inputs.
+        output: dtype of the floating tensors that a step returns (loss and aux), and of a model's outputs after
+            `apply`.
+        ops: rules for single operations. They hold inside `autocast`. A key is a function of torch, a method of Tensor,
+            or the name of either, and stands for the operation in every spelling (`torch.add`, `x.add(y)`, `x + y`).
+            The value is the dtype that floating inputs are cast to, or "promote": the widest dtype among them. Calls
+            that write into an input (`add_`, `x += y`, `out=`, `inplace=True`) are left alone, as autocast leaves them.
+        modules: rules for modules. They hold after `apply`. A key is a class of modules (its subclasses too), the path
             of one module (`"head"`), or a regular expression that matches whole paths (`r"blocks\\.\\d+\\.mlp"`). The
-            value is the dtype that the module and all that it calls compute in.
+            value is the dtype that the module, and everything that it calls, computes in.
 
     A dtype is a `torch.dtype` or its name: float32, float16 or bfloat16.
 
@@ -88,14 +81,14 @@ class Policy:
         object.__setattr__(self, "modules", _module_rule_pairs(_pairs("modules", modules)))
         if self.compute is torch.float32 and self.params is not torch.float32:
             raise ValueError(
-                f"Policy(params={_NAMES[self.params]}, compute=float32): autocast cannot raise a dtype. "
-                f"Use params=float32, or compute={_NAMES[self.params]}."
+                f"Policy(params={dtype_name(self.params)}, compute=float32): autocast cannot raise a dtype. "
+                f"Use params=float32, or compute={dtype_name(self.params)}."
             )
         if self.ops:
             define(self.ops)
 
     def __reduce__(self) -> tuple[type["Policy"], tuple[Any, ...]]:
-        # Through __init__, which defines the op rules in the other process.
+        # Another process calls __init__, which defines the rules for operations there.
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @classmethod
@@ -108,38 +101,42 @@ class Policy:
                 - a dtype for a float32 model under autocast: `float16`, `bfloat16`, `float32`;
                 - Lightning's name: `16-mixed`, `bf16-mixed`, `32-true`, `bf16-true`, `16-true`;
                 - another common name of a dtype: `fp16`, `half`, `bf16`, `fp32`, `torch.float16`;
-                - fields: `params=float32,compute=float16,output=float32`, where what is left out is float32.
+                - fields: `params=float32,compute=float16,output=float32`. A dtype that is left out is float32.
 
-                Names of dtypes, policies and fields may have capital letters. Rules follow in braces, behind a name as
-                behind fields. They read as in Python:
+                Names of dtypes, policies and fields may have capital letters. Rules follow in braces, after a name or
+                after fields, and are written as in Python:
                 `bfloat16,ops={softmax:float32,add:promote},modules={torch.nn.LayerNorm:float32,"head":float32}`.
-                A class of modules stands there with its full name, which is imported. A path or a regular expression
-                stands in double quotes; a backslash means itself there, and `""` is one double quote.
+                A class of modules is written with its full name, and its module is imported. A path or a regular
+                expression is written in double quotes. A backslash means itself there, and `""` is one double quote.
 
         Raises:
             ValueError: `text` is none of these. The message lists what is legal.
         """
         if not isinstance(text, str):
-            meant = f" Did you mean {_NAMES[text]!r}?" if isinstance(text, torch.dtype) and text in _NAMES else ""
+            dtype = as_dtype(text)
+            meant = f" Did you mean {dtype_name(dtype)!r}?" if dtype is not None else ""
             raise ValueError(f"Policy.parse({shown(text)}): expected a string, got {type(text).__name__}.{meant}")
         values: dict[str, Any] = {}
         parts = _split(text, text)
-        if _plain(parts[0]) in _WHOLE:
-            values.update(zip(("params", "compute", "output"), _WHOLE[_plain(parts.pop(0))], strict=True))
+        if (name := canonical_name(parts[0])) in _POLICIES:
+            values.update(zip(("params", "compute", "output"), _POLICIES[name], strict=True))
+            del parts[0]
         for part in parts:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             key = key.lower()
-            if not equals or key not in _KEYS or key in values:
+            if not equals or key not in _FIELDS or key in values:
                 raise ValueError(f"Policy.parse({shown(text)}): {_problem(part, key, equals, values)} {_LEGAL}")
-            values[key] = _rules(text, key, value) if key in _RULED else _dtype(key, value)
+            values[key] = _rules(text, key, value) if key in _RULE_FIELDS else _dtype(key, value)
         return cls(**values)
 
     def __str__(self) -> str:
-        texts = [f"{key}={_NAMES[getattr(self, key)]}" for key in ("params", "compute", "output")]
+        texts = [f"{key}={dtype_name(getattr(self, key))}" for key in ("params", "compute", "output")]
         if self.ops:
-            texts.append("ops={" + ",".join(f"{name}:{_written(rule)}" for name, rule in self.ops) + "}")
+            rules = (f"{name}:{_written(rule)}" for name, rule in self.ops)
+            texts.append("ops={" + ",".join(rules) + "}")
         if self.modules:
-            texts.append("modules={" + ",".join(f"{_shown(key)}:{_NAMES[rule]}" for key, rule in self.modules) + "}")
+            rules = (f"{_shown(key)}:{dtype_name(rule)}" for key, rule in self.modules)
+            texts.append("modules={" + ",".join(rules) + "}")
         return ",".join(texts)
 
     @property
@@ -148,7 +145,7 @@ class Policy:
         return torch.float16 in (self.compute, *(rule for _, rule in (*self.ops, *self.modules)))
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return a new context, to be entered once, in which operations run in `compute` or by their rule in `ops`.
+        """Return a context in which operations run in `compute`, or as their rule in `ops` says. Enter it once.
 
         Args:
             device_type: "cuda", "cpu", as `torch.autocast` takes it.
@@ -156,18 +153,19 @@ class Policy:
         Raises:
             ValueError: autocast knows no such device.
 
-        A policy without autocast (`compute` equal to `params`) returns a context that switches autocast *off*, so that
-        the caller's own autocast does not leak into the step. Rules for operations hold either way.
+        If `compute` equals `params`, the context switches autocast *off*, so that an autocast around it has no effect
+        inside. Rules for operations hold in both cases.
 
-        Like autocast the context belongs to the thread that enters it. Code that `torch.compile` compiled is compiled
-        again for another policy.
+        The context holds for the thread that enters it, as autocast does. `torch.compile` compiles code once more for
+        each other policy that it runs under.
         """
         if not isinstance(device_type, str) or device_type not in ("cuda", "cpu"):
             check_device_type("Policy.autocast", device_type)
         if self.compute is self.params:
             autocast = torch.autocast(device_type, enabled=False)
         else:
-            # The weight cache does not know dtypes: inside of autocast to another one it would serve that one's copies.
+            # Autocast's cache of cast weights has no dtypes in its keys. Inside an autocast to another dtype it would
+            # return weights in that dtype, so it is off there.
             other = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is not self.compute
             autocast = torch.autocast(device_type, dtype=self.compute, cache_enabled=False if other else None)
         return op_rules_context(self.ops, device_type, autocast) if self.ops else autocast
@@ -176,32 +174,33 @@ class Policy:
         """Make `model` follow this policy: cast its parameters, install the rules of `modules`, cast its outputs.
 
         Args:
-            model: changed in place. Applying a policy again changes nothing; applying another one replaces it. Wrappers
-                (torch.compile, DistributedDataParallel) come after.
+            model: changed in place. Applying the same policy again changes nothing. Applying another one replaces it.
+                Wrap the model (torch.compile, DistributedDataParallel) after this.
 
         Returns:
-            `model`. Its class and that of the modules with a rule are subclasses of what they were, of the same name.
-            It can be copied, pickled, compiled and wrapped as before, and `state_dict` has the same keys.
+            `model`. It and the modules with a rule become instances of subclasses of their classes, with the same
+            names. It can be copied, pickled, compiled and wrapped as before, and `state_dict` has the same keys.
 
         Parameters are cast to `params`, in place, so that an optimizer over them stays valid. With low-precision
-        `params` a module with a rule has parameters of the rule's dtype instead. Buffers go along with the parameters
-        of their module, integers and float64 excepted.
+        `params`, a module with a rule has parameters of the rule's dtype instead. Buffers get the dtype of their
+        module's parameters, except integers and float64.
 
-        A module with a rule gets its floating inputs in the rule's dtype and runs without autocast if its parameters
-        have that dtype, else under autocast of that dtype. Inside another such module its own rule holds. The floating
-        outputs of `model` are cast to `output`. Tensors in tuples, lists, dicts and namedtuples are inputs and outputs,
-        too. Autocast for the rest is the caller's: `policy.autocast`, or the step.
+        A module with a rule gets its floating inputs in the rule's dtype. If its parameters have that dtype, it runs
+        without autocast, otherwise under autocast to that dtype. Inside it, another module with a rule follows its own
+        one. The floating outputs of `model` are cast to `output`. Inputs and outputs may be in tuples, lists, dicts
+        and namedtuples. Outside of modules with a rule, autocast is as the caller sets it: `policy.autocast`, or the
+        step, which enters it.
 
         Raises:
-            ValueError: a rule matches no module, or two rules that disagree match one. The path of a module wins over
-                other rules; between a class and a regular expression, or two of a kind, nothing does.
+            ValueError: a rule matches no module, or two rules with different dtypes match one module. The path of a
+                module wins over other rules. A class does not win over a regular expression, nor the reverse.
         """
         check_instance("Policy.apply", "model", model, nn.Module, "a torch.nn.Module")
-        _module_rules.apply(model, self._rules_for_modules())
+        module_rules.apply(model, self._rules_for_modules())
         return model
 
     def remove(self, model: Model) -> Model:
-        """Undo `apply`: the classes of all modules are what they were, and so are the dtypes that it changed.
+        """Undo `apply`: modules get their own classes back, and parameters and buffers their earlier dtypes.
 
         Args:
             model: changed in place. Values that were rounded to a narrower dtype stay rounded.
@@ -213,7 +212,7 @@ class Policy:
             ValueError: this policy is not applied to `model`.
         """
         check_instance("Policy.remove", "model", model, nn.Module, "a torch.nn.Module")
-        _module_rules.remove(model, self._rules_for_modules())
+        module_rules.remove(model, self._rules_for_modules())
         return model
 
     def _rules_for_modules(self) -> ModuleRules:
@@ -234,40 +233,34 @@ def read_policy(where: str, value: Any) -> Policy | None:
         raise ValueError(f"{where}(policy={shown(value)}): {error}") from None
 
 
-_KEYS = tuple(field.name for field in fields(Policy))
-_RULED = ("ops", "modules")
+_FIELDS = tuple(field.name for field in fields(Policy))
+_RULE_FIELDS = ("ops", "modules")
 _LEGAL = (
-    f"Legal: {', '.join(_WHOLE)}, or a list like 'params=float32,compute=float16,output=float32' "
-    f"with the dtypes {', '.join(_DTYPES)}; rules follow as in "
+    f"Legal: {', '.join(_POLICIES)}, or a list like 'params=float32,compute=float16,output=float32' "
+    f"with the dtypes {', '.join(DTYPES)}; rules follow as in "
     "'ops={softmax:float32,add:promote},modules={torch.nn.LayerNorm:float32,\"head\":float32}'."
 )
 
 
 def _problem(part: str, key: str, equals: str, seen: dict[str, Any]) -> str:
     if not equals:
-        return f"{shown(part)} is not a policy.{_meant(part, (*_WHOLE, 'half'))}"
+        return f"{shown(part)} is not a policy.{_meant(part, (*_POLICIES, 'half'))}"
     if key in seen:
-        return f"{key!r} is given twice."
-    return f"{shown(key)} is not a field of Policy.{_meant(key, _KEYS)}"
-
-
-def _plain(name: str) -> str:
-    """Return a name of a dtype, or of a whole policy, as it is listed."""
-    name = name.strip().lower().removeprefix("torch.")
-    return _ALIASES.get(name, name)
+        return f"{shown(key)} is given twice."
+    return f"{shown(key)} is not a field of Policy.{_meant(key, _FIELDS)}"
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """Return a question that has the known name that looks most like this one, "" if none does."""
-    close = difflib.get_close_matches(_plain(name), list(known), n=1)
-    return f" Did you mean {_ALIASES.get(close[0], close[0])!r}?" if close else ""
+    """Return " Did you mean ...?" with the known name that is closest to this one, "" if none is close."""
+    close = difflib.get_close_matches(canonical_name(name), list(known), n=1)
+    return f" Did you mean {canonical_name(close[0])!r}?" if close else ""
 
 
 def _dtype(field: str, value: object) -> torch.dtype:
-    dtype = _DTYPES.get(_plain(value)) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype) or dtype not in _NAMES:
-        meant = _meant(value, (*_DTYPES, "half")) if isinstance(value, str) else ""
-        raise ValueError(f"Policy({field}={shown(value)}): expected one of {', '.join(_DTYPES)}.{meant} {_LEGAL}")
+    dtype = as_dtype(value)
+    if dtype is None:
+        meant = _meant(value, (*DTYPES, "half")) if isinstance(value, str) else ""
+        raise ValueError(f"Policy({field}={shown(value)}): expected one of {', '.join(DTYPES)}.{meant} {_LEGAL}")
     return dtype
 
 
@@ -288,11 +281,10 @@ def _op_rules(pairs: list[tuple[Any, Any]]) -> OpRules:
             name = op_name(key)
         except ValueError as error:
             raise ValueError(f"Policy(ops={{{shown(key)}: ...}}): {error}") from None
-        known = _DTYPES.get(_plain(value)) if isinstance(value, str) else value
-        if value != PROMOTE and not (isinstance(known, torch.dtype) and known in _NAMES):
-            legal = ", ".join((*_DTYPES, PROMOTE))
+        rule = value if value == PROMOTE else as_dtype(value)
+        if rule is None:
+            legal = ", ".join((*DTYPES, PROMOTE))
             raise ValueError(f"Policy(ops={{{shown(key)}: {shown(value)}}}): expected one of {legal}.")
-        rule = value if value == PROMOTE else _dtype("ops", value)
         if rules.setdefault(name, rule) != rule:
             raise ValueError(
                 f"Policy(ops=...): {_written(rules[name])} and {_written(rule)} for {name!r}. "
@@ -305,16 +297,18 @@ def _module_rule_pairs(pairs: list[tuple[Any, Any]]) -> tuple[tuple[ModuleKey, t
     rules: dict[ModuleKey, torch.dtype] = {}
     for key, value in pairs:
         try:
-            rule = rules.setdefault(module_key(key), _dtype("modules", value))
+            module, dtype = module_key(key), _dtype("modules", value)
         except ValueError as error:
             raise ValueError(f"Policy(modules={{{shown(key)}: {shown(value)}}}): {error}") from None
-        if rule is not _dtype("modules", value):
-            raise ValueError(f"Policy(modules=...): {_NAMES[rule]} and {value} for {shown(key)}.")
+        if (other := rules.setdefault(module, dtype)) is not dtype:
+            raise ValueError(
+                f"Policy(modules=...): {dtype_name(other)} and {value} for {shown(key)}. Give it one rule."
+            )
     return tuple(sorted(rules.items(), key=lambda pair: _shown(pair[0])))
 
 
 def _written(rule: OpRule) -> str:
-    return rule if isinstance(rule, str) else _NAMES[rule]
+    return rule if isinstance(rule, str) else dtype_name(rule)
 
 
 def _shown(key: ModuleKey) -> str:
@@ -322,7 +316,7 @@ def _shown(key: ModuleKey) -> str:
 
 
 def _split(text: str, whole: str) -> list[str]:
-    """Split at the commas outside of braces and quotes."""
+    """Split at the commas that are not in braces or quotes."""
     parts, depth, quoted = [""], 0, False
     for char in text:
         quoted ^= char == '"'
@@ -337,7 +331,7 @@ def _split(text: str, whole: str) -> list[str]:
 
 
 def _rules(text: str, field: str, value: str) -> list[tuple[Any, str]]:
-    """Return the rules in braces as pairs that `Policy` takes."""
+    """Return the rules that are written in braces as pairs for `Policy(ops=...)` or `Policy(modules=...)`."""
     if not (value.startswith("{") and value.endswith("}")):
         problem = f"{field}={shortened(value)} is not a list of rules in braces."
         raise ValueError(f"Policy.parse({shown(text)}): {problem} {_LEGAL}")

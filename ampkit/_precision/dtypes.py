@@ -14,9 +14,9 @@ _ALIASES = {
 
 
 def canonical_name(name: str) -> str:
-    """Return torch's name for a dtype, whatever its letters and prefix: "bfloat16" for "torch.BF16".
+    """Return torch's name for a dtype that is written in another way, as "bfloat16" for "BF16" or "torch.bfloat16".
 
-    Other names are returned in lower case.
+    Names that stand for no dtype are returned in lower case.
     """
     name = name.strip().lower().removeprefix("torch.")
     return _ALIASES.get(name, name)

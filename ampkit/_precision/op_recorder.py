@@ -60,7 +60,7 @@ class ExplanationRow:
 
     @property
     def dtypes(self) -> tuple[str, str, tuple[torch.dtype, ...], torch.dtype, torch.dtype]:
-        """Equal for operations that differ only in how often they ran, were cast for, and what they saved."""
+        """A key that is equal for rows which differ in count, casts and saved bytes only."""
         return self.module, self.op, self.inputs, self.compute, self.output
 
 
@@ -222,7 +222,7 @@ class OpRecorder(TorchDispatchMode):
         return self._storages.setdefault(_storage(tensor), _StorageRecord())
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd saves. Its `saved_tensors_hooks` take this as their first hook."""
+        """Count a tensor that autograd saves. Pass this to `saved_tensors_hooks` as the first hook."""
         key = _storage(tensor)
         if key is not None and key not in self._model_storages:
             self._storages.setdefault(key, _StorageRecord()).saved = tensor.untyped_storage().nbytes()

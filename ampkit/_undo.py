@@ -7,7 +7,9 @@ the context or the call around it undoes at its own end what is still open then.
 """
 
 import threading
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -65,6 +67,18 @@ class Undo:
             self._open[-1].close()
         self.undo()
         self._open.remove(self)
+
+
+def keep_warning_filters(undo: Undo) -> None:
+    """Have the filters of warnings, and `warnings.showwarning`, put back: what is set from now on is for a while."""
+    caught = warnings.catch_warnings()
+
+    def put_back() -> None:
+        with suppress(RuntimeError, AttributeError):  # not entered, or not to the end
+            caught.__exit__(None, None, None)
+
+    undo.note(put_back)
+    caught.__enter__()
 
 
 def call(fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:

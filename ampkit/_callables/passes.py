@@ -17,7 +17,7 @@ from .._torch.autograd import graph_nodes
 from .._torch.modules import module_tables
 from .._torch.tensors import storage_address
 from .._torch.tree import TreeSpec, tree_flatten, tree_unflatten
-from .._undo import Undo
+from .._undo import Undo, keep_warning_filters
 from .shared_memory import Lane
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
@@ -122,7 +122,8 @@ class Passes:
             CaptureError: it cannot be captured, or a replay would not do what the callable does.
         """
         forward, backward = lane.graphs()
-        with lane.aside(), warnings.catch_warnings():
+        with lane.aside(), Undo() as undo:
+            keep_warning_filters(undo)
             # Of an empty graph: the backward pass of x + 1 launches nothing.
             warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
             known = self._warm_up(warmup, allow_unused)

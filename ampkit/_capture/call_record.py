@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 
 from .._torch.execution_trace import enter_mark, execution_trace, exit_mark
-from .._torch.modes import UnseenFunctionMode, leave, unseen_function_mode
+from .._torch.modes import UnseenFunctionMode, enter, unseen_function_mode
 from .._torch.tree import tree_flatten
 from .._undo import Undo
 from .._user_line import line_text, running_place
@@ -112,10 +112,10 @@ class Recorder:
             return
         self._calls.made.clear()
         with Undo() as undo:
-            undo.note(self._calls.end_marks)
-            undo.note(leave, self._calls)
+            undo.note(self._calls.stop)
+            self._calls.notes = True
             with unseen_function_mode(self._calls):
-                self._calls.__enter__()  # type: ignore[no-untyped-call]
+                enter(undo, self._calls)
                 yield
 
 
@@ -125,17 +125,20 @@ class _Calls(UnseenFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[_Call] = []
+        # Torch takes a mode off while it handles a call; interrupted in that, it may put it on again at any later time.
+        self.notes = False
         self._marks: list[Any] = []  # entered; none may end in another trace, where torch would crash
 
-    def end_marks(self) -> None:
-        """Exit the marks that an interrupt has left entered."""
+    def stop(self) -> None:
+        """Note nothing from now on, and exit the marks that an interrupt has left entered."""
+        self.notes = False
         while self._marks:
             exit_mark(self._marks.pop())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Attributes, such as x.shape, run nothing; record_function begins in one call what ends in another.
-        if getattr(func, "__name__", "") == "__get__" or str(func).startswith("profiler."):
+        if not self.notes or getattr(func, "__name__", "") == "__get__" or str(func).startswith("profiler."):
             return func(*args, **kwargs)
         leaves = tree_flatten((args, kwargs))[0]
         numbers = tuple(_in_words(leaf) for leaf in leaves if not isinstance(leaf, Tensor))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from .._errors import InputMismatch
 from .._torch.modes import without_dispatch_modes, without_torch_function
 from .._torch.tensors import version
-from .._undo import Undo
 from .inputs import StaticInputs, span
 from .state import TrainingState
 
@@ -29,11 +28,11 @@ class Writes:
         """Context for an eager call: what it changes in place, or makes, a graph changes as well. Sync: none."""
         before = {path: (tensor, _version(tensor)) for path, tensor in _memory(state).items()}
         # torch counts no version where batch_norm writes its running statistics.
-        with _unseen():
+        with without_dispatch_modes(), without_torch_function(), torch.no_grad():  # none of the user's
             values = {path: _bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
         yield
         flags: dict[torch.device, dict[str, Tensor]] = {}
-        with _unseen():
+        with without_dispatch_modes(), without_torch_function(), torch.no_grad():
             for path, tensor in _memory(state).items():
                 was, number = before.get(path, (None, None))
                 if was is not tensor or number is None or number != _version(tensor):
@@ -70,18 +69,8 @@ class _Copy:
         """Return the names whose flag is set."""
         if self._arrived is not None and not self._arrived.query():
             torch.cuda.synchronize(self._device)
-        with _unseen():
+        with without_dispatch_modes(), without_torch_function(), torch.no_grad():
             return {name for name, is_set in zip(self._names, self._flags, strict=True) if bool(is_set)}
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Context for operations of ampkit's own, which are none of the user's to see in a mode that is entered."""
-    with Undo() as undo:
-        undo.note(torch.set_grad_enabled, torch.is_grad_enabled())
-        torch.set_grad_enabled(False)
-        with without_dispatch_modes(), without_torch_function():
-            yield
 
 
 class StateMemory:

@@ -7,7 +7,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +16,9 @@ from .._torch import modes as torch_modes
 from .._torch.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
 from .._torch.compile import never_compile_by_itself
 from .._torch.fake_tensors import is_fake
-from .._torch.modes import TorchDispatchMode, leave, let_autograd_use_threads, uses_autograd_threads
+from .._torch.modes import TorchDispatchMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
-from .._undo import Undo
+from .._undo import Undo, keep_warning_filters
 from .._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
 from .reseeding import GeneratorWatch, getters, setters
 from .uncapturable import (
@@ -138,8 +137,7 @@ class Preflight(TorchDispatchMode):
             self._watch_backward(self._undo)
             self._watch_calls(self._undo)
             self._watch_seeds(self._undo)
-            self._undo.note(leave, self)
-            super().__enter__()  # type: ignore[no-untyped-call]
+            enter(self._undo, self)
         except BaseException:
             self._undo.close()
             raise
@@ -157,9 +155,7 @@ class Preflight(TorchDispatchMode):
 
     def _watch_warnings(self, undo: Undo) -> None:
         """Have torch warn of each wait for the device, and take these warnings, and no others, from the user."""
-        caught = warnings.catch_warnings()
-        undo.note(_stop_catching, caught)
-        caught.__enter__()
+        keep_warning_filters(undo)
         if not torch.is_anomaly_enabled():
             warnings.filterwarnings("ignore", _ANOMALY)
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -422,11 +418,6 @@ def _replace(undo: Undo, owner: Any, name: str, new: Any) -> None:
 def _remove(owner: Any, name: str) -> None:
     if name in vars(owner):
         delattr(owner, name)
-
-
-def _stop_catching(caught: "warnings.catch_warnings[None]") -> None:
-    with suppress(RuntimeError, AttributeError):  # not entered, or not to the end
-        caught.__exit__(None, None, None)
 
 
 # What the sync debug mode and anomaly mode say (c10/cuda/CUDAFunctions.cpp, csrc/autograd/python_anomaly_mode.cpp).

@@ -3,10 +3,11 @@
 import inspect
 import os
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -277,14 +278,25 @@ def undoable_step(
         backups = {key: [torch.empty_like(tensor) for tensor in group] for key, group in groups.items()}
         for key, group in groups.items():
             foreach_copy_(backups[key], group)
-    result: float | None = optimizer.step(*args, **kwargs)
-    with torch.no_grad():
+        undoing: list[Any] = []
         for (device, dtype), group in groups.items():
             difference = backups[device, dtype]
-            foreach_sub_(difference, group)
-            foreach_mul_(difference, found_inf.to(device, non_blocking=True).to(dtype))
-            foreach_add_(group, difference)
+            undoing += (
+                partial(foreach_sub_, difference, group),
+                partial(foreach_mul_, difference, found_inf.to(device, non_blocking=True).to(dtype)),
+                partial(foreach_add_, group, difference),
+            )
+    with Undo() as undo:  # an interrupt must not leave a step that was to be skipped
+        undo.note(_call_once, iter(undoing))
+        result: float | None = optimizer.step(*args, **kwargs)
     return result
+
+
+def _call_once(left: "Iterator[partial[None]]") -> None:
+    """Call what is left, each once though this may be interrupted and called again: taken and called in one step of the
+    interpreter."""
+    with torch.no_grad():
+        deque(map(partial.__call__, left), maxlen=0)
 
 
 def _grouped(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

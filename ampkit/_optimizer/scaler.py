@@ -178,10 +178,10 @@ class GradScaler(upstream.GradScaler):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
         # float64, so that `+= found_inf` is one kernel and counts are exact to 2**53.
         self.steps, self.skipped = (torch.full((), n, dtype=torch.float64, device=dev) for n in self._init_counts)
         self._patience = torch.full((), self._init_patience, dtype=torch.int32, device=dev)
+        super()._lazy_init_scale_growth_tracker(dev)  # last: where there is a scale, there are the others
 
     def is_undecided(self) -> bool:
         """Return whether the last `step` waited for the device only to learn what the optimizer changes."""
@@ -250,8 +250,37 @@ class GradScaler(upstream.GradScaler):
         if max_norm is not None:
             max_norm = read_positive("GradScaler.step", "max_norm", max_norm, "None to disable clipping")
         norm_type = read_positive("GradScaler.step", "norm_type", norm_type, "inf for the largest magnitude")
+        try:
+            return call(self._step, optimizer, max_norm, norm_type, args, kwargs)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, behind which the loop begins another iteration
+            if self._enabled:
+                self._per_optimizer_states.pop(id(optimizer), None)
+            raise
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        norm_type: float,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        with Undo() as undo:
+            undo.note(torch.set_grad_enabled, torch.is_grad_enabled())  # for an interrupt within `no_grad`
+            return self._take_step(optimizer, max_norm, norm_type, args, kwargs)
+
+    def _take_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        norm_type: float,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
         if not self._enabled:
-            result, self.grad_norm = call(step_clipped, optimizer, max_norm, norm_type, *args, **kwargs)
+            result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, *args, **kwargs)
             return result  # type: ignore[no-any-return]  # the optimizer's own type
         _refuse_closure(optimizer, args, kwargs)
         self._undecided = False
@@ -265,7 +294,7 @@ class GradScaler(upstream.GradScaler):
         if any(grad.is_sparse for grad in grads) or skips_by_itself(optimizer):
             return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
         divisor = self._check(optimizer, grads, state, norm_type)
-        stepped = call(self._step_on_device, optimizer, grads, divisor, max_norm, *args, **kwargs)
+        stepped = self._step_on_device(optimizer, grads, divisor, max_norm, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         self._count()
         return stepped
@@ -403,14 +432,14 @@ class GradScaler(upstream.GradScaler):
         Raises:
             ValueError: optimizers stepped, and none of them had a gradient; or `new_scale` is no number above 0.
         """
-        if not self._enabled:
-            return
         try:
-            self._update(new_scale)
+            if self._enabled:
+                self._update(new_scale)
         except Exception:
             raise
         except BaseException:
-            self._per_optimizer_states.clear()  # an interrupt ends the iteration, or every later `step` would raise
+            if self._enabled:
+                self._per_optimizer_states.clear()  # an interrupt ends the iteration, or every later `step` would raise
             raise
 
     def _update(self, new_scale: float | Tensor | None) -> None:

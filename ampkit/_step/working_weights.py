@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.autograd import graph_nodes, has_gradient_hooks, output_dtype
-from .._torch.modes import TorchDispatchMode, leave
+from .._torch.modes import TorchDispatchMode, enter
 from .._torch.modules import module_tables
 from .._torch.operators import TO_COPY
 from .._torch.tensors import foreach_add_, foreach_copy_
@@ -48,8 +48,7 @@ class WorkingWeights:
         """Context for a forward, whose loss `learn` is to be given then."""
         uses = _Uses()
         with Undo() as undo:
-            undo.note(leave, uses)
-            uses.__enter__()  # type: ignore[no-untyped-call]
+            enter(undo, uses)
             yield uses
 
     def learn(self, uses: "_Uses", loss: Tensor) -> None:

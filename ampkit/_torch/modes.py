@@ -1,7 +1,7 @@
 """Function modes and dispatch modes: which are entered, and how code runs without them."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import BuiltinFunctionType
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from .._undo import Undo
 from .guard import private
 
+_push_function_mode, _pop_function_mode = (private(torch.overrides, name) for name in ("_push_mode", "_pop_mode"))
 _function_modes: Callable[[], list[Any]] = private(torch.overrides, "_get_current_function_mode_stack")
 
 
@@ -41,25 +42,16 @@ def unseen_function_mode(mode: object) -> Iterator[None]:
     def has_torch_function(args: Iterable[Any]) -> bool:
         if [*map(id, _function_modes())] != [id(mode)]:
             return bool(asked(args))
-        with private(torch.overrides, "_pop_mode_temporarily")():
+        _pop_function_mode()
+        try:  # no generator, which would enter the mode again whenever it is closed
             return bool(asked(args))
+        finally:
+            _push_function_mode(mode)
 
     with Undo() as undo:
         undo.note(setattr, torch.overrides, "has_torch_function", asked)
         torch.overrides.has_torch_function = has_torch_function
         yield
-
-
-def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
-    """Take a dispatch mode or a function mode off, and those of its kind that were entered in it, if it is on.
-
-    `mode.__exit__` takes off whichever is on: in a generator that is closed late, one of somebody else.
-    """
-    dispatch = isinstance(mode, TorchDispatchMode)
-    kind: Any = TorchDispatchMode if dispatch else TorchFunctionMode
-    entered = _dispatch_modes if dispatch else _function_modes
-    while any(other is mode for other in entered()):
-        kind.__exit__(entered()[-1], None, None, None)
 
 
 def step_aside(mode: TorchDispatchMode) -> None:
@@ -81,7 +73,7 @@ _FLAGS_OF_DISPATCH_MODES = tuple(
     if hasattr(_python_dispatch, name)
 )
 _dispatch_modes = private(_python_dispatch, "_get_current_dispatch_mode_stack")
-_pop_dispatch_mode, _pop_function_mode = private(_python_dispatch, "_pop_mode"), private(torch.overrides, "_pop_mode")
+_push_dispatch_mode, _pop_dispatch_mode = (private(_python_dispatch, name) for name in ("_push_mode", "_pop_mode"))
 _tell_of_dispatch_modes = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
 uses_autograd_threads: Callable[[], bool] = private(torch._C, "_is_multithreading_enabled")
 let_autograd_use_threads: Callable[[bool], None] = private(torch._C, "_set_multithreading_enabled")
@@ -106,16 +98,14 @@ def modes() -> Callable[[], None]:
     if torch.cuda.is_initialized():
         set_modes.append(functools.partial(torch.cuda.set_stream, torch.cuda.current_stream()))
     dispatch, functions, nesting = len(_dispatch_modes()), len(_function_modes()), _autocast_nesting()
-    flags = {name: getattr(_python_dispatch, name) for name in _FLAGS_OF_DISPATCH_MODES}
+    put_back_flags = _dispatch_flags()
 
     def put_back() -> None:
         while len(_function_modes()) > functions:  # first: they see what is called below
             _pop_function_mode()
         while len(_dispatch_modes()) > dispatch:
             _pop_dispatch_mode()
-        vars(_python_dispatch).update(flags)
-        if _tell_of_dispatch_modes is not None and flags:
-            _tell_of_dispatch_modes(flags["_is_in_any_mode_without_ignore_compile_internals"])
+        put_back_flags()
         for set_mode in set_modes:
             set_mode()
         while _autocast_nesting() > nesting:
@@ -123,6 +113,40 @@ def modes() -> Callable[[], None]:
         torch.clear_autocast_cache()
 
     return put_back
+
+
+def _dispatch_flags() -> Callable[[], None]:
+    """Return what tells torch again whether a dispatch mode is on, as it is now."""
+    flags = {name: getattr(_python_dispatch, name) for name in _FLAGS_OF_DISPATCH_MODES}
+
+    def put_back() -> None:
+        vars(_python_dispatch).update(flags)
+        if _tell_of_dispatch_modes is not None and flags:
+            _tell_of_dispatch_modes(flags["_is_in_any_mode_without_ignore_compile_internals"])
+
+    return put_back
+
+
+def enter(undo: Undo, mode: TorchDispatchMode | TorchFunctionMode) -> None:
+    """Enter a dispatch mode or a function mode until that is undone.
+
+    `with mode` takes off whichever mode is on at its end: in a generator that is closed late, one of somebody else.
+    """
+    if isinstance(mode, TorchDispatchMode):
+        undo.note(_dispatch_flags())
+        undo.note(leave, mode)
+        TorchDispatchMode.__enter__(mode)
+    else:
+        undo.note(leave, mode)
+        TorchFunctionMode.__enter__(mode)
+
+
+def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
+    """Take a mode off, and those of its kind that were entered in it, if it is on."""
+    dispatch = isinstance(mode, TorchDispatchMode)
+    entered, pop = (_dispatch_modes, _pop_dispatch_mode) if dispatch else (_function_modes, _pop_function_mode)
+    while any(other is mode for other in entered()):
+        pop()
 
 
 def _autocast_nesting() -> int:
@@ -138,5 +162,19 @@ def call_each(functions: Iterable[Any]) -> list[Any]:
 
 # Context without function modes and `__torch_function__`, for what ampkit asks of tensors between operations.
 without_torch_function: Callable[[], AbstractContextManager[None]] = private(torch._C, "DisableTorchFunction")
-# Context without the dispatch modes that are entered: none of them sees what runs in it.
-without_dispatch_modes: Callable[[], Any] = private(_python_dispatch, "_disable_current_modes")
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Context without the dispatch modes that are entered: none of them sees what runs in it."""
+    entered = list(_dispatch_modes())
+    with Undo() as undo:
+        undo.note(_enter_again, entered)
+        while _dispatch_modes():
+            _pop_dispatch_mode()
+        yield
+
+
+def _enter_again(modes: Sequence[Any]) -> None:
+    for mode in modes[len(_dispatch_modes()) :]:
+        _push_dispatch_mode(mode)

@@ -70,7 +70,7 @@ def read_positive(where: str, name: str, value: Any, otherwise: str) -> Any:
     number = real_number(value)
     if number is None or not number > 0:
         raise ValueError(f"{where}({name}={shown(value)}): must be a number > 0, or {otherwise}.")
-    return value if type(value) in (int, float) else number
+    return value if type(value) is int and value < 2**63 else number  # of which torch takes none that are larger
 
 
 def real_number(value: object) -> float | None:
@@ -92,15 +92,23 @@ def read_all(where: str, name: str, values: Any, kind: type, expected: str) -> t
     if isinstance(values, kind):
         instead = f"Write {name}=({name.removesuffix('s')},)."
         raise ValueError(f"{where}({name}={type(values).__name__}): expected {expected}. {instead}")
-    read: list[Any] = []
-    try:
-        for value in [values] if isinstance(values, (str, bytes)) else values:
-            if not isinstance(value, kind):
-                raise wrong(where, f"{name}[{len(read)}]", value, expected)
-            read.append(value)
-    except TypeError:  # they cannot be iterated over
-        raise wrong(where, name, values, expected) from None
+    read = listed(values)
+    if read is None:
+        raise wrong(where, name, values, expected)
+    for i, value in enumerate(read):
+        if not isinstance(value, kind):
+            raise wrong(where, f"{name}[{i}]", value, expected)
     return tuple(read)
+
+
+def listed(values: Any) -> list[Any] | None:
+    """Return what an iterable yields; None of text, of a tensor, and of what cannot be iterated over."""
+    if isinstance(values, (str, bytes, torch.Tensor)):
+        return None
+    try:
+        return list(values)
+    except TypeError:
+        return None
 
 
 def check_device_type(where: str, value: object, otherwise: str = "") -> None:
@@ -126,7 +134,14 @@ def read_device(where: str, name: str, value: Any) -> torch.device:
     Raises:
         ValueError: it stands for none.
     """
+    expected = "a torch.device, or text such as 'cuda', 'cuda:1', 'cpu'"
     try:
-        return torch.device(value)
+        device = torch.device(value)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise wrong(where, name, value, "a torch.device, or text such as 'cuda', 'cuda:1', 'cpu'") from error
+        raise wrong(where, name, value, expected) from error
+    if isinstance(value, int) and device.index != value:  # torch keeps the index in 8 bits
+        raise wrong(where, name, value, expected)
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        found = f"there are {torch.cuda.device_count()}" if torch.cuda.is_available() else "no CUDA device is available"
+        raise ValueError(f"{where}({name}={shown(value)}): {found}. Pass 'cpu'.")
+    return device

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import wrong
+from .._arguments import listed, wrong
 from .._capture.inputs import check_plain, flatten, path
 from .._errors import InputMismatch
 from .._text import dtype_name
@@ -85,9 +85,9 @@ class Buckets:
             kwargs: keyword arguments, likewise.
 
         Raises:
-            InputMismatch: a tensor is not plain; the batch has no tensor to take the size from, or already has an
-                argument of the mask's name; `pad` names a path that is not in the batch, or a number that the tensor's
-                dtype does not have.
+            InputMismatch: the batch has no tensor to take the size from, one that no step takes, or already an argument
+                of the mask's name; `pad` names a path that is not in the batch, or a number that the tensor's dtype
+                does not have.
 
         Sync: none. Aliasing: padded tensors, and those with gaps (`tokens[:, :-1]`), are copies without gaps in the
         same order of dimensions (channels_last stays so); all others are the caller's.
@@ -234,21 +234,22 @@ def _unfit(fill: float, dtype: torch.dtype, where: str) -> str:
 
 
 def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
-    listed = list(sizes) if isinstance(sizes, (Sequence, set, frozenset)) and not isinstance(sizes, str) else []
-    if not listed or not all(type(size) is int and size > 0 for size in listed):
+    found = listed(sizes) if isinstance(sizes, (Sequence, set, frozenset)) else None
+    if not found or not all(type(size) is int and size > 0 for size in found):
         hint = f"({sizes},)" if type(sizes) is int and sizes > 0 else "(16, 32, 64)"
         raise wrong("Buckets", name, sizes, f"sizes, ints of at least 1. Pass {name}={hint}")
-    return tuple(sorted(set(listed)))
+    return tuple(sorted(set(found)))
 
 
 def _fill(pad: Any) -> float | FillByPath:
     if isinstance(pad, (int, float)):
         return pad
-    try:
-        pairs = sorted(dict(pad).items())
-    except (TypeError, ValueError):
-        pairs = [(None, pad)]
-    for named, value in pairs:
-        if not isinstance(named, str) or not isinstance(value, (int, float)):
-            raise wrong("Buckets", "pad", pad, "a number, or numbers by path such as {\"batch['labels']\": -100}")
-    return tuple(pairs)
+    pairs = listed(pad.items() if isinstance(pad, Mapping) else pad)
+    if pairs is None or not all(map(_is_fill, pairs)):
+        raise wrong("Buckets", "pad", pad, "a number, or numbers by path such as {\"batch['labels']\": -100}")
+    return tuple(sorted(dict(pairs).items()))
+
+
+def _is_fill(pair: Any) -> bool:
+    named = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
+    return named and isinstance(pair[1], (int, float))

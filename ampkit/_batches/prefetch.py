@@ -170,7 +170,7 @@ class _Transfer:
         """Return the batch, or a part of it, on the device."""
         if isinstance(thing, Tensor):
             if id(thing) not in self._made:
-                self._made[id(thing)] = self._move(thing)
+                self._made[id(thing)] = self._moved(thing)
             return self._made[id(thing)]
         if not holds_tensors(thing):
             return thing
@@ -179,11 +179,22 @@ class _Transfer:
                 f"prefetch: batch {self._i}: a {_kind(thing)} holds itself, so no copy of it can be made."
             )
         self._within.append(thing)
-        leaves, spec = tree_flatten(thing, is_leaf=_is_packed)
+        try:
+            leaves, spec = tree_flatten(thing, is_leaf=_is_packed)
+        except RecursionError:
+            raise AmpkitError(
+                f"prefetch: batch {self._i}: a {_kind(thing)} holds itself, or too many containers in one another."
+            ) from None
         is_tree = len(leaves) != 1 or leaves[0] is not thing
         moved = tree_unflatten([self(leaf) for leaf in leaves], spec) if is_tree else self._object(thing)
         self._within.pop()
         return moved
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        try:
+            return self._move(tensor)
+        except (NotImplementedError, ValueError) as error:  # no memory or shape yet: on meta, or of a lazy module
+            raise AmpkitError(f"prefetch: batch {self._i}: a {_kind(tensor)} cannot be moved: {error}") from error
 
     def _object(self, thing: Any) -> Any:
         """Return an object that is no tree with its tensors moved, or raise."""
@@ -218,7 +229,7 @@ def _kind(thing: object) -> str:
 
 
 def _tensors_of(batch: Any) -> Iterator[Tensor]:
-    for leaf in tree_flatten(batch)[0]:
+    for leaf in tree_flatten(batch)[0] if holds_tensors(batch) else ():
         yield from tensors_held(leaf)
 
 
@@ -229,8 +240,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"prefetch(device={str(device)!r}): no CUDA device is available. Pass 'cpu'.")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cuda", "cpu"):

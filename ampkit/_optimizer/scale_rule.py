@@ -24,8 +24,11 @@ class _Kind(NamedTuple):
 
 def _real(value: Any) -> float | None:
     """Return a number, or the one element of a tensor, as a float; None of anything else, and of nan."""
-    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype is not torch.bool and not value.is_complex():
-        value = value.item()
+    if isinstance(value, Tensor):
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):  # several elements, or none that can be read
+            return None
     number = real_number(value)
     return None if number is None or math.isnan(number) else number
 

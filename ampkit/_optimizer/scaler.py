@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 from torch.amp.grad_scaler import OptState
+from torch.nn.parameter import is_lazy
 
 from .._arguments import read_positive, wrong
 from .._errors import AmpkitWarning, CaptureError
@@ -473,7 +474,7 @@ class GradScaler(upstream.GradScaler):
         scale.clamp_(*self._bounds()) if self._dynamic else scale.copy_(before)
 
     def _is_scale(self, new: Tensor) -> bool:
-        one = new.numel() == 1 and new.layout is torch.strided and not new.is_complex()
+        one = not is_lazy(new) and new.numel() == 1 and new.layout is torch.strided and not new.is_complex()
         return one and new.device.type == self._device and not new.requires_grad
 
     def _plain(self) -> bool:

@@ -163,7 +163,8 @@ def _decorate_forward(
             outputs = method(*args, **kwargs)
         else:
             with torch.autocast(device, enabled=False):
-                outputs = method(*ctx, *_cast(inputs, device, cast_inputs), **_cast(kwargs, device, cast_inputs))
+                inputs, kwargs = _cast_inputs(method, (inputs, kwargs), device, cast_inputs)
+                outputs = method(*ctx, *inputs, **kwargs)
         if cast_outputs is None:
             return outputs
         return _cast_outputs(args[0] if has_ctx else None, outputs, device, cast_outputs)
@@ -187,7 +188,7 @@ def _decorate_setup_context(
         if device is None or not enabled or cast_inputs is None:
             return method(ctx, inputs, output)
         with torch.autocast(device, enabled=False):
-            return method(ctx, _cast(inputs, device, cast_inputs), output)
+            return method(ctx, _cast_inputs(method, inputs, device, cast_inputs), output)
 
     return setup_context
 
@@ -268,6 +269,14 @@ def _transfer_marks(ctx: Any, old: list[Any], new: list[Any]) -> None:
         ctx.mark_non_differentiable(*map(instead, marked))
     if any(instead(tensor) is not tensor for tensor in saved):
         setattr(ctx, _SAVED_UNCAST_OUTPUT, True)
+
+
+def _cast_inputs(method: Callable[..., Any], inputs: Any, device: str, dtype: torch.dtype) -> Any:
+    try:
+        return _cast(inputs, device, dtype)
+    except RecursionError:
+        name = getattr(method, "__qualname__", method)
+        raise ValueError(f"custom_fwd on {name}: an input holds itself, so it has no cast.") from None
 
 
 def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
@@ -358,7 +367,10 @@ def _device_type(tree: Any) -> str | None:
     Raises:
         LookupError: there are no tensors, or tensors on two kinds of accelerator.
     """
-    found = {tensor.device.type for tensor in _tensors(tree)}
+    try:
+        found = {tensor.device.type for tensor in _tensors(tree)}
+    except RecursionError:
+        raise LookupError("an input holds itself") from None
     if not found:
         raise LookupError("there is no tensor")
     found.discard("meta")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .._arguments import check_device_type, check_instance, shortened, shown
+from .._arguments import check_device_type, check_instance, listed, shortened, shown
 from .._text import dtype_name
 from . import module_rules
 from .dtypes import DTYPES, as_dtype, canonical_name
@@ -265,11 +265,8 @@ def _dtype(field: str, value: object) -> torch.dtype:
 
 
 def _pairs(field: str, rules: Any) -> list[tuple[Any, Any]]:
-    try:
-        pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
-    except TypeError:  # it cannot be iterated over
-        pairs = [rules]
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+    pairs = listed(rules.items() if isinstance(rules, Mapping) else rules)
+    if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"Policy({field}={shown(rules)}): expected a dict of rules. {_LEGAL}")
     return pairs
 

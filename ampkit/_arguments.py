@@ -141,7 +141,8 @@ def read_device(where: str, name: str, value: Any) -> torch.device:
         raise wrong(where, name, value, expected) from error
     if isinstance(value, int) and device.index != value:  # torch keeps the index in 8 bits
         raise wrong(where, name, value, expected)
-    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
-        found = f"there are {torch.cuda.device_count()}" if torch.cuda.is_available() else "no CUDA device is available"
-        raise ValueError(f"{where}({name}={shown(value)}): {found}. Pass 'cpu'.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{where}({name}={shown(value)}): no CUDA device is available. Pass 'cpu'.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{where}({name}={shown(value)}): there are {torch.cuda.device_count()} CUDA devices.")
     return device

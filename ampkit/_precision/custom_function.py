@@ -163,7 +163,8 @@ def _decorate_forward(
             outputs = method(*args, **kwargs)
         else:
             with torch.autocast(device, enabled=False):
-                inputs, kwargs = _cast_inputs(method, (inputs, kwargs), device, cast_inputs)
+                inputs = _cast_inputs(method, inputs, device, cast_inputs)
+                kwargs = _cast_inputs(method, kwargs, device, cast_inputs)
                 outputs = method(*ctx, *inputs, **kwargs)
         if cast_outputs is None:
             return outputs
@@ -272,11 +273,13 @@ def _transfer_marks(ctx: Any, old: list[Any], new: list[Any]) -> None:
 
 
 def _cast_inputs(method: Callable[..., Any], inputs: Any, device: str, dtype: torch.dtype) -> Any:
+    if torch.compiler.is_compiling():  # dynamo cannot trace the other branch
+        return _cast(inputs, device, dtype)
     try:
         return _cast(inputs, device, dtype)
     except RecursionError:
         name = getattr(method, "__qualname__", method)
-        raise ValueError(f"custom_fwd on {name}: an input holds itself, so it has no cast.") from None
+        raise ValueError(f"custom_fwd on {name}: an input contains itself, so it cannot be cast.") from None
 
 
 def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
@@ -367,10 +370,7 @@ def _device_type(tree: Any) -> str | None:
     Raises:
         LookupError: there are no tensors, or tensors on two kinds of accelerator.
     """
-    try:
-        found = {tensor.device.type for tensor in _tensors(tree)}
-    except RecursionError:
-        raise LookupError("an input holds itself") from None
+    found = _device_types(tree)
     if not found:
         raise LookupError("there is no tensor")
     found.discard("meta")
@@ -379,6 +379,15 @@ def _device_type(tree: Any) -> str | None:
     if len(found) > 1:
         raise LookupError(f"there are tensors on {' and '.join(sorted(found))}")
     return found.pop() if found else None
+
+
+def _device_types(tree: Any) -> set[str]:
+    if torch.compiler.is_compiling():  # dynamo cannot trace the other branch
+        return {tensor.device.type for tensor in _tensors(tree)}
+    try:
+        return {tensor.device.type for tensor in _tensors(tree)}
+    except RecursionError:
+        raise LookupError("an input contains itself") from None
 
 
 def _inferred(decorator: str, method: Callable[..., Any], tree: Any) -> str | None:

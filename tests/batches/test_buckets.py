@@ -245,9 +245,8 @@ def test_a_tensor_that_fits_is_not_copied() -> None:
 )
 def test_the_step_still_refuses_what_it_cannot_take(leaf: Tensor, says: str) -> None:
     """Padding hides nothing of a tensor that no step takes."""
-    args, kwargs = Buckets((4,)).pad_batch((leaf,), {})
     with pytest.raises(InputMismatch, match=says):
-        read_batch(args, kwargs, torch.device("cpu"))
+        read_batch(*Buckets((4,)).pad_batch((leaf,), {}), torch.device("cpu"))
 
 
 # --------------------------------------------------------------------------------------------------------- exactness

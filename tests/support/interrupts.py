@@ -40,19 +40,17 @@ PACKAGE = str(Path(ampkit.__file__).parent) + os.sep
 _REPLAYS_WITHIN = 10  # calls behind an interrupt: warm-up, preflight and rehearsal again at most
 
 # Moments that no interrupt can have in CPython, though a tracer can: the file, the line, and why.
+_LOCK = "leaving a lock in a `with` is one step of C (bpo-29988)"
+_CONTEXT_IN_C = "leaving torch's context is one step of C"
 IMPOSSIBLE = {
-    (
-        "_turns.py",
-        "with self._turns.lock:",
-    ): "leaving a lock in a `with` is one step of C (bpo-29988)",
-    ("_lane.py", "with _lock:"): "likewise",
-    ("_segments.py", "with self._lock:"): "likewise",
-    ("_callables.py", "with self._lane.call():"): "likewise",
-    ("_overlaps.py", "with without_dispatch_modes(), without_torch_function():"): "likewise",
-    ("_state.py", "with without_torch_function():"): "likewise for torch's context in C",
-    ("_undeclared.py", "with without_torch_function():"): "likewise",
-    ("_torch.py", "with without_torch_function():"): "likewise",
-    ("_reseeding.py", "with _torch.without_torch_function():"): "likewise",
+    ("_capture/turns.py", "with self._turns.lock:"): _LOCK,
+    ("_capture/pool.py", "with self._lock:"): _LOCK,
+    ("_callables/shared_memory.py", "with _lock:"): _LOCK,
+    ("_callables/graphed_callable.py", "with self._lane.call():"): _LOCK,
+    ("_capture/state.py", "with without_torch_function():"): _CONTEXT_IN_C,
+    ("_capture/undeclared.py", "with without_torch_function():"): _CONTEXT_IN_C,
+    ("_capture/reseeding.py", "with without_torch_function():"): _CONTEXT_IN_C,
+    ("_torch/execution_trace.py", "with without_torch_function():"): _CONTEXT_IN_C,
 }
 
 

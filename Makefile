@@ -29,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train train-lightning test check lint types docs numbers bench clean
+.PHONY: help train train-lightning test test-all check lint types docs numbers bench clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s  %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,10 +40,13 @@ train: $(READY)  ## train a ResNet on scanned digits; options in ARGS
 train-lightning: $(READY)  ## the same by a Lightning Trainer; options in ARGS
 	$(PY) examples/train_resnet_lightning.py $(ARGS)
 
-test: $(READY)  ## run the tests; TORCH=latest: on the newest torch; those that need a GPU are skipped without one
+test: $(READY)  ## run the tests but for the slow ones; TORCH=latest: on the newest torch; without a GPU, skip its tests
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(READY)  ## run all tests
 	$(PYTEST) $(ARGS)
 
-check: lint types test docs  ## lint, types, test and docs: what CI runs
+check: lint types test-all docs  ## lint, types, all tests and docs: what CI runs
 
 lint: $(READY)  ## ruff: rules and format
 	$(PY) -m ruff check $(SOURCES)

@@ -143,6 +143,6 @@ def read_device(where: str, name: str, value: Any) -> torch.device:
         raise wrong(where, name, value, expected)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{where}({name}={shown(value)}): no CUDA device is available. Pass 'cpu'.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{where}({name}={shown(value)}): there are {torch.cuda.device_count()} CUDA devices.")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise wrong(where, name, value, f"one of the {torch.cuda.device_count()} CUDA devices")
     return device

@@ -89,7 +89,7 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise wrong("prefetch", "loader", loader, "an iterable of batches, such as a DataLoader")
         self.loader = loader
-        self.device = _indexed(read_device("prefetch", "device", device))
+        self.device = _indexed(device)
         self.depth = depth
         self.transform = transform
 
@@ -239,7 +239,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _indexed(device: torch.device) -> torch.device:
+def _indexed(given: "torch.device | str") -> torch.device:
+    device = read_device("prefetch", "device", given)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cuda", "cpu"):

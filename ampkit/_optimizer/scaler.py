@@ -240,7 +240,7 @@ class GradScaler(upstream.GradScaler):
             What `optimizer.step` returned.
 
         Raises:
-            ValueError: `max_norm` or `norm_type` is not above 0, or no parameter has a gradient. A fused optimizer may
+            ValueError: no optimizer, no gradient, or a `max_norm` or `norm_type` not above 0. A fused optimizer may
                 step without, as in torch; then `update` raises if no other optimizer had a gradient.
             RuntimeError: a second `step` without `update` in between, or a closure.
 

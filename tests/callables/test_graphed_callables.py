@@ -1160,16 +1160,20 @@ def test_on_a_cpu_callables_are_eager() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "says"),
     [
-        ((nn.Tanh(), torch.ones(2)), {}, r"sample is a tuple.*write sample_args=\(x,\)"),
-        ((3, (torch.ones(2),)), {}, "expected a module, a function or a tuple of them, got int"),
+        ((nn.Tanh(), torch.ones(2)), {}, r"sample_args=Tensor\): expected a tuple.*write sample_args=\(x,\)"),
+        ((3, (torch.ones(2),)), {}, r"callables=3\): expected a module, a function or a tuple of them"),
         (((nn.Tanh(), nn.Tanh()), ((torch.ones(2),),)), {}, "2 callables, but 1 sample_args"),
         (
             ((nn.Tanh(),), ((torch.ones(2),),)),
             {"sample_kwargs": ()},
             "1 callables, but 1 sample_args and 0 sample_kwargs",
         ),
-        ((nn.Tanh(), (torch.ones(2),)), {"sample_kwargs": 3}, "got tuple and int"),
-        ((nn.Tanh(), (torch.ones(2),)), {"num_warmup_iters": -1}, r"num_warmup_iters=-1\): expected an int, 0 or more"),
+        ((nn.Tanh(), (torch.ones(2),)), {"sample_kwargs": 3}, r"sample_kwargs=int\): expected a dict"),
+        (
+            (nn.Tanh(), (torch.ones(2),)),
+            {"num_warmup_iters": -1},
+            r"num_warmup_iters=-1\): expected an int of at least 0",
+        ),
         ((nn.Tanh(), (torch.ones(2),)), {"graph": "on"}, "expected one of 'auto', 'emulate', 'off'"),
         ((nn.Tanh(), (torch.ones(2),)), {"pool": 3}, r"pool=int\): expected a handle"),
     ],

@@ -564,7 +564,7 @@ class Training:
         return bits(torch.cat([param.detach().reshape(-1) for param in self.model.parameters()]))
 
 
-@examples(60)
+@examples(40)
 @given(st.sampled_from(["step", "buckets", "graphed"]), st.lists(BATCHES, min_size=1, max_size=2), st.booleans())
 def test_any_batch_is_taken_or_refused(way: str, odd: list[Any], by_name: bool) -> None:
     """Item 6: with and without graphs alike: a refusal says where in the batch and changes nothing, and the next batch,

@@ -21,7 +21,8 @@ from ampkit._capture.state import TrainingState
 from ampkit._capture.surroundings import Surroundings
 from ampkit._capture.variation import Key, Variation
 
-pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
+# Tens of calls in each case, most of them under the preflight.
+pytestmark = [*(pytest.mark.filterwarnings(text) for text in QUIET), pytest.mark.slow]
 
 Engine = tuple[str, str]
 Call = Callable[[int], object]  # does the call of this number, counted from 0

@@ -114,6 +114,7 @@ def test_a_job_ends(how: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [["--jobs", "10", "--busy", "2"], ["--jobs", "10", "--slow-release"]],

@@ -129,6 +129,7 @@ def trajectory(
     return history, step, watch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("policy", "accumulate"), [("float16", 1), ("bfloat16", 1), ("float32", 1), ("float16", 3)])
 def test_observed_steps_leave_the_same_bits(engine: Engine, policy: str, accumulate: int) -> None:
@@ -260,6 +261,7 @@ def kind_of(engine: Engine, kind: str) -> Engine:
     return engine if kind == "captured" else (engine[0], "off")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("build", [tiny_resnet, pytest.param(resnet50, marks=[pytest.mark.cuda, pytest.mark.slow])])

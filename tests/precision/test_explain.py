@@ -117,6 +117,7 @@ def seen(rows):
     return [(*row.dtypes, row.count, row.casts) for row in rows if row.op not in BY_KERNEL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("policy", ["float16", "bfloat16", "float32"])

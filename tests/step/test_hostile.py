@@ -29,6 +29,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of its own settings
 @pytest.mark.parametrize("setup", cases())
 def test_no_silent_difference(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +78,7 @@ def of_host(api: str = "step") -> Setup:
     return next(setup for setup in setups if (setup.api, setup.host, setup.use) == (api, "counter", "scalar"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["step", "train", "read"])
 def test_a_frozen_number_is_a_silent_difference(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness tells a graph that computes with an old number from one that does not, and names the first output."""

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import upstream
 
 TESTS = """
@@ -34,6 +35,7 @@ class TestNames(unittest.TestCase):
 """
 
 
+@pytest.mark.slow
 def test_differences_are_told(tmp_path: Path) -> None:
     """Each test runs with and without the swap; what differs is named, a process that ends included."""
     (tmp_path / "test_names.py").write_text(TESTS)

@@ -21,4 +21,4 @@ autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # those of torch refer to torch's own pages
 autodoc_typehints_format = "short"
 napoleon_use_ivar = True  # "Attributes:" as one list; else a NamedTuple has its fields twice
-myst_heading_anchors = 2
+myst_heading_anchors = 3

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         return int(ended.code or DONE)
     try:
         with Output(args.json) as output:
-            return args.run(args, output)  # type: ignore[no-any-return]
+            return args.run(args, output)  # type: ignore[no-any-return]  # each runner returns its exit code
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         return _ended_by(error, args.parser.prog)
 

@@ -82,7 +82,7 @@ class Buckets:
 
         Args:
             args: positional arguments of a step, trees of tensors and constants.
-            kwargs: keyword arguments, likewise.
+            kwargs: keyword arguments of a step, with values of the same kinds.
 
         Raises:
             InputMismatch: the batch has no tensor to take the size from, one that no step takes, or already an argument

@@ -139,7 +139,7 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
 
     def _transformed(self, batch: Any, i: int) -> Batch:
         if self.transform is None:
-            return batch  # type: ignore[no-any-return]
+            return batch  # type: ignore[no-any-return]  # what the transform makes of it
         try:
             with torch.no_grad():
                 made = self.transform(batch)

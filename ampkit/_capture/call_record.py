@@ -345,8 +345,8 @@ def _finer(eager: Operation | None, captured: Operation | None) -> Iterator[tupl
     calls = eager.call, captured.call
     if eager.details[-1:] != captured.details[-1:] and None not in calls:
         yield tuple(_call_text(call) for call in calls if call is not None)  # type: ignore[misc]  # two of them
-        yield tuple(f"{captured.text} with another parameter" if i else eager.text for i in (0, 1))  # type: ignore[misc]
-    yield tuple(f"{each.text} (strides {each.details[0]}, on {each.details[1]})" for each in (eager, captured))  # type: ignore[misc]
+        yield tuple(f"{captured.text} with another parameter" if i else eager.text for i in (0, 1))  # type: ignore[misc]  # two entries
+    yield tuple(f"{each.text} (strides {each.details[0]}, on {each.details[1]})" for each in (eager, captured))  # type: ignore[misc]  # two entries
 
 
 def _call_text(call: _Call) -> str:

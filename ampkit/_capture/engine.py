@@ -62,7 +62,7 @@ class GraphReport(NamedTuple):
             share a pool, so one that fits into what others brought adds little.
         replays: how often it was launched.
         eager_ms: what a call with this input took eagerly, see `Report`; None where it was not measured.
-        replay_ms: what it takes as a launch of this graph; likewise.
+        replay_ms: what it takes as a launch of this graph; None where that was not measured.
     """
 
     layout: str
@@ -89,10 +89,10 @@ class Report:
         eager_ms: what an eager step took: median over warm-up calls that are neither the first of their input nor the
             last, which are slower than others. None where there was none, as with `warmup=2`. On CUDA it is the time
             from the first work of the call on its stream to the last, waiting for the host included.
-        replay_ms: what a replayed step takes, likewise: median over the 2nd to the 9th of a graph. Both are means over
-            the graphs, by their replays.
-        saved_s: the difference of the two times all replays that it was measured for, in seconds: below 0 if they are
-            slower.
+        replay_ms: what a replayed step takes: median over the 2nd to the 9th replay of a graph, measured in the same
+            way. With several graphs, both times are means over the graphs, weighted by their replays.
+        saved_s: seconds that replays have saved so far: the difference of the two times, multiplied by the replays of
+            the graphs for which both are known. It is below 0 if replays are slower.
     """
 
     graphs: int

@@ -107,7 +107,7 @@ class Preflight(TorchDispatchMode):
         graphed: bool = True,
         observer: Callable[[Any, Any, Any, Any], object] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._watched = Watched(device, tuple(generators))
         self._graphed = graphed
         self._observer = observer

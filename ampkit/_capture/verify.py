@@ -189,7 +189,7 @@ class _WriteWatch(TorchDispatchMode):
     """Notices writes to memory that was there before and is not declared, and can take them back."""
 
     def __init__(self, state: TrainingState) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._state = state
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, tuple[Tensor, Tensor]] = {}
@@ -202,11 +202,11 @@ class _WriteWatch(TorchDispatchMode):
     def __enter__(self) -> "_WriteWatch":
         self._had_threads = uses_autograd_threads()
         let_autograd_use_threads(False)  # the mode sees this thread only
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self
 
     def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        super().__exit__(*args)  # type: ignore[no-untyped-call]  # not annotated in torch
         let_autograd_use_threads(self._had_threads)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

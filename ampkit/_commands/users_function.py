@@ -44,7 +44,7 @@ def users_function(text: str, returned: str, arguments: Sequence[str] = ()) -> C
     if not any(takes(function, count) for count in range(len(arguments) + 1)):
         legal = " or ".join([*(f"with {argument}" for argument in arguments), "without arguments"])
         raise UsageError(f"{text!r} cannot be called {legal}. Expected a function that can, and returns {returned}.")
-    return function  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]  # what the user wrote
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

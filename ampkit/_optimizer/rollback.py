@@ -221,7 +221,7 @@ class _Watch(TorchDispatchMode):
         return True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self.written: list[Tensor] = []
         self.beyond = ""
         self._new: set[int] = set()  # where the memory of tensors starts that were made here

@@ -95,7 +95,7 @@ class GradScaler(upstream.GradScaler):
             gradient is), shape (), on the device. None before the first step, and where no norm was computed.
         found_inf: 1.0 if the last `step` was skipped, else 0.0: float32, shape (), on the device. None if disabled.
         steps: how many optimizer steps were asked for, float64, shape (), on the device. None before the first `scale`.
-        skipped: how many of them were skipped; likewise.
+        skipped: how many of these were skipped, in a tensor of the same kind. None before the first `scale`.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ class GradScaler(upstream.GradScaler):
     ) -> float | None:
         assert self.found_inf is not None  # set by _check
         if max_norm is not None:
-            assert self.grad_norm is not None  # likewise
+            assert self.grad_norm is not None  # set by _check where there is a max_norm
             coefficient = clip_coefficient(self.grad_norm, max_norm)
             # nan or 0 comes from a norm that is not finite: the step is skipped, but the divisor must stay a number.
             coefficient = torch.where(coefficient > 0, coefficient, 1.0)

@@ -52,13 +52,13 @@ def graphed(
             () if there is none. One that is only read, such as a frozen teacher, may be left out.
         optimizers: every optimizer it steps, over parameters of these modules; capturable ones, see `graphed_step`.
         scaler: the gradient scaler it uses, if any.
-        warmup: see `graphed_step`, as all that follow.
-        verify: likewise. It also finds changes to tensors that belong to no module.
-        on_failure: likewise.
-        graph: likewise.
-        generators: likewise.
-        max_graphs: likewise.
-        memory_budget: likewise.
+        warmup: as for `graphed_step`.
+        verify: as for `graphed_step`. It also finds changes to tensors that belong to no module.
+        on_failure: as for `graphed_step`.
+        graph: as for `graphed_step`.
+        generators: as for `graphed_step`.
+        max_graphs: as for `graphed_step`.
+        memory_budget: as for `graphed_step`.
 
     Returns:
         A decorator that makes a `GraphedFunction`.
@@ -143,7 +143,7 @@ class GraphedFunction:
         Args:
             *args: trees of tensors on the modules' device, which do not require grad, and of hashable constants. A
                 constant is part of the layout: another value is another layout.
-            **kwargs: likewise.
+            **kwargs: trees of the same kinds.
 
         Returns:
             What the function returned, a tree of tensors and None, detached.

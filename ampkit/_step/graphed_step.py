@@ -183,7 +183,7 @@ class GraphedStep:
         Args:
             *args: passed on to `loss_fn` behind the model: trees of tensors on the model's device, and of hashable
                 constants. A constant is part of the layout: another value is another layout.
-            **kwargs: likewise.
+            **kwargs: passed on to `loss_fn` too, trees of the same kinds.
 
         Raises:
             InputMismatch: a tensor on another device, a sparse one, one of a class of its own, one that requires grad,

@@ -203,7 +203,7 @@ class Recipe:
 
     def _finish(self, observed: bool) -> tuple[Tensor | None, Tensor]:
         if observed:
-            assert self.observer is not None  # likewise
+            assert self.observer is not None  # or nothing would be observed
             self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
         with Undo() as undo:
             undo.note(self.scaler.forgetting())

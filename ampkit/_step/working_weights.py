@@ -101,7 +101,7 @@ class _Uses(TorchDispatchMode):
     """Counts what operations do with a tensor, by its id."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self.all: Counter[int] = Counter()
         self.casts: Counter[int] = Counter()
 

@@ -55,7 +55,7 @@ class AmpkitCallback(Callback):
         verify: compare the first so many replays with eager steps, bit by bit.
         on_failure: "eager": if nothing can be captured, or nothing is because the batch or a setting was new in each of
             32 calls, warn and go on. "raise": raise `CaptureError`.
-        numerics: measure in each so-manieth optimizer step what `ampkit.debug.numerics` does; None in none.
+        numerics: measure what `ampkit.debug.numerics` does once in this many optimizer steps. None measures nothing.
         memory: record who holds the memory in one of the eager steps at the beginning, as `ampkit.debug.memory` does.
 
     Raises:

@@ -55,7 +55,7 @@ class StepPrecision(Precision):
             return Precision.pre_backward(self, tensor, module)
         return super().pre_backward(tensor, module)
 
-    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # Lightning has it positional
         """Do nothing."""
         if not self.ampkit.stepped:
             super().backward(tensor, model, *args, **kwargs)
@@ -65,7 +65,7 @@ class StepPrecision(Precision):
         if not self.ampkit.stepped:
             super().clip_gradients(*args, **kwargs)
 
-    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # as above
         """Call the closure, in which the step is done, and the hooks of on_before_optimizer_step."""
         if not self.ampkit.begin():
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)

@@ -228,7 +228,7 @@ class TrainerStep:
                 self._stay_eager(_not_comparable(batch) or str(error))
         if self._captures:
             self._ranks.decide(wants=False, can=True, settled=True)  # others may vote in this call
-        return self._engine.run("cannot be captured", lambda: self._run(place, batch))  # type: ignore[no-any-return]
+        return self._engine.run("cannot be captured", lambda: self._run(place, batch))  # type: ignore[no-any-return]  # what `_run` returns
 
     def _run(self, place: _Place, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
         return self._recipe(place.phase, batch, divisor=place.divisor)

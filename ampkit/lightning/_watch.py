@@ -33,7 +33,13 @@ class Watch:
 
     def __init__(self, every: int | None, records: bool, warmup: int | None) -> None:
         if every is not None:
-            check_at_least("AmpkitCallback", "numerics", every, 1, "measured is each so-manieth step; None for none")
+            check_at_least(
+                "AmpkitCallback",
+                "numerics",
+                every,
+                1,
+                "steps from one measurement to the next, or None for none",
+            )
         check_flag("AmpkitCallback", "memory", records)
         if records and warmup == 1:
             raise ValueError(

@@ -169,11 +169,11 @@ def _resnet18_cifar() -> nn.Module:
     model = _torchvision("resnet18", 10)
     # The CIFAR stem of He et al. 2016, section 4.2: no stride and no pooling before the first block.
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return model.to(memory_format=torch.channels_last)  # type: ignore[no-any-return]
+    return model.to(memory_format=torch.channels_last)  # type: ignore[no-any-return]  # a module
 
 
 def _imagenet(name: str) -> nn.Module:
-    return _torchvision(name, 1000).to(memory_format=torch.channels_last)  # type: ignore[no-any-return]
+    return _torchvision(name, 1000).to(memory_format=torch.channels_last)  # type: ignore[no-any-return]  # a module
 
 
 def _classifier(
@@ -205,7 +205,7 @@ class _Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]  # a tensor
 
 
 class GPT(nn.Module):

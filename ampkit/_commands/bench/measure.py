@@ -142,8 +142,8 @@ def select(
     Args:
         keys: those that were asked for; None for the usual ones.
         device: where to measure.
-        quick: of the usual ones, only those that take no time to set up.
-        sweep: likewise, for they are to be set up for many batch sizes.
+        quick: take only those of the usual ones that need no time to set up.
+        sweep: take only those as well, because each of them is set up for many batch sizes.
     """
     notes = []
     few = quick or sweep

@@ -34,12 +34,12 @@ class Row:
         label: its name in tables.
         ms: milliseconds per step, median of the repeats.
         fastest: milliseconds per step in the fastest repeat.
-        slowest: likewise.
+        slowest: milliseconds per step in the slowest repeat.
         busy_ms: time per step in which a kernel runs on the GPU.
         kernels: how many run per step.
         idle_share: the share of the time in which neither a kernel nor a copy runs, while the profiler looks on.
-        between_share: likewise, of it what is between launches by the host, not between the kernels of one graph.
-        copy_share: likewise, the share in which only copies from or to the host run.
+        between_share: the part of `idle_share` between launches by the host, not between the kernels of one graph.
+        copy_share: the share of that time in which only copies from or to the host run.
         host_us: time until a call returns, the second of two that the device has nothing queued before.
         launch_us: how much of it the driver takes to launch a graph.
         setup_s: what the first steps take longer than as many steps later on, and what comes before them.

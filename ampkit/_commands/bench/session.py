@@ -38,9 +38,9 @@ class Session:
 
     Attributes:
         ms: milliseconds per step, one number per repeat.
-        setup_s: see `Row`, as the following ones.
-        peak_mib: None without CUDA.
-        setup_peak_mib: likewise.
+        setup_s: see `Row`.
+        peak_mib: see `Row`. None without CUDA.
+        setup_peak_mib: see `Row`. None without CUDA.
     """
 
     def __init__(self, batches: Sequence[Batch], device: torch.device, plan: Plan) -> None:

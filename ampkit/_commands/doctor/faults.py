@@ -88,12 +88,12 @@ class Origins(TorchFunctionMode):
         self._blame = UserLineFinder(sys._getframe(1), skip_torch=False)
         for kind in (torch.optim.Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader):
             self._watch(kind)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self
 
     def __exit__(self, *error: Any) -> None:
         with self._entered:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
+            super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
 
     def _watch(self, kind: Any) -> None:
         made = kind.__init__
@@ -399,7 +399,7 @@ class _KernelWatch(TorchDispatchMode):
     """
 
     def __init__(self, recorder: OpRecorder, autocast: _Autocast) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._recorder = recorder
         self._autocast = autocast
         self._left = ExitStack()
@@ -419,12 +419,12 @@ class _KernelWatch(TorchDispatchMode):
             entered.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             entered.enter_context(torch.autograd.set_multithreading_enabled(False))
             self._left = entered.pop_all()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self
 
     def __exit__(self, *error: Any) -> None:
         with self._left:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
+            super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

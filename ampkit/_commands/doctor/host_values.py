@@ -73,12 +73,12 @@ class CallRecorder(TorchFunctionMode):
                 entered.callback(setattr, owner, name, original)
                 setattr(owner, name, self._within(original))
             self._left = entered.pop_all()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self
 
     def __exit__(self, *error: Any) -> None:
         with self._left:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
+            super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -99,11 +99,11 @@ class CallRecorder(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             if self in function_modes():
                 return engine(*args, **kwargs)
-            super(CallRecorder, self).__enter__()  # type: ignore[no-untyped-call]
+            super(CallRecorder, self).__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
             try:
                 return engine(*args, **kwargs)
             finally:
-                super(CallRecorder, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                super(CallRecorder, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]  # not annotated in torch
 
         return run
 
@@ -121,7 +121,7 @@ def _in_an_optimizer() -> bool:
     while frame is not None:
         if frame.f_code.co_filename.startswith(_OPTIMIZERS):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return False
 
 

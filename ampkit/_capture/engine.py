@@ -4,13 +4,11 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._arguments import check_at_least, check_choice, read_all, read_positive
 from .._errors import CaptureError, CaptureWarning, InputMismatch
 from .._torch.modes import modes
 from .._torch.settings import settle_attention_priority
@@ -22,11 +20,13 @@ from .cache import Cache, Captured
 from .capture_query import is_recording
 from .graph import capture_stream
 from .inputs import StaticInputs, read_batch
+from .options import Options
 from .overlaps import StateMemory, Writes
 from .pool import no_recompile
 from .preflight import Preflight, describe
 from .ranks import Ranks
 from .rehearsal import Rehearsal
+from .report import GraphReport, Report
 from .state import TrainingState
 from .surroundings import Change, Surroundings
 from .timing import Clock, Timing
@@ -36,7 +36,6 @@ from .variation import Key, Variation
 from .verify import Verdict, verified
 
 WARM_UP = "warm-up"
-GRAPHS = ("auto", "emulate", "off")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -51,122 +50,6 @@ class DoneError(CaptureError):
     def __init__(self, text: str, outputs: Any) -> None:
         super().__init__(text)
         self.outputs = outputs
-
-
-class GraphReport(NamedTuple):
-    """One graph that is alive.
-
-    Attributes:
-        layout: the input it serves.
-        bytes: device memory that came with it: what the pool grew by in its capture, and its input buffers. Graphs
-            share a pool, so one that fits into what others brought adds little.
-        replays: how often it was launched.
-        eager_ms: what a call with this input took eagerly, see `Report`; None where it was not measured.
-        replay_ms: what it takes as a launch of this graph; None where that was not measured.
-    """
-
-    layout: str
-    bytes: int
-    replays: int
-    eager_ms: float | None = None
-    replay_ms: float | None = None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What happened to the calls of a step so far.
-
-    Attributes:
-        graphs: graphs that are alive.
-        captures: graphs captured so far, those that were dropped since included.
-        evictions: graphs that were dropped to make room for others.
-        replays: calls that were one graph launch.
-        eager: eager calls by reason.
-        bytes: device memory that only graphs use: their pool and static inputs.
-        per_graph: the graphs that are alive, the least recently used first.
-        skipped: optimizer steps that the loss scale skipped.
-        failure: why capture was given up, or why no graph was replayed in the last calls; None if there is no reason.
-        eager_ms: what an eager step took: median over warm-up calls that are neither the first of their input nor the
-            last, which are slower than others. None where there was none, as with `warmup=2`. On CUDA it is the time
-            from the first work of the call on its stream to the last, waiting for the host included.
-        replay_ms: what a replayed step takes: median over the 2nd to the 9th replay of a graph, measured in the same
-            way. With several graphs, both times are means over the graphs, weighted by their replays.
-        saved_s: seconds that replays have saved so far: the difference of the two times, multiplied by the replays of
-            the graphs for which both are known. It is below 0 if replays are slower.
-    """
-
-    graphs: int
-    captures: int
-    evictions: int
-    replays: int
-    eager: dict[str, int]
-    bytes: int
-    per_graph: tuple[GraphReport, ...]
-    skipped: int
-    failure: str | None
-    eager_ms: float | None = None
-    replay_ms: float | None = None
-    saved_s: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that `json` takes."""
-        return {**asdict(self), "per_graph": [graph._asdict() for graph in self.per_graph]}
-
-    def __str__(self) -> str:
-        calls = self.replays + sum(self.eager.values())
-        head = (
-            f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
-            f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
-        )
-        times = [f"  {self._times()}"] if self.replay_ms is not None else []
-        graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
-        reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]
-        failure = [f"  not captured: {self.failure}"] if self.failure else []
-        return "\n".join([head, *times, *graphs, *reasons, *failure])
-
-    def _times(self) -> str:
-        """Return what a replay takes and has saved."""
-        assert self.replay_ms is not None  # or there is nothing to say
-        replay = f"a replay takes {_milliseconds(self.replay_ms)}"
-        if self.eager_ms is None:
-            return replay
-        saved = "" if self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
-        ratio = self.eager_ms / self.replay_ms
-        times = f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
-        return f"{replay}, an eager step took {_milliseconds(self.eager_ms)}: {times}{saved}"
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"
-
-
-class Options(NamedTuple):
-    """How an engine captures, as the public functions take it."""
-
-    graph: str  # "auto", "emulate" or "off"
-    warmup: int  # eager calls per key
-    on_failure: str  # "eager" or "raise"
-    verify: int  # replays that are compared with eager
-    generators: Sequence[torch.Generator]
-    max_graphs: int
-    memory_budget: int | None
-
-    def checked(self, where: str) -> "Options":
-        """Return them in plain numbers and tuples.
-
-        Raises:
-            ValueError: one cannot work. The message names it, as an argument of the public function `where`.
-        """
-        check_choice(where, "graph", self.graph, GRAPHS)
-        check_choice(where, "on_failure", self.on_failure, ("eager", "raise"))
-        check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
-        check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")
-        check_at_least(where, "max_graphs", self.max_graphs, 1, "graph='off' is for none")
-        budget = self.memory_budget
-        if budget is not None:
-            budget = read_positive(where, "memory_budget", budget, "None for no limit")
-        generators = read_all(where, "generators", self.generators, torch.Generator, "a sequence of torch.Generator")
-        return self._replace(memory_budget=budget, generators=generators)
 
 
 class _Layout:
@@ -316,25 +199,32 @@ class Engine:
                 with self._noting(layout, leaves):
                     return self._warm_up(layout, phase, args, kwargs, start)
             if not layout.eager and all_want:
-                with Undo() as undo:
-                    undo.note(self._cache.drop, key)  # a graph that has not been compared must not serve
-                    undo.note(modes())
-                    captured = self._capture(key, layout, leaves)
-                    if captured is not None:
-                        try:
-                            outputs = self._replay(captured, phase, leaves, None)
-                        except InputMismatch:
-                            undo.forget()  # it is this batch that does not fit
-                            raise
-                        if not self._refused:
-                            self._compare(key, layout, outputs)
-                        undo.forget()
-                        return outputs
+                outputs = self._capture_and_replay(key, layout, leaves)
+                if outputs is not _NOT_CAPTURED:
+                    return outputs
             reason = self._refused or layout.eager or "the ranks have not agreed to capture yet"
             return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
         if not all_can and self._options.on_failure == "raise":  # or the rank that raises would be waited for
             raise CaptureError(f"{self._name}: {self._ranks.other_found}")
         return self._replay(captured, phase, leaves, start)
+
+    def _capture_and_replay(self, key: Key, layout: _Layout, leaves: list[Any]) -> Any:
+        """Capture for this key, replay the graph and compare it. Return the outputs, or `_NOT_CAPTURED`."""
+        with Undo() as undo:
+            undo.note(self._cache.drop, key)  # a graph that has not been compared must not serve
+            undo.note(modes())
+            captured = self._capture(key, layout, leaves)
+            if captured is None:
+                return _NOT_CAPTURED
+            try:
+                outputs = self._replay(captured, key.phase, leaves, None)
+            except InputMismatch:
+                undo.forget()  # it is this batch that does not fit
+                raise
+            if not self._refused:
+                self._compare(key, layout, outputs)
+            undo.forget()
+        return outputs
 
     def _replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         self.replays += 1
@@ -702,6 +592,7 @@ class Engine:
         warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())
 
 
+_NOT_CAPTURED = object()  # None may be what a function returns
 _LOOKED_AT_FIRST = 8  # layouts; more come from inputs that vary
 _MAX_SEEN = 4096
 _MAX_LAYOUTS = 256  # without a graph; a batch that holds a step number makes one per call

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import read_all
-from .._capture.engine import Engine, Options, Report
+from .._capture.engine import Engine
 from .._capture.inputs import flatten
+from .._capture.options import Options
 from .._capture.ranks import Ranks, why_not_sharded
+from .._capture.report import Report
 from .._capture.sparse_gradients import why_not_dense
 from .._capture.state import TrainingState
 from .._optimizer.device_step import CapturableGroups, broken_kernel, why_not_capturable

@@ -8,8 +8,10 @@ from torch import nn
 
 from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
 from .._batches.buckets import Buckets
-from .._capture.engine import DoneError, Engine, Options, Report
+from .._capture.engine import DoneError, Engine
+from .._capture.options import Options
 from .._capture.ranks import Ranks, why_not_sharded
+from .._capture.report import Report
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
 from .._capture.state import TrainingState
 from .._errors import CaptureError, InputMismatch
@@ -116,10 +118,7 @@ def graphed_step(
     if buckets is not None and not isinstance(buckets, Buckets):
         raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
-    if numerics is not None and not isinstance(numerics, Observer):
-        raise wrong(
-            "graphed_step", "numerics", numerics, "what ampkit.debug.numerics(model, every=100) returned, or None"
-        )
+    _check_observer(numerics)
     policy = read_policy("graphed_step", policy)
     device = _device(model, policy)
     _check_optimizer(optimizer, model)
@@ -344,6 +343,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
+
+
+def _check_observer(numerics: object) -> None:
+    if numerics is not None and not isinstance(numerics, Observer):
+        expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
+        raise wrong("graphed_step", "numerics", numerics, expected)
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -17,8 +17,9 @@ try:
 except ImportError as error:
     raise ImportError("ampkit.lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
 
-from .._capture.engine import Options, Report
+from .._capture.options import Options
 from .._capture.ranks import Ranks
+from .._capture.report import Report
 from .._errors import AmpkitWarning, CaptureError, CaptureWarning
 from .._optimizer.scaler import GradScaler
 from .._precision.module_rules import ModuleRules, why_not_applied

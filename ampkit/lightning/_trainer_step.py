@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._capture.engine import Engine, Options, Report
+from .._capture.engine import Engine
+from .._capture.options import Options
 from .._capture.ranks import Ranks
+from .._capture.report import Report
 from .._capture.state import TrainingState
 from .._capture.variation import Part
 from .._errors import AmpkitWarning, InputMismatch

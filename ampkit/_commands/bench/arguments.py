@@ -67,13 +67,16 @@ def add_bench(commands: Any) -> None:
         metavar="STEPS",
         help="in place of times: losses of so many steps, eager and captured",
     )
-    out = bench.add_argument_group("results")
+    _add_results(bench.add_argument_group("results"))
+    bench.set_defaults(run=_run_bench, parser=bench)
+
+
+def _add_results(out: Any) -> None:
     out.add_argument(
         "--json", type=json_file, metavar="FILE", help="write the figures here; -: print them in place of the table"
     )
     out.add_argument("--plot", type=output_file, metavar="FILE", help="draw them into this image file")
     out.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
-    bench.set_defaults(run=_run_bench, parser=bench)
 
 
 def _positive(text: str) -> int:

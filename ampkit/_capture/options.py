@@ -1,0 +1,39 @@
+"""How an engine captures, as the public functions take it, and what each option may be."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._arguments import check_at_least, check_choice, read_all, read_positive
+
+GRAPHS = ("auto", "emulate", "off")
+
+
+class Options(NamedTuple):
+    """How an engine captures, as the public functions take it."""
+
+    graph: str  # "auto", "emulate" or "off"
+    warmup: int  # eager calls per key
+    on_failure: str  # "eager" or "raise"
+    verify: int  # replays that are compared with eager
+    generators: Sequence[torch.Generator]
+    max_graphs: int
+    memory_budget: int | None
+
+    def checked(self, where: str) -> "Options":
+        """Return them in plain numbers and tuples.
+
+        Raises:
+            ValueError: one cannot work. The message names it, as an argument of the public function `where`.
+        """
+        check_choice(where, "graph", self.graph, GRAPHS)
+        check_choice(where, "on_failure", self.on_failure, ("eager", "raise"))
+        check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
+        check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")
+        check_at_least(where, "max_graphs", self.max_graphs, 1, "graph='off' is for none")
+        budget = self.memory_budget
+        if budget is not None:
+            budget = read_positive(where, "memory_budget", budget, "None for no limit")
+        generators = read_all(where, "generators", self.generators, torch.Generator, "a sequence of torch.Generator")
+        return self._replace(memory_budget=budget, generators=generators)

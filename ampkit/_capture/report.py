@@ -1,0 +1,91 @@
+"""What happened to the calls of a step so far: counts, graphs, memory, times, and how they are printed."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+
+class GraphReport(NamedTuple):
+    """One graph that is alive.
+
+    Attributes:
+        layout: the input it serves.
+        bytes: device memory that came with it: what the pool grew by in its capture, and its input buffers. Graphs
+            share a pool, so one that fits into what others brought adds little.
+        replays: how often it was launched.
+        eager_ms: what a call with this input took eagerly, see `Report`; None where it was not measured.
+        replay_ms: what it takes as a launch of this graph; None where that was not measured.
+    """
+
+    layout: str
+    bytes: int
+    replays: int
+    eager_ms: float | None = None
+    replay_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened to the calls of a step so far.
+
+    Attributes:
+        graphs: graphs that are alive.
+        captures: graphs captured so far, those that were dropped since included.
+        evictions: graphs that were dropped to make room for others.
+        replays: calls that were one graph launch.
+        eager: eager calls by reason.
+        bytes: device memory that only graphs use: their pool and static inputs.
+        per_graph: the graphs that are alive, the least recently used first.
+        skipped: optimizer steps that the loss scale skipped.
+        failure: why capture was given up, or why no graph was replayed in the last calls; None if there is no reason.
+        eager_ms: what an eager step took: median over warm-up calls that are neither the first of their input nor the
+            last, which are slower than others. None where there was none, as with `warmup=2`. On CUDA it is the time
+            from the first work of the call on its stream to the last, waiting for the host included.
+        replay_ms: what a replayed step takes: median over the 2nd to the 9th replay of a graph, measured in the same
+            way. With several graphs, both times are means over the graphs, weighted by their replays.
+        saved_s: seconds that replays have saved so far: the difference of the two times, multiplied by the replays of
+            the graphs for which both are known. It is below 0 if replays are slower.
+    """
+
+    graphs: int
+    captures: int
+    evictions: int
+    replays: int
+    eager: dict[str, int]
+    bytes: int
+    per_graph: tuple[GraphReport, ...]
+    skipped: int
+    failure: str | None
+    eager_ms: float | None = None
+    replay_ms: float | None = None
+    saved_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict that `json` takes."""
+        return {**asdict(self), "per_graph": [graph._asdict() for graph in self.per_graph]}
+
+    def __str__(self) -> str:
+        calls = self.replays + sum(self.eager.values())
+        head = (
+            f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
+            f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
+        )
+        times = [f"  {self._times()}"] if self.replay_ms is not None else []
+        graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
+        reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]
+        failure = [f"  not captured: {self.failure}"] if self.failure else []
+        return "\n".join([head, *times, *graphs, *reasons, *failure])
+
+    def _times(self) -> str:
+        """Return what a replay takes and has saved."""
+        assert self.replay_ms is not None  # or there is nothing to say
+        replay = f"a replay takes {_milliseconds(self.replay_ms)}"
+        if self.eager_ms is None:
+            return replay
+        saved = "" if self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
+        ratio = self.eager_ms / self.replay_ms
+        times = f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
+        return f"{replay}, an eager step took {_milliseconds(self.eager_ms)}: {times}{saved}"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"

@@ -12,7 +12,7 @@ from .._torch.autograd import keeps_graph
 from .._torch.tensors import foreach_copy_, version
 from .._undo import call
 from .passes import Passes
-from .shared_memory import Lane
+from .shared_memory import SharedMemory
 
 PENDING: Any = object()  # what a call returns that was not made
 
@@ -21,14 +21,14 @@ class GraphedPasses:
     """The forward and the backward graph of one layout.
 
     Args:
-        lane: whose turns they take.
+        shared: the memory and the order that its launches share with those of other callables.
         passes: what they read and write.
         forward: of the forward pass.
         backward: of the backward pass; not captured where there is none.
     """
 
-    def __init__(self, lane: Lane, passes: Passes, forward: Graph, backward: Graph) -> None:
-        self._lane = lane
+    def __init__(self, shared: SharedMemory, passes: Passes, forward: Graph, backward: Graph) -> None:
+        self._shared = shared
         self._passes = passes
         self._forward = forward
         self._backward = backward
@@ -43,7 +43,7 @@ class GraphedPasses:
     def __call__(self, leaves: list[Any]) -> Any:
         """Replay the forward graph on this input, or return `PENDING` and do nothing, for activations that a backward
         pass may still need are in it. Sync: none. Aliasing: none."""
-        results = self._lane.in_turn(self._launched, leaves)  # another thread may launch it at the same time
+        results = self._shared.in_turn(self._launched, leaves)  # another thread may launch it at the same time
         return PENDING if results is PENDING else self._passes.rebuild(results)
 
     def _launched(self, leaves: list[Any]) -> Any:
@@ -65,7 +65,7 @@ class GraphedPasses:
 
     def backward(self, launch: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Return copies of the gradients for these gradients of the outputs."""
-        return self._lane.in_turn(call, self._backward_of, launch, grads, wanted)
+        return self._shared.in_turn(call, self._backward_of, launch, grads, wanted)
 
     def _backward_of(
         self, launch: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]

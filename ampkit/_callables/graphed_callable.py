@@ -27,7 +27,7 @@ from .._undo import Undo, call
 from .._user_line import users_level
 from .autograd_node import PENDING, GraphedPasses
 from .passes import Passes, UnusedError, undone
-from .shared_memory import Lane, lane_of
+from .shared_memory import SharedMemory, shared_memory_of
 
 _MAX_CAPTURES = 32  # per callable, in its life: a shape or a constant that always varies captures in every call
 
@@ -96,10 +96,10 @@ def make_graphed_callables(
     made = []
     for function, sample in zip(functions, samples, strict=True):
         device = _device(function, sample)
-        lane = lane_of(handle, device, emulated=graph != "auto" or device.type != "cuda")
+        shared = shared_memory_of(handle, device, emulated=graph != "auto" or device.type != "cuda")
         # Two at least: a pass that is watched is one that torch.compile compiles anew.
         warmup, blocker = max(2, num_warmup_iters), _blocker(function, device, graph)
-        made.append(GraphedCallable(function, lane, warmup, allow_unused_input, blocker))
+        made.append(GraphedCallable(function, shared, warmup, allow_unused_input, blocker))
     for reason in dict.fromkeys(each.blocker for each in made if each.blocker and graph != "off"):
         _warn(f"{reason} Calls are eager; graph='off' says so without a warning.")
     for each, sample in zip(made, samples, strict=True):
@@ -117,13 +117,15 @@ class GraphedCallable:
         eager: other calls, by reason.
     """
 
-    def __init__(self, function: Callable[..., Any], lane: Lane, warmup: int, allow_unused: bool, blocker: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], shared: SharedMemory, warmup: int, allow_unused: bool, blocker: str
+    ) -> None:
         self._module = function if isinstance(function, nn.Module) else None
         self._original: Callable[..., Any] = function if self._module is None else self._module.forward
         self._was_attribute = self._module is not None and "forward" in vars(self._module)
         self._mode = self._module is not None and self._module.training
         self._state = TrainingState({} if self._module is None else {"module": self._module}, [])
-        self._lane = lane
+        self._shared = shared
         self._warmup = warmup
         self._allow_unused = allow_unused
         self.blocker = blocker  # why it is never captured, "" if it may be
@@ -145,7 +147,7 @@ class GraphedCallable:
             return self._original(*args, **kwargs)
         if self._recorder not in (None, threading.get_ident()) and not in_backward():
             raise AmpkitError(_RECORDED)
-        with self._lane.call():
+        with self._shared.call():
             return call(self._call, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +203,7 @@ class GraphedCallable:
         if self._module is not None and self._module.training != self._mode:
             return f"module.training is {self._module.training}"
         # Also in the eager call that a capture is compared with: it does what the capture will.
-        elsewhere = self._lane.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        elsewhere = self._shared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if Passes.recording or is_recording() or elsewhere:
             return "in the capture of another graph"
         if self._module is not None and has_legacy_backward_hooks(self._module):
@@ -236,7 +238,7 @@ class GraphedCallable:
         wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
         plain = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(plain, tree)
-        spec, _ = read_batch(args, kwargs, self._lane.device)
+        spec, _ = read_batch(args, kwargs, self._shared.device)
         now, before = self._state.generation(), self._generation
         if before is None or before.walk != now.walk or before.addresses != now.addresses:
             if before is not None and any(self._graphs.values()):
@@ -267,7 +269,7 @@ class GraphedCallable:
     def _record(self, key: "_Key", leaves: list[Any]) -> GraphedPasses:
         """Warm up and capture, leaving everything as it was, whether that succeeds or not."""
         assert self._generation is not None  # set by _key
-        walk, device = self._generation.walk, self._lane.device
+        walk, device = self._generation.walk, self._shared.device
         tensors = list(dict.fromkeys(walk.tensors))
         for tensor in chain(tensors, (leaf for leaf in leaves if isinstance(leaf, Tensor))):
             if tensor.device != device or type(tensor.data) is not Tensor:
@@ -280,14 +282,14 @@ class GraphedCallable:
             inputs.copy_(leaves)
         passes = Passes(self._original, walk.modules, tensors, inputs, key.wants_grad, device)
         with undone(walk.modules, device) as rebound:
-            graphs = passes.capture(self._lane, self._warmup, self._allow_unused)
+            graphs = passes.capture(self._shared, self._warmup, self._allow_unused)
             if names := rebound():
                 self.blocker = "not captured"  # if eager calls do so, too, each of them would be a reason to try again
                 raise CaptureError(
                     f"{', '.join(names[:3])}: made or rebound in forward; a replay would neither read nor keep the new "
                     "value. Return it, or change the tensor in place (copy_, add_)."
                 )
-        return GraphedPasses(self._lane, passes, *graphs)
+        return GraphedPasses(self._shared, passes, *graphs)
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:

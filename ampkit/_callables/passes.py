@@ -18,7 +18,7 @@ from .._torch.modules import module_tables
 from .._torch.tensors import storage_address
 from .._torch.tree import TreeSpec, tree_flatten, tree_unflatten
 from .._undo import Undo, keep_warning_filters
-from .shared_memory import Lane
+from .shared_memory import SharedMemory
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
@@ -114,15 +114,15 @@ class Passes:
         with self._aliased(), torch.autocast(self._device.type, enabled=False):
             self.grads = torch.autograd.grad(wanted, self._wrt, self.seeds, retain_graph=True, allow_unused=True)
 
-    def capture(self, lane: Lane, warmup: int, allow_unused: bool) -> tuple[Graph, Graph]:
+    def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool) -> tuple[Graph, Graph]:
         """Warm up and capture both passes. Waits for the device.
 
         Raises:
             UnusedError: a gradient depends on no output, and `allow_unused` is False.
             CaptureError: it cannot be captured, or a replay would not do what the callable does.
         """
-        forward, backward = lane.graphs()
-        with lane.aside(), Undo() as undo:
+        forward, backward = shared.graphs()
+        with shared.aside(), Undo() as undo:
             keep_warning_filters(undo)
             # Of an empty graph: the backward pass of x + 1 launches nothing.
             warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)

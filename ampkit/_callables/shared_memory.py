@@ -15,7 +15,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class Lane:
+class SharedMemory:
     """What callables that share memory have in common.
 
     Each forward graph has a pool of its own. Activations stay in it until the backward pass; in a common pool those of
@@ -72,9 +72,9 @@ _lock = threading.RLock()
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _orders: dict[torch.device, StreamOrder] = {}
 # By handle: torch's allocator does not tell which graphs captured into a pool, nor in which order they will run.
-_lanes: "weakref.WeakValueDictionary[tuple[Any, torch.device, bool], Lane]" = weakref.WeakValueDictionary()
+_by_handle: "weakref.WeakValueDictionary[tuple[Any, torch.device, bool], SharedMemory]" = weakref.WeakValueDictionary()
 
 
-def lane_of(handle: Any, device: torch.device, emulated: bool) -> Lane:
-    """Return the lane of a pool handle on a device: the same one as long as somebody holds it."""
-    return _lanes.setdefault((handle, device, emulated), Lane(device, emulated))
+def shared_memory_of(handle: Any, device: torch.device, emulated: bool) -> SharedMemory:
+    """Return what callables with this pool handle share on a device: the same object as long as one of them lives."""
+    return _by_handle.setdefault((handle, device, emulated), SharedMemory(device, emulated))

@@ -40,7 +40,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class DoneError(CaptureError):
+class StepDoneError(CaptureError):
     """What the graph computes is wrong. The step was done all the same.
 
     Attributes:
@@ -504,7 +504,7 @@ class Engine:
             return
         failure = _difference_error(difference) if difference else CaptureError(self._ranks.other_failed)
         if self._options.on_failure == "raise":
-            raise DoneError(f"{self._name}: {failure} This step was done, as eager computes it.", outputs)
+            raise StepDoneError(f"{self._name}: {failure} This step was done, as eager computes it.", outputs)
         self._give_up(layout, "capture failed", failure)
 
     def _within_budget(self, key: Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
@@ -574,7 +574,7 @@ class Engine:
             self._refused = self._failure = f"verify: {verdict.problem}"
             if self._options.on_failure == "raise":
                 text = f"{self._name}: {self._failure} This step was done, as eager computes it."
-                raise DoneError(text, verdict.outputs)
+                raise StepDoneError(text, verdict.outputs)
             self._warn(f"{self._failure} Training goes on eagerly.")
         return verdict.outputs
 

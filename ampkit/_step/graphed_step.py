@@ -8,7 +8,7 @@ from torch import nn
 
 from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
 from .._batches.buckets import Buckets
-from .._capture.engine import DoneError, Engine
+from .._capture.engine import Engine, StepDoneError
 from .._capture.options import Options
 from .._capture.ranks import Ranks, why_not_sharded
 from .._capture.report import Report
@@ -22,7 +22,7 @@ from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .observer import Observer
-from .training_step import Phase, Recipe, StepOutput
+from .training_step import Phase, StepOutput, TrainingStep
 
 
 class Scheduler(Protocol):
@@ -129,7 +129,7 @@ def graphed_step(
     blocker = why_not_dense([model]) or why_not_capturable(optimizer)
     ranks = Ranks(model, device)
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
-    recipe = Recipe(
+    step = TrainingStep(
         loss_fn,
         model,
         optimizer,
@@ -145,17 +145,17 @@ def graphed_step(
     )
     modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
     engine = Engine(
-        recipe,
-        TrainingState(modules, [optimizer], recipe.scaler, own=recipe.gradients),
+        step,
+        TrainingState(modules, [optimizer], step.scaler, own=step.gradients),
         device=device,
         options=options,
         ranks=ranks,
         blocker=blocker,
         name="graphed_step",
-        captured=recipe.captured,
-        watching=recipe.watching,
+        captured=step.captured,
+        watching=step.watching,
     )
-    return GraphedStep(recipe, engine, accumulate, scheduler, buckets)
+    return GraphedStep(step, engine, accumulate, scheduler, buckets)
 
 
 class GraphedStep:
@@ -165,9 +165,9 @@ class GraphedStep:
     """
 
     def __init__(
-        self, recipe: Recipe, engine: Engine, accumulate: int, scheduler: Scheduler | None, buckets: Buckets | None
+        self, step: TrainingStep, engine: Engine, accumulate: int, scheduler: Scheduler | None, buckets: Buckets | None
     ) -> None:
-        self._recipe = recipe
+        self._step = step
         self._engine = engine
         self._accumulate = accumulate
         self._scheduler = scheduler
@@ -206,14 +206,14 @@ class GraphedStep:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
         last = self._micro + 1 == self._accumulate
         if self._micro == 0:
-            self._observed = self._recipe.begins_observed()
-        self._recipe.groups.refresh()
+            self._observed = self._step.begins_observed()
+        self._step.groups.refresh()
         failure, before = None, (self._micro, self._held)
         # Until this call has come to its end: an exception or an interrupt ends the window.
         self._micro, self._held = 0, ()
         try:
             out, held = self._engine(args, kwargs, Phase(last, before[1], self._observed))
-        except DoneError as error:
+        except StepDoneError as error:
             (out, held), failure = error.outputs, error
         except (InputMismatch, CaptureError):
             self._micro, self._held = before
@@ -225,7 +225,7 @@ class GraphedStep:
             self._stepped(out.grad_norm)
         if failure is not None:
             raise failure
-        return out  # type: ignore[no-any-return]  # what the recipe returns
+        return out  # type: ignore[no-any-return]  # what the step returns
 
     def flush(self) -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
@@ -238,16 +238,16 @@ class GraphedStep:
     def _flush(self) -> None:
         if self._micro == 0:
             return
-        self._recipe.groups.refresh()
+        self._step.groups.refresh()
         held, self._micro, self._held = self._held, 0, ()
-        norm, _ = self._engine.run("flush of a short window", lambda: self._recipe.flush(held, self._observed))
+        norm, _ = self._engine.run("flush of a short window", lambda: self._step.flush(held, self._observed))
         torch.clear_autocast_cache()
         self._stepped(norm)
 
     def _stepped(self, grad_norm: Any) -> None:
         # What a capture left there is memory of one graph, which says nothing about a replay of another.
         self.scaler.grad_norm, self.scaler.found_inf = grad_norm, None
-        self._recipe.tell_observer()
+        self._step.tell_observer()
         if self._scheduler is not None:
             self._scheduler.step()
 
@@ -258,7 +258,7 @@ class GraphedStep:
     @property
     def scaler(self) -> GradScaler:
         """The gradient scaler; a disabled one where the policy needs none."""
-        return self._recipe.scaler
+        return self._step.scaler
 
     @property
     def captures(self) -> int:
@@ -273,7 +273,7 @@ class GraphedStep:
     @property
     def skipped(self) -> int:
         """How many optimizer steps were skipped. Waits for the device."""
-        skipped = self._recipe.scaler.skipped
+        skipped = self._step.scaler.skipped
         return 0 if skipped is None else int(skipped.item())  # sync
 
     def __reduce__(self) -> NoReturn:

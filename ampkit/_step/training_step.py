@@ -55,7 +55,7 @@ class Phase(NamedTuple):
         return [Part("the set of parameters with gradients from earlier micro-batches", self.held, _SAME_PARAMETERS)]
 
 
-class Recipe:
+class TrainingStep:
     """The step as one function of phase and batch, for the engine to call, capture and replay.
 
     Gradients that outlive a call are kept in tensors of their own, at addresses that never change: one that autograd

@@ -17,7 +17,7 @@ from .._capture.variation import Part
 from .._errors import AmpkitWarning, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer
-from .._step.training_step import Phase, Recipe, StepOutput
+from .._step.training_step import Phase, StepOutput, TrainingStep
 from .._torch.tree import tree_flatten
 from ..lightning import _log_calls as calls
 from ._host_state import BatchIndex, HostReads, HostWrites
@@ -111,7 +111,7 @@ class TrainerStep:
         self._watched = options.warmup if self._captures else 0  # calls that are still looked at closely
         self._give_up = give_up
         self._ranks = Ranks(model, device)
-        self._recipe = Recipe(
+        self._step = TrainingStep(
             self._loss,
             module,
             optimizer,
@@ -128,14 +128,14 @@ class TrainerStep:
         )
         self._engine = Engine(
             self._run,
-            TrainingState({"model": module}, [optimizer], scaler, own=self._recipe.gradients),
+            TrainingState({"model": module}, [optimizer], scaler, own=self._step.gradients),
             device=device,
             options=options,
             ranks=self._ranks,
             blocker="",
             name="AmpkitCallback",
             captured=self._run_captured,
-            watching=self._recipe.watching,
+            watching=self._step.watching,
             one_argument=True,
         )
         self._rest: tuple[Any, ...] = ()
@@ -157,7 +157,7 @@ class TrainerStep:
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why so far. Waits for the device."""
-        skipped = self._recipe.scaler.skipped
+        skipped = self._step.scaler.skipped
         report = self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
         return replace(report, failure=self._eager) if self._eager else report
 
@@ -176,9 +176,9 @@ class TrainerStep:
         self._rest, self.stepped = rest, False
         before, self._held = () if window.first else self._held, ()  # until the call has come to its end
         if window.first:
-            self._observed = self._recipe.begins_observed()
+            self._observed = self._step.begins_observed()
         place = _Place(Phase(window.last, before, self._observed), window.divisor, self._reads.values(window.epoch))
-        self._recipe.groups.refresh()
+        self._step.groups.refresh()
         try:
             out, held = self._watch(place, batch) if self._watched else self._call(place, batch)
         except NoStepError as none:
@@ -189,9 +189,9 @@ class TrainerStep:
         self._held = () if window.last else held
         if window.last:
             # What a capture left there is memory of one graph, which says nothing about a replay of another.
-            self._recipe.scaler.grad_norm, self._recipe.scaler.found_inf = out.grad_norm, None
+            self._step.scaler.grad_norm, self._step.scaler.found_inf = out.grad_norm, None
             self.grad_norm = out.grad_norm
-            self._recipe.tell_observer()
+            self._step.tell_observer()
         self.stepped = True
         ((template, tensors),) = out.aux.items()
         output, logged = template.filled(tensors)
@@ -225,7 +225,7 @@ class TrainerStep:
             self._stay_eager(self._reads.problem)
         if not self._eager:
             try:
-                return self._engine((batch,), {}, place)  # type: ignore[no-any-return]  # what the recipe returns
+                return self._engine((batch,), {}, place)  # type: ignore[no-any-return]  # what the step returns
             except InputMismatch as error:
                 self._stay_eager(_not_comparable(batch) or str(error))
         if self._captures:
@@ -233,10 +233,10 @@ class TrainerStep:
         return self._engine.run("cannot be captured", lambda: self._run(place, batch))  # type: ignore[no-any-return]  # what `_run` returns
 
     def _run(self, place: _Place, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
-        return self._recipe(place.phase, batch, divisor=place.divisor)
+        return self._step(place.phase, batch, divisor=place.divisor)
 
     def _run_captured(self, place: _Place, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
-        return self._recipe.captured(place.phase, batch, divisor=place.divisor)
+        return self._step.captured(place.phase, batch, divisor=place.divisor)
 
     def _loss(self, model: nn.Module, batch: Any, divisor: int) -> tuple[Tensor, dict[calls.Template, list[Tensor]]]:
         with calls.recorded(self._module) as logged:
@@ -252,9 +252,9 @@ class TrainerStep:
         """Do what Lightning does where there is no loss: no backward, and a step on what the window has so far."""
         self._stay_eager("training_step returned no loss, which is a decision of the host that a graph would freeze.")
         held, self._held = self._held, self._held if not window.last else ()
-        if window.last and held and none.output is None and not self._recipe.scaler.is_enabled():
-            self._engine.run("training_step returned None", lambda: self._recipe.flush(held, self._observed))
-            self._recipe.tell_observer()
+        if window.last and held and none.output is None and not self._step.scaler.is_enabled():
+            self._engine.run("training_step returned None", lambda: self._step.flush(held, self._observed))
+            self._step.tell_observer()
         self._log(none.logged)
         return none.output
 

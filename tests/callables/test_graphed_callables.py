@@ -1272,19 +1272,19 @@ def test_g6_a_pool_is_shared(handle: str) -> None:
     sizes, functions = [], []
     for _ in range(2):
         functions.append(make_graphed_callables(lambda x: x.tanh().exp().sin().tanh().exp(), (x,), pool=pool))
-        sizes.append(functions[-1]._lane._pool.nbytes)
-    assert functions[0]._lane is functions[1]._lane
+        sizes.append(functions[-1]._shared._pool.nbytes)
+    assert functions[0]._shared is functions[1]._shared
     assert 0 < sizes[1] - sizes[0] < sizes[0]
     for function in functions:
         (grad,) = torch.autograd.grad(function(x).sum(), x)
         (expected,) = torch.autograd.grad(x.tanh().exp().sin().tanh().exp().sum(), x)
         assert_same(grad, expected)
-    lane = functions[0]._lane
+    shared = functions[0]._shared
     functions.clear()
     del function
     gc.collect()
     again = make_graphed_callables(torch.tanh, (x,), pool=pool)
-    assert again._lane is lane
+    assert again._shared is shared
     assert_same(again(x).detach(), x.detach().tanh())
     graph.replay()
 

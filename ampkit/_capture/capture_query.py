@@ -17,13 +17,13 @@ _TOLD_THE_TRUTH = ("torch", "ampkit")
 
 
 class _Captures(threading.local):
-    """How many captures, and rehearsals of one, this thread is in."""
+    """How many captures this thread is in (`inside`), and how many of these and of their rehearsals (`recorded`)."""
 
     inside = 0
     recorded = 0
 
 
-_captures = _Captures()
+captures = _Captures()
 _streams: dict[object, int] = {}  # the handles of the streams of ampkit's captures that are under way
 _lock = threading.Lock()
 _is_capturing = capturing_builtin()
@@ -33,14 +33,14 @@ _is_capturing = capturing_builtin()
 def recording() -> Iterator[None]:
     """Context of a capture, or of the eager call that one is compared with."""
     with Undo() as undo:
-        undo.note(setattr, _captures, "recorded", _captures.recorded)
-        _captures.recorded += 1
+        undo.note(setattr, captures, "recorded", captures.recorded)
+        captures.recorded += 1
         yield
 
 
 def is_recording() -> bool:
     """Return whether what this thread runs becomes a part of a graph, or stands for that."""
-    return _captures.recorded > 0
+    return captures.recorded > 0
 
 
 @contextmanager
@@ -53,11 +53,11 @@ def hidden_capture(stream: torch.cuda.Stream) -> Iterator[None]:
     with Undo() as undo:
         capture = object()
         undo.note(_end, capture)
-        undo.note(setattr, _captures, "inside", _captures.inside)
+        undo.note(setattr, captures, "inside", captures.inside)
         with _lock:
             _streams[capture] = stream.cuda_stream
             replace_capturing_builtin(_answer)
-        _captures.inside += 1
+        captures.inside += 1
         with recording():
             yield
 
@@ -74,6 +74,6 @@ def _answer() -> bool:
     if not _is_capturing():
         return False
     # In the capturing thread also a stream that was forked off is part of the capture.
-    ours = _captures.inside > 0 or torch.cuda.current_stream().cuda_stream in _streams.copy().values()
+    ours = captures.inside > 0 or torch.cuda.current_stream().cuda_stream in _streams.copy().values()
     caller = sys._getframe(2).f_globals.get("__name__", "")
     return not ours or caller.partition(".")[0] in _TOLD_THE_TRUTH

@@ -17,7 +17,7 @@ from .._torch.tree import tree_flatten, tree_unflatten
 from .._undo import Undo
 from .._user_line import users_level
 from .cache import Cache, Captured
-from .capture_query import is_recording
+from .capture_query import captures
 from .graph import capture_stream
 from .inputs import StaticInputs, read_batch
 from .options import Options
@@ -177,7 +177,7 @@ class Engine:
             if self._options.graph != "off":
                 self._ranks.decide(wants=False, can=True, settled=True)
             return self.run(self._refused, lambda: self._fn(phase, *args, **kwargs))
-        if is_recording():  # what it would launch can be no part of the other's graph
+        if captures.recorded:  # what it would launch can be no part of the other's graph
             return self.run("within the capture of another", lambda: self._fn(phase, *args, **kwargs))
         if (change := self._surroundings.observe()) is not None:
             self._adapt(change)
@@ -188,9 +188,11 @@ class Engine:
             layout = self._layout(key)
             wants = not layout.eager and self._is_warm(layout)
             problem = (layout.problem if wants else "") or self._note(key, layout)
-        all_want, all_can = self._ranks.decide(wants, not problem, captured is not None)
-        if self._ranks.wrappers and start is not None:
-            start = self._clock.now()  # behind a vote, which waits for the device
+        all_want, all_can = wants, not problem
+        if self._ranks.wrappers:
+            all_want, all_can = self._ranks.decide(wants, not problem, captured is not None)
+            if start is not None:
+                start = self._clock.now()  # behind a vote, which waits for the device
         if captured is None:
             assert layout is not None  # made above
             if not all_can and not layout.eager:
@@ -231,7 +233,7 @@ class Engine:
         captured.timing.replays += 1
         if self._unverified:
             return self._verified(captured, phase, leaves)
-        if captured.timing.replay.wanted():
+        if captured.timing.replay.wanted:
             return self._timed_replay(captured, leaves, start)
         return captured.replay(leaves)
 
@@ -398,7 +400,7 @@ class Engine:
             outputs = self.run(layout.reason, lambda: self._rehearse(layout, phase, args, kwargs))
         else:
             outputs = self.run(layout.reason, lambda: self._fn(phase, *args, **kwargs))
-            if start is not None and layout.warm and layout.timing.eager.wanted():
+            if start is not None and layout.warm and layout.timing.eager.wanted:
                 layout.timing.eager.add(start, self._clock.now())
         layout.warm += 1  # behind it: a call that raised has shown nothing
         return outputs

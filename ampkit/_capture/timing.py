@@ -32,20 +32,21 @@ class Durations:
 
     Args:
         most: how many are wanted.
+
+    Attributes:
+        wanted: whether there are to be more.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self.wanted = most > 0
         self._marks: list[tuple[Any, Any]] = []  # not read yet
         self._ms: list[float] = []
-
-    def wanted(self) -> bool:
-        """Return whether there are to be more."""
-        return len(self._marks) + len(self._ms) < self._most
 
     def add(self, start: Any, end: Any) -> None:
         """Note a call between two marks of a clock. Sync: none."""
         self._marks.append((start, end))
+        self.wanted = len(self._marks) + len(self._ms) < self._most
 
     def median_ms(self) -> float | None:
         """Return the median, None where nothing was measured. Sync: waits for the last of the calls to end."""

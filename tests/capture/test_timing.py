@@ -133,9 +133,9 @@ def test_events_are_read_late_and_once() -> None:
     assert durations.median_ms() is None
     events = [Event(ms) for ms in (0.0, 1.0, 1.0, 6.0, 6.0, 8.0)]
     for start, end in zip(events[::2], events[1::2], strict=True):
-        assert durations.wanted()
+        assert durations.wanted
         durations.add(start, end)
-    assert not durations.wanted()
+    assert not durations.wanted
     assert [event.waits for event in events] == [0] * 6
     assert durations.median_ms() == 2.0
     assert durations.median_ms() == 2.0

@@ -377,7 +377,7 @@ def process_state() -> dict[str, Any]:
         "collection": gc.isenabled(),
         "recording": (_capturing.is_recording(), set(_passes.Passes.recording)),
         "held back": (_segments.no_collection.is_held(), _segments.no_recompile.is_held()),
-        "capture": (_turns._here.captures, _capturing._captures.inside, dict(_capturing._streams)),
+        "capture": (_turns._here.captures, _capturing.captures.inside, dict(_capturing._streams)),
         "a trace can be written": trace_works(),
         "torch functions": torch._C._is_torch_function_enabled(),
         "logging": torch_execution_trace._log_level().value if torch_execution_trace._log_level() is not None else None,

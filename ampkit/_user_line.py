@@ -21,15 +21,15 @@ from ._torch.autograd import ENGINE_CODE, current_node
 
 # The folders of torch and of ampkit. What lies in them is not the user's code.
 NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
-_TORCH, _AMPKIT = NOT_THE_USERS
+TORCH, _AMPKIT = NOT_THE_USERS
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
 _STACK_ENTRY = re.compile(r'  File "(.+)", line (\d+), in ')  # as traceback.format_stack writes it
 # Files whose frames lie between an operation, or a warning, and the line that caused it.
 _WRAPPERS = {
     __file__,
-    f"{_TORCH}_compile.py",
-    f"{_TORCH}_dynamo{os.sep}eval_frame.py",
+    f"{TORCH}_compile.py",
+    f"{TORCH}_dynamo{os.sep}eval_frame.py",
     warnings.catch_warnings.__init__.__code__.co_filename,
 }
 # Files with functions that enter a context on behalf of their caller.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import check_at_least, check_callable, check_choice, check_flag, check_instance
-from .._capture.capture_query import is_recording
+from .._capture.capture_query import captures
 from .._capture.graph import describe_failure
 from .._capture.inputs import Spec, StaticInputs, flatten, is_plain, read_batch
 from .._capture.state import Generation, Settings, TrainingState
@@ -204,7 +204,7 @@ class GraphedCallable:
             return f"module.training is {self._module.training}"
         # Also in the eager call that a capture is compared with: it does what the capture will.
         elsewhere = self._shared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if Passes.recording or is_recording() or elsewhere:
+        if Passes.recording or captures.recorded or elsewhere:
             return "in the capture of another graph"
         if self._module is not None and has_legacy_backward_hooks(self._module):
             self._warn(_LEGACY_HOOK)

@@ -17,10 +17,10 @@ _TOLD_THE_TRUTH = ("torch", "ampkit")
 
 
 class _Captures(threading.local):
-    """How many captures this thread is in (`inside`), and how many of these and of their rehearsals (`recorded`)."""
+    """How many captures this thread is in, and how many calls whose operations are, or stand for, those of a graph."""
 
     inside = 0
-    recorded = 0
+    recorded = 0  # captures, emulated ones too, and the eager calls that they are compared with
 
 
 captures = _Captures()
@@ -36,11 +36,6 @@ def recording() -> Iterator[None]:
         undo.note(setattr, captures, "recorded", captures.recorded)
         captures.recorded += 1
         yield
-
-
-def is_recording() -> bool:
-    """Return whether what this thread runs becomes a part of a graph, or stands for that."""
-    return captures.recorded > 0
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """What capture asks of an optimizer: gradient norm, clipping, skipping and learning rate, all on the device."""
 
 import inspect
-import os
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from .._torch.optimizers import (
 from .._torch.streams import is_capturing
 from .._torch.tensors import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, foreach_sub_
 from .._undo import Undo
+from .._user_line import TORCH
 
 # Their fused kernels divide by `optimizer.grad_scale`, return if `optimizer.found_inf` is 1, and take a tensor learning
 # rate.
@@ -32,13 +32,10 @@ _FUSED = (Adam, AdamW, SGD, Adagrad)
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 
 
-_TORCH = os.path.dirname(torch.__file__)
-
-
 def _is_written_by_torch(function: Any) -> bool:
     """Return whether a function was defined in torch's files, so that nobody put another one in its place."""
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith(_TORCH)
+    return code is not None and code.co_filename.startswith(TORCH)
 
 
 def _is_step_of_class(optimizer: Optimizer) -> bool:

@@ -260,17 +260,10 @@ class GradScaler(upstream.GradScaler):
                 self._per_optimizer_states.pop(id(optimizer), None)
             raise
 
-    def _step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        max_norm: float | None,
-        norm_type: float,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> float | None:
+    def _step(self, *arguments: Any) -> float | None:
         with Undo() as undo:
             undo.note(torch.set_grad_enabled, torch.is_grad_enabled())  # for an interrupt within `no_grad`
-            return self._take_step(optimizer, max_norm, norm_type, args, kwargs)
+            return self._take_step(*arguments)
 
     def _take_step(
         self,

@@ -20,8 +20,8 @@ from .._capture.state import TrainingState
 from .._optimizer.device_step import CapturableGroups, broken_kernel, why_not_capturable
 from .._optimizer.scaler import GradScaler
 from .._torch.compile import cudagraphs_of_its_own
-from .._torch.tree import tree_flatten, tree_unflatten
 from .._undo import Undo
+from .outputs import mapped_outputs
 
 
 def graphed(
@@ -247,17 +247,7 @@ class _Body:
                     steps.note(self._scaler.forgetting())
                 outputs = self._fn(*args, **kwargs)
                 steps.forget()
-            return self._detached(outputs)
-
-    def _detached(self, outputs: Any) -> Any:
-        leaves, tree = tree_flatten(outputs)
-        for leaf in leaves:
-            if leaf is not None and not isinstance(leaf, Tensor):
-                raise ValueError(
-                    f"{self._name} returned a {type(leaf).__name__} ({leaf!r}), which a replay cannot compute anew. "
-                    "Return tensors."
-                )
-        return tree_unflatten([leaf if leaf is None else leaf.detach() for leaf in leaves], tree)
+            return mapped_outputs(outputs, Tensor.detach, self._name)
 
 
 def _give_back(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:

@@ -13,9 +13,9 @@ from .._optimizer.device_step import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy
 from .._torch.tensors import foreach_copy_
-from .._torch.tree import tree_flatten, tree_unflatten
 from .._undo import Undo
 from .observer import Observer
+from .outputs import mapped_outputs
 from .working_weights import WorkingWeights
 
 
@@ -155,7 +155,9 @@ class TrainingStep:
                 scaled.backward()
             held: tuple[int, ...] = () if phase.last else self._hold(params, phase.held)
             norm, skipped = self._finish(phase.observed) if phase.last else (None, self._never)
-        return StepOutput(self._output(loss), self._outputs(aux), norm, skipped), held
+        return StepOutput(
+            self._output(loss), mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux"), norm, skipped
+        ), held
 
     def flush(self, held: tuple[int, ...], observed: bool = False) -> tuple[Tensor | None, Tensor]:
         """Step the optimizer on what is held; return gradient norm and whether the step was skipped."""
@@ -250,16 +252,6 @@ class TrainingStep:
             param.grad = None
 
     # ------------------------------------------------------------------------------------------------------ outputs
-
-    def _outputs(self, aux: Any) -> Any:
-        leaves, tree = tree_flatten(aux)
-        for leaf in leaves:
-            if leaf is not None and not isinstance(leaf, Tensor):
-                raise ValueError(
-                    f"graphed_step: loss_fn returned a {type(leaf).__name__} ({leaf!r}) in aux, which a replay cannot "
-                    "compute anew. Return tensors."
-                )
-        return tree_unflatten([leaf if leaf is None else self._output(leaf) for leaf in leaves], tree)
 
     def _output(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()

@@ -32,11 +32,20 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(_version_of, tensors))
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the memory that a tensor lies in, None if it has none, as a sparse tensor."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def storage_address(tensor: Tensor) -> int:
     """Return the address of the memory that a tensor lies in, 0 if it has none (empty, sparse, fake)."""
     try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
+        storage = storage_of(tensor)
+        return 0 if storage is None else storage.data_ptr()
+    except RuntimeError:  # a fake tensor has a storage without an address
         return 0
 
 

@@ -23,10 +23,9 @@ IN_CAPTURE = [kind.__name__ for kind in uncapturable.FOUND_IN_CAPTURE]
 @pytest.fixture(scope="module")
 def failures() -> dict[str, dict[str, Any]]:
     """Run tests/support/uncapturable.py and return its rows by kind."""
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(root)}
+    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("uncapturable.py"))],
+        [sys.executable, uncapturable.__file__],
         capture_output=True,
         text=True,
         env=env,

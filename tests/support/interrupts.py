@@ -375,7 +375,7 @@ def process_state() -> dict[str, Any]:
         "functions": {f"{owner}.{name}": getattr(owner, name, None) for owner, name in owners},
         "optimizer hooks": [len(table) for table in torch_optimizers._HOOKS_OF_ALL],
         "collection": gc.isenabled(),
-        "recording": (_capturing.is_recording(), set(_passes.Passes.recording)),
+        "recording": (_capturing.captures.recorded, set(_passes.Passes.recording)),
         "held back": (_segments.no_collection.is_held(), _segments.no_recompile.is_held()),
         "capture": (_turns._here.captures, _capturing.captures.inside, dict(_capturing._streams)),
         "a trace can be written": trace_works(),

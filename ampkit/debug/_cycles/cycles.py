@@ -14,7 +14,7 @@ from ..._arguments import check_callable
 from ..._text import size_text
 from ..._torch.autograd import graph_nodes, saved_by
 from ..._torch.modes import without_torch_function
-from .references import UNNAMED_TYPES, chain, lines_of, storage_of
+from .references import UNNAMED_TYPES, chain, lines_of, weak_storage_of
 
 # `Cycle.holds` names the largest tensor that is freed with the cycle. Which tensors are freed is known only afterwards,
 # so this many are described before, the largest first.
@@ -213,7 +213,7 @@ def _storages_of(thing: object) -> _Storages:
     graph = graph_nodes([thing])
     tensors = [thing, *(saved for node in graph for saved in saved_by(node))]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    return dict(filter(None, map(storage_of, tensors)))
+    return dict(filter(None, map(weak_storage_of, tensors)))
 
 
 def _described(

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..._text import dtype_name, size_text
 from ..._torch.fake_tensors import is_fake
 from ..._torch.modules import module_tables
+from ..._torch.tensors import storage_of
 from ..._user_line import line_text
 
 _SHOWN = 12  # objects of a chain that are shown, half of them at each end: about three lines of a terminal
@@ -194,7 +195,7 @@ def _name(thing: Any) -> str:
 
 
 def _tensor_name(tensor: Tensor) -> str:
-    memory = storage_of(tensor)
+    memory = weak_storage_of(tensor)
     size = f", {size_text(memory[1])}" if memory else ""
     graph = ", with its autograd graph" if tensor.grad_fn is not None else ""
     return f"{type(tensor).__name__} {tuple(tensor.shape)} {dtype_name(tensor.dtype)} {tensor.device}{size}{graph}"
@@ -220,12 +221,9 @@ def _class_lines(classes: Iterable[type]) -> Iterator[str]:
             yield line_text(init.__code__.co_filename, init.__code__.co_firstlineno)
 
 
-def storage_of(tensor: Tensor) -> tuple[StorageWeakRef, int] | None:
+def weak_storage_of(tensor: Tensor) -> tuple[StorageWeakRef, int] | None:
     """Return a weak reference to a tensor's storage and its bytes, or None if it has no memory."""
     if is_fake(type(tensor)):
         return None
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return None
-    return (StorageWeakRef(storage), storage.nbytes()) if storage.nbytes() else None
+    storage = storage_of(tensor)
+    return (StorageWeakRef(storage), storage.nbytes()) if storage is not None and storage.nbytes() else None

@@ -17,6 +17,7 @@ from ..._torch.compile import without_compiled_code
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.modules import module_tables
 from ..._torch.operators import METADATA_OPS, TO_COPY
+from ..._torch.tensors import storage_of
 from ..._torch.tree import tensors_in
 from ..._user_line import UserLineFinder
 from .allocator import SMALL, Allocator
@@ -330,11 +331,9 @@ class MemoryTracker(TorchDispatchMode):
         """Return a number that identifies a tensor's storage while it is alive; 0 for none or on another device."""
         if tensor.device != self._device:
             return 0
-        try:
-            # The weak reference that `_track` takes makes a storage keep its Python object, and so this id.
-            return id(tensor.untyped_storage())
-        except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
-            return 0
+        storage = storage_of(tensor)
+        # The weak reference that `_track` takes makes a storage keep its Python object, and so this id.
+        return 0 if storage is None else id(storage)
 
     def _in_pool(self, tensor: Tensor) -> bool:
         return self._untracked is not None and self._untracked.in_pool(tensor)

@@ -16,14 +16,14 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class _Here(threading.local):
-    """What is open in this thread, the outermost first."""
+class _OpenHere(threading.local):
+    """The contexts that are open in this thread, the outermost first."""
 
     def __init__(self) -> None:
-        self.open: list[Undo] = []
+        self.contexts: list[Undo] = []
 
 
-_here = _Here()
+open_here = _OpenHere()
 
 
 class Undo:
@@ -35,7 +35,7 @@ class Undo:
 
     def __init__(self) -> None:
         self._notes: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        self._open = _here.open
+        self._open = open_here.contexts
 
     def __enter__(self) -> "Undo":
         self._open.append(self)
@@ -83,16 +83,17 @@ def keep_warning_filters(undo: Undo) -> None:
 
 def call(fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Return what `fn` returns, having undone whatever an interrupt has left open in it."""
-    opened = _here.open
+    opened = open_here.contexts
     depth = len(opened)
     try:
         return fn(*args, **kwargs)
     finally:
         if len(opened) > depth:
-            _close(opened[depth])
+            close(opened[depth])
 
 
-def _close(outermost: Undo) -> None:
+def close(outermost: Undo) -> None:
+    """End a context that an interrupt has left open, and those within it."""
     try:
         outermost.close()
     finally:

@@ -9,7 +9,6 @@ from torch import Tensor
 from .._torch.tree import tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
 from .inputs import StaticInputs
-from .overlaps import StateMemory
 from .timing import Saving, Timing, combined
 
 
@@ -25,15 +24,11 @@ class Captured:
         self,
         graph: Graph,
         inputs: StaticInputs,
-        changed: list[bool],
         pool_bytes: int,
         timing: Timing,
-        state: StateMemory,
     ) -> None:
         self._graph = graph
         self.inputs = inputs
-        self._changed = changed  # which buffers the step changes in place
-        self._state = state
         self.nbytes = pool_bytes + inputs.nbytes
         self.timing = timing
         self._outputs: Any = _NONE_YET
@@ -44,28 +39,16 @@ class Captured:
         """Do the step on this batch; return the outputs, in tensors of their own. Sync: none.
 
         Raises:
-            InputMismatch: see `refuse_shared`. Nothing was done.
+            InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
         """
-        self.refuse_shared(leaves)
         self.inputs.copy_(leaves)
-        before = self.inputs.versions()
         outputs = self._graph.replay()
-        now = self.inputs.versions()
-        if now != before:  # an emulated graph changes them only now
-            self._changed = [old or a != b for old, a, b in zip(self._changed, before, now, strict=True)]
-        if any(self._changed):
-            self.inputs.copy_back(leaves, self._changed)
+        if any(self.inputs.changed):
+            self.inputs.copy_back(leaves)
         if outputs is not self._outputs:  # an emulated graph's are new each time
             self._outputs, self._tensors = outputs, []
             self._rebuilt = _rebuild(outputs, self._tensors)
         return self._rebuilt(map(Tensor.clone, self._tensors))
-
-    def refuse_shared(self, leaves: Sequence[Any]) -> None:
-        """Raise an `InputMismatch` if a tensor shares memory with another one, or with the state, and the step changes
-        one of the two in place."""
-        if any(self._changed):
-            self.inputs.refuse_shared(leaves, self._changed)
-        self._state.refuse(self.inputs, leaves, self._changed)
 
     def reset(self) -> None:
         """Give up the graph."""
@@ -166,13 +149,11 @@ class Cache:
         key: Hashable,
         graph: Graph,
         inputs: StaticInputs,
-        changed: list[bool],
         pool_bytes_before: int,
         timing: Timing,
-        state: StateMemory,
     ) -> Captured:
         """Keep a graph that was captured."""
-        captured = Captured(graph, inputs, changed, max(0, self._pool.nbytes - pool_bytes_before), timing, state)
+        captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing)
         self._graphs[key] = captured
         return captured
 

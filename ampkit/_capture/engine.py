@@ -1,10 +1,10 @@
 """One call of a captured function: same input? warm-up, preflight, capture, replay, or eager; and the count of each."""
 
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +20,19 @@ from .cache import Cache, Captured
 from .capture_query import captures
 from .graph import capture_stream
 from .inputs import StaticInputs, read_batch
+from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
-from .overlaps import StateMemory, Writes
+from .overlaps import keep_apart
 from .pool import no_recompile
-from .preflight import Preflight, describe
 from .ranks import Ranks
-from .rehearsal import Rehearsal
 from .report import GraphReport, Report
 from .state import TrainingState
-from .surroundings import Change, Surroundings
-from .timing import Clock, Timing
+from .surroundings import Surroundings
+from .timing import Clock
 from .turns import Turn, turns_on
-from .undeclared import Undeclared
 from .variation import Key, Variation
 from .verify import Verdict, verified
-
-WARM_UP = "warm-up"
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+from .warm_up import WarmUp
 
 
 class StepDoneError(CaptureError):
@@ -50,22 +45,6 @@ class StepDoneError(CaptureError):
     def __init__(self, text: str, outputs: Any) -> None:
         super().__init__(text)
         self.outputs = outputs
-
-
-class _Layout:
-    """What is known of a key that has no graph."""
-
-    def __init__(self, reason: str, lenient: bool) -> None:
-        self.warm = 0  # eager calls so far
-        self.evictions = 0
-        self.looked = False  # whether a preflight is behind it
-        self.problem = ""  # what the preflight found
-        self.rehearsal = Rehearsal(lenient)
-        self.differed = False  # from the rehearsal, in a capture
-        self.eager = ""  # why it is never captured, if so
-        self.reason = reason  # of its warm-up
-        self.writes = Writes()
-        self.timing = Timing()
 
 
 class Engine:
@@ -89,6 +68,9 @@ class Engine:
         watching: a context to be entered around the call of `fn` that precedes a capture.
         declared: whether the user has declared what `fn` may change, so that nothing else may be.
         one_argument: whether every call has one argument, the batch.
+
+    Attributes:
+        turn: in which the engine, and whatever belongs to the same call of the user's, is to be called.
     """
 
     def __init__(
@@ -113,9 +95,6 @@ class Engine:
             )
         self._fn = fn
         self._captured = captured or fn
-        self._watching = watching
-        self._undeclared = Undeclared(state, refuses_changes=declared)
-        self._leaves: Sequence[Any] = ()  # of the call that warms up
         self._state = state
         self._device = device
         self._options = options
@@ -126,7 +105,7 @@ class Engine:
         if real:
             settle_attention_priority(device)  # a part of the settings that each graph belongs to
         self._turns = turns_on(device)
-        self._turn = Turn(self._turns, name)
+        self.turn = Turn(self._turns, name)
         # Two at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if real else 0)
         self._lenient = device.type == "cpu"
@@ -136,11 +115,21 @@ class Engine:
         self._failure: str | None = None
         self._warned: set[str] = set()
         self._cache = Cache(options.max_graphs, options.memory_budget)
-        self._layouts: OrderedDict[Key, _Layout] = OrderedDict()
+        self._layouts = Layouts(self._warmup, self._lenient)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
-        self._reason = WARM_UP  # of an input that was warm under other settings
-        self._seen: set[int] = set()  # inputs that were, by hash: the inputs may hold what is the user's
+        self._warm_up_call = WarmUp(
+            fn,
+            self._captured,
+            state,
+            self._surroundings,
+            device=device,
+            generators=options.generators,
+            early=self._warmup > 2,
+            watching=watching,
+            declared=declared,
+            clock=self._clock,
+        )
         self._eager: Counter[str] = Counter()
         self._unverified = options.verify
         self.captures = 0
@@ -159,58 +148,70 @@ class Engine:
         self._refused = self._failure = reason
         self._warn(f"{reason} Training goes on eagerly; graph='off' says so without a warning.")
 
-    def in_turn(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Return what `fn` returns: a whole call of the user's, in which this engine may be called.
-
-        Calls of other threads wait meanwhile, and on the device it comes behind calls that were made on other streams.
-
-        Raises:
-            AmpkitError: it is called from inside such a call.
-        """
-        return self._turn.take(fn, *args, **kwargs)
-
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
-        """Return what `fn` returns, in tensors of its own."""
-        start = self._mark()
+        """Return what `fn` returns, in tensors of its own. To be called in this engine's `turn`."""
+        start = self._mark() if self._marks else None
         spec, leaves = read_batch(args, kwargs, self._device)
-        if self._refused:
-            if self._options.graph != "off":
-                self._ranks.decide(wants=False, can=True, settled=True)
-            return self.run(self._refused, lambda: self._fn(phase, *args, **kwargs))
-        if captures.recorded:  # what it would launch can be no part of the other's graph
-            return self.run("within the capture of another", lambda: self._fn(phase, *args, **kwargs))
-        if (change := self._surroundings.observe()) is not None:
-            self._adapt(change)
+        if self._refused or captures.recorded:
+            return self._call_without_key(phase, args, kwargs)
+        if self._state.generation() is not self._surroundings.generation:
+            self._adapt()
         key = Key(spec, phase, self._surroundings.number)
         captured = self._cache.get(key)
-        layout, wants, problem = None, False, ""
-        if captured is None:
-            layout = self._layout(key)
-            wants = not layout.eager and self._is_warm(layout)
-            problem = (layout.problem if wants else "") or self._note(key, layout)
-        all_want, all_can = wants, not problem
-        if self._ranks.wrappers:
-            all_want, all_can = self._ranks.decide(wants, not problem, captured is not None)
-            if start is not None:
-                start = self._clock.now()  # behind a vote, which waits for the device
-        if captured is None:
-            assert layout is not None  # made above
-            if not all_can and not layout.eager:
-                self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
-            if not layout.eager and not wants:
-                with self._noting(layout, leaves):
-                    return self._warm_up(layout, phase, args, kwargs, start)
-            if not layout.eager and all_want:
-                outputs = self._capture_and_replay(key, layout, leaves)
-                if outputs is not _NOT_CAPTURED:
-                    return outputs
-            reason = self._refused or layout.eager or "the ranks have not agreed to capture yet"
-            return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
+        if captured is not None:
+            if self._ranks.wrappers:
+                start = self._vote_before_replay(start)
+            self.replays += 1
+            captured.timing.replays += 1
+            if self._unverified or captured.timing.replay.wanted:
+                return self._watched_replay(captured, phase, leaves, start)
+            return captured.replay(leaves)
+        layout, all_want = self._layout(key), False
+        stage = layout.stage
+        problem = layout.problem if stage is Stage.WARM else self._note(key, layout)
+        all_want, all_can = self._ranks.decide(stage is Stage.WARM, not problem, settled=False)
+        if not all_can and stage is not Stage.REFUSED:
+            self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
+            stage = Stage.REFUSED
+        if stage is Stage.COLD:
+            start = self._clock.now() if start is not None and self._ranks.wrappers else start  # behind the vote
+            return self._warm_up(layout, leaves, phase, args, kwargs, start)
+        if stage is Stage.WARM and all_want:
+            outputs = self._capture_and_replay(key, layout, leaves)
+            if outputs is not _NOT_CAPTURED:
+                return outputs
+        reason = self._refused or layout.refusal or "the ranks have not agreed to capture yet"
+        return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
+
+    def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call eagerly, for nothing will be captured here."""
+        if not self._refused:  # what it would launch can be no part of the other's graph
+            return self.run("within the capture of another", lambda: self._fn(phase, *args, **kwargs))
+        if self._options.graph != "off":
+            self._ranks.decide(wants=False, can=True, settled=True)
+        return self.run(self._refused, lambda: self._fn(phase, *args, **kwargs))
+
+    def _vote_before_replay(self, start: Any) -> Any:
+        """Vote as all other ranks do in this call. Return its start anew, for a vote waits for the device."""
+        _, all_can = self._ranks.decide(wants=False, can=True, settled=True)
         if not all_can and self._options.on_failure == "raise":  # or the rank that raises would be waited for
             raise CaptureError(f"{self._name}: {self._ranks.other_found}")
-        return self._replay(captured, phase, leaves, start)
+        return None if start is None else self._clock.now()
 
-    def _capture_and_replay(self, key: Key, layout: _Layout, leaves: list[Any]) -> Any:
+    def _warm_up(
+        self,
+        layout: Layout,
+        leaves: list[Any],
+        phase: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        start: Any,
+    ) -> Any:
+        self._marks = _MARKS
+        hurry = len(self._layouts) > _LOOKED_AT_FIRST
+        return self._warm_up_call(self.run, layout, leaves, phase, args, kwargs, hurry=hurry, start=start)
+
+    def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:
         """Capture for this key, replay the graph and compare it. Return the outputs, or `_NOT_CAPTURED`."""
         with Undo() as undo:
             undo.note(self._cache.drop, key)  # a graph that has not been compared must not serve
@@ -219,7 +220,9 @@ class Engine:
             if captured is None:
                 return _NOT_CAPTURED
             try:
-                outputs = self._replay(captured, key.phase, leaves, None)
+                self.replays += 1
+                captured.timing.replays += 1
+                outputs = self._watched_replay(captured, key.phase, leaves, None)
             except InputMismatch:
                 undo.forget()  # it is this batch that does not fit
                 raise
@@ -228,33 +231,26 @@ class Engine:
             undo.forget()
         return outputs
 
-    def _replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
-        self.replays += 1
-        captured.timing.replays += 1
+    def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
+        """Replay, compared with an eager call, or timed if the call has a start: one that captures has none."""
         if self._unverified:
             return self._verified(captured, phase, leaves)
-        if captured.timing.replay.wanted:
-            return self._timed_replay(captured, leaves, start)
-        return captured.replay(leaves)
-
-    def _mark(self) -> Any:
-        """Return a mark of this moment, as long as calls are being timed, else None."""
-        if not self._marks:
-            return None
-        self._marks -= 1
-        return self._clock.now()
-
-    def _timed_replay(self, captured: Captured, leaves: list[Any], start: Any) -> Any:
-        """Replay, and note how long the call took, if it has a start: one that captures has none."""
         outputs = captured.replay(leaves)
         if start is not None:
             captured.timing.replay.add(start, self._clock.now())
-        self._marks = _MARKS
+        if captured.timing.replay.wanted:
+            self._marks = _MARKS
         return outputs
+
+    def _mark(self) -> Any:
+        """Return a mark of this moment, for a call that may be timed."""
+        self._marks -= 1
+        return self._clock.now()
 
     def run(self, reason: str, fn: Callable[[], Any], around: AbstractContextManager[Any] | None = None) -> Any:
         """Return what `fn` returns, called eagerly and counted under this reason."""
         self._eager[reason] += 1
+        self._state.refresh_rates()
         return self._on_stream(fn, nullcontext() if around is None else around)
 
     def _on_stream(self, fn: Callable[[], Any], around: AbstractContextManager[Any]) -> Any:
@@ -315,40 +311,35 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- the key
 
-    def _adapt(self, change: Change) -> None:
-        """Drop the graphs that the state outlived, and say once what a change costs."""
+    def _adapt(self) -> None:
+        """Look at what has changed around the call. Drop graphs that are outdated, and say once what a change costs."""
+        change = self._surroundings.observe()
+        if change is None:
+            return
         if change.outdates:
             self._cache.clear()
             self._layouts.clear()
-        self._reason = f"{WARM_UP} again: {change.reason}"
+        self._layouts.reason = f"{WARM_UP} again: {change.reason}"
         text = f"{change.text}. Each such change takes {self._warmup} eager steps and a new capture."
         if self._warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
             self._variation.follow(self.replays, self.captures)
             self._variation.say(change.advice)
 
-    def _layout(self, key: Key) -> _Layout:
-        layout = self._layouts.get(key)
-        if layout is None:
-            if len(self._layouts) == _MAX_LAYOUTS:
-                if "variation" not in self._warned:
-                    around = self._surroundings.around
-                    self._warn_once("variation", self._variation.text_of([(known, around) for known in self._layouts]))
-                self._layouts.popitem(last=False)
-            seen = hash((key.spec, key.phase))
-            layout = self._layouts[key] = _Layout(self._reason if seen in self._seen else WARM_UP, self._lenient)
-            if len(self._seen) < _MAX_SEEN:
-                self._seen.add(seen)
-        return layout
+    def _layout(self, key: Key) -> Layout:
+        if len(self._layouts) == MAX_LAYOUTS and key not in self._layouts and "variation" not in self._warned:
+            around = self._surroundings.around
+            self._warn_once("variation", self._variation.text_of([(known, around) for known in self._layouts]))
+        return self._layouts.of(key)
 
-    def _note(self, key: Key, layout: _Layout) -> str:
+    def _note(self, key: Key, layout: Layout) -> str:
         """Take note that there is no graph for this call. Return why the ranks must give up, "" if there is no reason.
 
         Without `on_failure="raise"` they go on: capture works as soon as nothing varies any more.
         """
-        if layout.eager:
+        if layout.refusal:
             return ""
         self._variation.follow(self.replays, self.captures)
-        kept = min(self._cache.limit, _MAX_LAYOUTS)
+        kept = min(self._cache.limit, MAX_LAYOUTS)
         cause = self._variation.note(key, self._surroundings.around, self.captures, kept)
         if cause is None:
             return ""
@@ -361,88 +352,7 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- warm-up, capture
 
-    def _is_warm(self, layout: _Layout) -> bool:
-        """Return whether this layout may be captured, or is known not to be capturable."""
-        return layout.warm >= self._warmup << layout.evictions and bool(layout.problem or layout.rehearsal.done)
-
-    @contextmanager
-    def _noting(self, layout: _Layout, leaves: Sequence[Any]) -> Iterator[None]:
-        """Context for a warm-up call with these inputs, which shows what it changes and what it has not declared."""
-        with Undo() as undo:
-            undo.note(setattr, self, "_leaves", ())
-            self._leaves = leaves
-            with Undo() as entered:
-                entered.note(modes())
-                with nullcontext() if layout.warm else layout.writes.noted(self._state):
-                    yield
-                entered.forget()
-        layout.problem = self._with_undeclared(layout.problem)
-
-    def _with_undeclared(self, problem: str) -> str:
-        """Return a problem, and what must be declared; take what need not be into the state."""
-        if self._undeclared.adopt():
-            self._surroundings.accept()
-        return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
-
-    def _warm_up(
-        self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
-    ) -> Any:
-        """Call eagerly: first under the preflight, then, if there is time, as it is, and last as the rehearsal.
-
-        Earlier calls, where there are more, are as they are too.
-        """
-        self._marks = _MARKS
-        to_come = (self._warmup << layout.evictions) - layout.warm
-        # A preflight is slow. Where each call has another layout, most of them never see a second call.
-        if not layout.looked and to_come <= (3 if len(self._layouts) <= _LOOKED_AT_FIRST else 2):
-            return self._look(layout, lambda: self._fn(phase, *args, **kwargs))
-        if layout.looked and not layout.problem and to_come < 2 and not self._state.is_undecided():
-            outputs = self.run(layout.reason, lambda: self._rehearse(layout, phase, args, kwargs))
-        else:
-            outputs = self.run(layout.reason, lambda: self._fn(phase, *args, **kwargs))
-            if start is not None and layout.warm and layout.timing.eager.wanted:
-                layout.timing.eager.add(start, self._clock.now())
-        layout.warm += 1  # behind it: a call that raised has shown nothing
-        return outputs
-
-    def _rehearse(self, layout: _Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with layout.rehearsal.rehearsing():
-            outputs = self._captured(phase, *args, **kwargs)
-        return outputs
-
-    def _look(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
-        """Call under the preflight."""
-        before = self._state.tensors().keys()
-        with self._watching(), self._undeclared.watching(self._leaves) as observer:
-            preflight = Preflight(self._device, self._options.generators, observer=observer)
-            outputs = self.run(layout.reason, lambda: self._looked_at(layout, fn), preflight)
-        # What is made for the first time may wait, as optimizer state does, or a mask that is kept: then look again. So
-        # does a scaler that still watches what the optimizer does.
-        first = layout.warm == 0 and self._warmup > 2
-        if observer.nested:
-            layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
-        made = self._state.is_undecided() or self._state.tensors().keys() != before
-        again = bool(preflight.findings) and (first or made)
-        if again:
-            layout.warm += first
-            return outputs
-        layout.problem = self._with_undeclared(describe(preflight.findings))
-        layout.looked = True  # behind it, or an interrupt could hide the problem
-        layout.warm += 1
-        return outputs
-
-    def _looked_at(self, layout: _Layout, fn: Callable[[], Any]) -> Any:
-        """Call under a dispatch mode, which in inference mode sees composite operations whole, behind autocast: there
-        they compute something else. Without gradients they compute the same."""
-        with layout.rehearsal.looking(), ExitStack() as modes:
-            held = [*self._state.tensors().values(), *(leaf for leaf in self._leaves if isinstance(leaf, Tensor))]
-            # Outside of inference mode nobody may write to what was made in it.
-            if torch.is_inference_mode_enabled() and not any(map(Tensor.is_inference, held)):
-                modes.enter_context(torch.inference_mode(False))
-                modes.enter_context(torch.no_grad())
-            return fn()
-
-    def _capture(self, key: Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
+    def _capture(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
         """Capture for this key; on failure leave everything as before the call and return None, or raise."""
         if layout.evictions and "variation" not in self._warned:  # which has said more
             self._warn_once(
@@ -452,18 +362,24 @@ class Engine:
             )
         self._evicted(self._cache.make_room())
         inputs = StaticInputs(key.spec, leaves)
-        versions = inputs.versions()
         graph = self._cache.new_graph(self._stream, self._options.generators)
         before, pool_bytes = self._state.tensors(), self._cache.pool_bytes
         failure: CaptureError | None = None
         # An emulated graph keeps what it is given: with self in it, a cycle would keep the graphs alive.
         fn = self._captured
+
+        def recorded() -> Any:
+            versions = inputs.versions()
+            outputs = fn(key.phase, *inputs.args, **inputs.kwargs)
+            inputs.note_changes(versions)
+            return outputs
+
         with Undo() as undo:
             undo.note(self._state.rebind, before)
             undo.note(graph.reset)
             try:
                 with no_recompile():
-                    graph.capture(lambda: fn(key.phase, *inputs.args, **inputs.kwargs), layout.rehearsal.capturing)
+                    graph.capture(recorded, layout.rehearsal.capturing)
                 _refuse_rebound(self._state.rebound_since(before))
             except CaptureError as error:
                 failure = error
@@ -476,14 +392,12 @@ class Engine:
         if self._stream is not None:
             self._ranks.close_before_end(self)
         self.captures += 1
-        changed = [old != new for old, new in zip(versions, inputs.versions(), strict=True)]
-        memory = StateMemory(self._state, layout.writes.paths())
-        captured = self._cache.add(key, graph, inputs, changed, pool_bytes, layout.timing, memory)
-        return (
-            captured if self._ranks.agree(not self._cache.over_budget()) else self._within_budget(key, layout, leaves)
-        )
+        keep_apart(inputs, self._state, layout.writes.paths())
+        captured = self._cache.add(key, graph, inputs, pool_bytes, layout.timing)
+        fits = self._ranks.agree(not self._cache.over_budget())
+        return captured if fits else self._within_budget(key, layout, leaves)
 
-    def _compare(self, key: Key, layout: _Layout, outputs: Any) -> None:
+    def _compare(self, key: Key, layout: Layout, outputs: Any) -> None:
         """Compare what was just captured, and replayed once, with the rehearsal; give it up if it differs.
 
         Behind the replay: whatever the host chose for this call is what the graph has. To call the user's code again
@@ -509,7 +423,7 @@ class Engine:
             raise StepDoneError(f"{self._name}: {failure} This step was done, as eager computes it.", outputs)
         self._give_up(layout, "capture failed", failure)
 
-    def _within_budget(self, key: Key, layout: _Layout, leaves: list[Any]) -> Captured | None:
+    def _within_budget(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
         """Capture again into a pool that fewer graphs share; give this key up if its graph alone is too large."""
         budget = self._options.memory_budget
         assert budget is not None  # or nothing would be over it
@@ -522,35 +436,31 @@ class Engine:
             if captured is None:
                 self._cache.limit = limit
             return captured
-        layout.eager = f"its graph takes {self._cache.nbytes} bytes, memory_budget is {budget}"
+        layout.refusal = f"its graph takes {self._cache.nbytes} bytes, memory_budget is {budget}"
         self._cache.clear()
-        self._warn_once("budget", f"{key.spec}: {layout.eager}. Training goes on eagerly.")
+        self._warn_once("budget", f"{key.spec}: {layout.refusal}. Training goes on eagerly.")
         return None
 
     def _evicted(self, keys: Sequence[Hashable]) -> None:
         self.evictions += len(keys)
         for key in keys:
             assert isinstance(key, Key)  # what _capture adds
-            layout = self._layout(key)
-            # Shapes that take turns in too few graphs would be captured over and over: each time after twice the wait.
-            layout.warm, layout.evictions = 0, layout.evictions + 1
-            layout.looked, layout.rehearsal = False, Rehearsal(self._lenient)
-            layout.reason = f"{WARM_UP} again: its graph made room for another"
+            self._layout(key).evict()
 
-    def _give_up(self, layout: _Layout, reason: str, error: CaptureError) -> None:
+    def _give_up(self, layout: Layout, reason: str, error: CaptureError) -> None:
         if self._options.on_failure == "raise":
             self._variation.restart()  # the caller may go on with batches that do not vary
             raise CaptureError(f"{self._name}: {error}") from error
         self._failure = str(error)
-        layout.eager = reason
+        layout.refusal = reason
         if not len(self._cache):
-            self._refused = layout.eager
+            self._refused = layout.refusal
         self._warn_once(self._failure, f"{error} Training goes on eagerly.")
 
     # ---------------------------------------------------------------------------------------------------- verification
 
     def _verified(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
-        captured.refuse_shared(leaves)  # of which the graph will be given copies
+        captured.inputs.refuse_shared(leaves)  # of which the graph will be given copies
         given = _with_versions(leaves)
         last: list[Any] = []
 
@@ -596,8 +506,6 @@ class Engine:
 
 _NOT_CAPTURED = object()  # None may be what a function returns
 _LOOKED_AT_FIRST = 8  # layouts; more come from inputs that vary
-_MAX_SEEN = 4096
-_MAX_LAYOUTS = 256  # without a graph; a batch that holds a step number makes one per call
 _MARKS = 64  # after a call that is to be timed: inputs may take turns
 
 

@@ -1,8 +1,9 @@
 """What counts as the same input, and the static buffers that a captured step reads its input from."""
 
 import operator
+from bisect import bisect_left
 from collections import UserDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from .._text import dtype_name
 from .._torch.tensors import is_wrapper, storage_address, versions
 from .._torch.tree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .containers import holds_tensors, is_record
+from .spans import Spans, span
 
 
 class TensorSpec(NamedTuple):
@@ -41,13 +43,21 @@ class Constant(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The key of an input: its tree, and a `TensorSpec` or a `Constant` per leaf."""
+    """The key of an input. Its hash runs no Python code, for it is computed in every call.
 
-    tree: TreeSpec
+    Attributes:
+        structure: the input without its leaves, see `_structure`; torch's tree where that knows a container that
+            ampkit does not.
+        leaves: a `TensorSpec` or a `Constant` per leaf.
+    """
+
+    structure: Hashable
     leaves: tuple[TensorSpec | Constant, ...]
 
-    def __hash__(self) -> int:
-        return hash(self.leaves)  # equal specs have equal leaves, and torch takes long over the hash of a tree
+    @property
+    def tree(self) -> TreeSpec:
+        """The structure as torch writes it."""
+        return _tree_of(self.structure)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.leaves)) or "no input"
@@ -63,18 +73,18 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
 
     Sync: none. Aliasing: the leaves are the caller's objects.
     """
-    leaves, tree = flatten(args, kwargs)
+    leaves, structure = _flattened(args, kwargs)
     keys: list[TensorSpec | Constant] = []
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            keys.append(_constant(leaf, tree, i))
+            keys.append(_constant(leaf, structure, i))
         elif not is_plain(leaf):
-            raise InputMismatch(_not_plain(leaf, path(tree, i)))
+            raise InputMismatch(_not_plain(leaf, path(_tree_of(structure), i)))
         elif leaf.device != device or leaf.requires_grad:
-            raise InputMismatch(_unusable(leaf, path(tree, i), device))
+            raise InputMismatch(_unusable(leaf, path(_tree_of(structure), i), device))
         else:
             keys.append(TensorSpec(leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
-    return Spec(tree, tuple(keys)), leaves
+    return Spec(structure, tuple(keys)), leaves
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -95,6 +105,12 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], T
     Raises:
         InputMismatch: a container holds itself.
     """
+    leaves, structure = _flattened(args, kwargs)
+    return leaves, _tree_of(structure)
+
+
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Hashable]:
+    """Return the leaves of a batch, and its structure, which is torch's tree where `_structure` finds none."""
     leaves: list[Any] = []
     try:
         try:
@@ -106,15 +122,34 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], T
             "the batch has a container that holds itself, or too many inside of one another. Pass tensors and "
             "constants in tuples, lists and dicts."
         ) from None
-    tree = _trees.get(structure)
-    if tree is None:
+    if structure not in _trees:
         by_torch, tree = tree_flatten((args, kwargs))
         if len(by_torch) != len(leaves) or not all(map(operator.is_, by_torch, leaves)):
             return by_torch, tree  # another torch, with another idea of these containers
         if len(_trees) == _MAX_TREES:
             _trees.clear()
         _trees[structure] = tree
-    return leaves, tree
+    return leaves, structure
+
+
+def _tree_of(structure: Hashable) -> TreeSpec:
+    """Return torch's tree of what has this structure."""
+    if isinstance(structure, TreeSpec):
+        return structure
+    tree = _trees.get(structure)  # which may have been cleared
+    return tree_flatten(_example(structure))[1] if tree is None else tree
+
+
+def _example(structure: Any) -> Any:
+    """Return something that has this structure: the inverse of `_structure`."""
+    if structure is None:
+        return 0
+    kind, *parts = structure
+    if isinstance(kind, type):
+        middle = len(parts) // 2 if kind is dict else 0
+        children = [_example(part) for part in parts[middle:]]
+        return dict(zip(parts[:middle], children, strict=True)) if kind is dict else kind(children)
+    return tuple(map(_example, structure))  # the one of args and the one of kwargs
 
 
 class _NotPlainError(Exception):
@@ -122,7 +157,10 @@ class _NotPlainError(Exception):
 
 
 def _structure(node: Any, leaves: list[Any]) -> Hashable:
-    """Return what a tree is without its leaves, which are appended to `leaves`."""
+    """Return what a tree is without its leaves, which are appended to `leaves`.
+
+    None stands for a leaf, and a tuple for a container: its type, its keys if it is a dict, and its children.
+    """
     kind = type(node)
     if kind in _LEAVES:
         leaves.append(node)
@@ -158,68 +196,102 @@ class StaticInputs:
     Args:
         spec: the layout.
         leaves: the first batch. Non-tensor leaves are kept as they are: they are part of `spec`.
+
+    Attributes:
+        changed: per buffer, whether the step changes it in place, as far as that is known.
     """
 
     def __init__(self, spec: Spec, leaves: Sequence[Any]) -> None:
         self.spec = spec
+        self._tree = spec.tree
         # A tensor that is made in inference mode has no version, which `versions` reads in every call.
         with torch.inference_mode(False):
             held = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._buffers: list[Tensor] = [held[i] for i in self._places]
         self._sizes = [stop - start for start, stop in (span(leaves[i]) for i in self._places)]
-        self.args, self.kwargs = tree_unflatten(held, spec.tree)
+        self.changed = [False] * len(self._places)
+        self.keep_apart(Spans({}), Spans({}))
+        self.args, self.kwargs = tree_unflatten(held, self._tree)
+
+    def keep_apart(self, written: Spans, state: Spans) -> None:
+        """Have a batch refused that lies in memory of the state where the step changes one of the two in place.
+
+        Args:
+            written: the tensors of the state that the step changes.
+            state: all tensors of the state.
+        """
+        self._written, self._state = written, state
+        pairs = zip(self._places, self._sizes, self.changed, strict=True)
+        # Nothing lies in the memory of an empty tensor.
+        self._apart = [(i, size, state if changed else written) for i, size, changed in pairs if size]
 
     def copy_(self, leaves: Sequence[Any]) -> None:
-        """Copy a batch of the same spec into the buffers, on the current stream. Sync: none."""
+        """Copy a batch of the same spec into the buffers, on the current stream. Sync: none.
+
+        Raises:
+            InputMismatch: see `refuse_shared`. Nothing was copied.
+        """
+        self.refuse_shared(leaves)
         for i, buffer in zip(self._places, self._buffers, strict=True):
             _once(buffer).copy_(_once(leaves[i]), non_blocking=True)
 
+    def refuse_shared(self, leaves: Sequence[Any]) -> None:
+        """Raise an `InputMismatch` if a tensor of a batch shares memory with another one, or with the state, and the
+        step changes one of the two in place."""
+        for i, size, spans in self._apart:
+            start = leaves[i].data_ptr()
+            if spans.furthest[bisect_left(spans.starts, start + size)] > start:
+                raise InputMismatch(self._in_state(i, spans.at(start, start + size)))
+        if any(self.changed):
+            self._refuse_shared_with_another(leaves)
+
     def versions(self) -> list[int]:
-        """Return a number per buffer that every change in place raises. A replay does not."""
+        """Return a number per buffer that every change in place raises. A replay of a CUDA graph does not."""
         return versions(self._buffers)
 
-    def path(self, buffer: int) -> str:
-        """Return how the user wrote the leaf that a buffer stands for."""
-        return path(self.spec.tree, self._places[buffer])
+    def note_changes(self, before: list[int]) -> None:
+        """Note which buffers were changed in place since their versions were these."""
+        now = self.versions()
+        if now != before:
+            self.changed = [old or a != b for old, a, b in zip(self.changed, before, now, strict=True)]
+            self.keep_apart(self._written, self._state)
 
-    def spans(self, leaves: Sequence[Any]) -> Iterator[tuple[int, int]]:
-        """Yield the addresses between which each tensor of a batch of the same spec lies."""
-        for i, size in zip(self._places, self._sizes, strict=True):
-            start = leaves[i].data_ptr()
-            yield start, start + size
+    def copy_back(self, leaves: Sequence[Any]) -> None:
+        """Copy buffers that the step changes in place to the caller's tensors, as an eager step would. Sync: none."""
+        for i, buffer, was_changed in zip(self._places, self._buffers, self.changed, strict=True):
+            if was_changed:
+                leaves[i].copy_(buffer, non_blocking=True)
 
-    def refuse_shared(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
-        """Raise an `InputMismatch` if a tensor that the step changes in place lies where another one lies too."""
+    def _in_state(self, leaf: int, other: str) -> str:
+        argument = path(self._tree, leaf)
+        if self.changed[self._places.index(leaf)]:
+            what = f"{argument}, which the step changes in place, lies in the same memory as {other}"
+        else:
+            what = f"{argument} lies in the same memory as {other}, which the step changes"
+        return (
+            f"{what}; in a graph they are two tensors, and neither sees a change to the other. Pass {argument}.clone()."
+        )
+
+    def _refuse_shared_with_another(self, leaves: Sequence[Any]) -> None:
         addresses = [storage_address(leaves[i]) for i in self._places]
         if len(set(addresses)) == len(addresses):
             return
-        spans = list(self.spans(leaves))
+        starts = [leaves[i].data_ptr() for i in self._places]
+        spans = [(start, start + size) for start, size in zip(starts, self._sizes, strict=True)]
         for i, (start, stop) in enumerate(spans):
-            others = [j for j, (a, b) in enumerate(spans) if changed[i] and j != i and a < stop and start < b]
+            others = [j for j, (a, b) in enumerate(spans) if self.changed[i] and j != i and a < stop and start < b]
             if others:
-                one, other = self.path(i), self.path(others[0])
+                one, other = path(self._tree, self._places[i]), path(self._tree, self._places[others[0]])
                 raise InputMismatch(
                     f"{one}, which the step changes in place, lies in the same memory as {other}; in a graph they are "
                     f"two buffers. Pass {one}.clone()."
                 )
 
-    def copy_back(self, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
-        """Copy buffers that the step changed in place to the caller's tensors, as an eager step would. Sync: none."""
-        for i, buffer, was_changed in zip(self._places, self._buffers, changed, strict=True):
-            if was_changed:
-                leaves[i].copy_(buffer, non_blocking=True)
-
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
-
-
-def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the elements lie, not always all there is between them."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * bool(tensor.numel())
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -235,15 +307,15 @@ def _once(tensor: Tensor) -> Tensor:
     return tensor.as_strided(sizes, tensor.stride())
 
 
-def _constant(leaf: object, tree: TreeSpec, i: int) -> Constant:
+def _constant(leaf: object, structure: Hashable, i: int) -> Constant:
     if holds_tensors(leaf) and not isinstance(leaf, nn.Module):  # whose parameters are no input
-        raise InputMismatch(_holder(leaf, path(tree, i)))
+        raise InputMismatch(_holder(leaf, path(_tree_of(structure), i)))
     try:
         hash(leaf)
     except TypeError:
         raise InputMismatch(
-            f"{path(tree, i)} is a {type(leaf).__name__}, which is neither a tensor nor hashable, so a step cannot "
-            "tell whether it changed. Pass a tensor (torch.as_tensor) or a number, string or None."
+            f"{path(_tree_of(structure), i)} is a {type(leaf).__name__}, which is neither a tensor nor hashable, so a "
+            "step cannot tell whether it changed. Pass a tensor (torch.as_tensor) or a number, string or None."
         ) from None
     return Constant(type(leaf), leaf)
 

@@ -1,18 +1,15 @@
 """Arguments that lie in the memory of the state: what a graph reads of them is a copy from before the step."""
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._errors import InputMismatch
 from .._torch.modes import without_dispatch_modes, without_torch_function
 from .._torch.tensors import version
-from .inputs import StaticInputs, span
+from .inputs import StaticInputs
+from .spans import Spans, has_memory
 from .state import TrainingState
 
 
@@ -73,61 +70,19 @@ class _Copy:
             return {name for name, is_set in zip(self._names, self._flags, strict=True) if bool(is_set)}
 
 
-class StateMemory:
-    """Where the tensors of the state lie, as long as a graph may run, for a look at it in every call.
+def keep_apart(inputs: StaticInputs, state: TrainingState, changed: set[str]) -> None:
+    """Have arguments refused that lie where the step changes the state, or that it changes and that lie in the state.
 
     Args:
-        state: what the step may change.
-        changed: the paths of what it changes, as far as that is known.
+        inputs: the buffers that stand for the arguments.
+        state: what the step may change, at the addresses that it keeps as long as a graph may run.
+        changed: the paths of what the step changes, as far as that is known.
     """
-
-    def __init__(self, state: TrainingState, changed: set[str]) -> None:
-        tensors = _memory(state)
-        stepped = {
-            param for optimizer in state.optimizers for group in optimizer.param_groups for param in group["params"]
-        }
-        # An optimizer that steps by `.data` leaves no trace that `Writes` could find.
-        written = {path for path, tensor in tensors.items() if tensor in stepped and tensor.requires_grad} | changed
-        self._written = _Spans({path: tensor for path, tensor in tensors.items() if path in written})
-        self._all = _Spans(tensors)
-
-    def refuse(self, inputs: StaticInputs, leaves: Sequence[Any], changed: Sequence[bool]) -> None:
-        """Raise an `InputMismatch` if an argument lies where the step changes the state, or changes the argument.
-
-        Args:
-            inputs: the buffers that stand for the arguments.
-            leaves: the batch.
-            changed: per buffer, whether the step changes it in place.
-        """
-        for i, (start, stop) in enumerate(inputs.spans(leaves)):
-            path = (self._all if changed[i] else self._written).at(start, stop)
-            if path:
-                argument = inputs.path(i)
-                if changed[i]:
-                    what = f"{argument}, which the step changes in place, lies in the same memory as {path}"
-                else:
-                    what = f"{argument} lies in the same memory as {path}, which the step changes"
-                raise InputMismatch(
-                    f"{what}; in a graph they are two tensors, and neither sees a change to the other. Pass "
-                    f"{argument}.clone()."
-                )
-
-
-class _Spans:
-    """Tensors by their addresses."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._rows = sorted((*span(tensor), path) for path, tensor in tensors.items() if _has_memory(tensor))
-        self._starts = [start for start, _, _ in self._rows]
-        # Tensors may lie in one another. With a first entry for none, a search takes the same path wherever they lie.
-        self._furthest = [0, *accumulate((stop for _, stop, _ in self._rows), max)]
-
-    def at(self, start: int, stop: int) -> str:
-        """Return the path of a tensor that has bytes in this range, "" if none has. Takes one search in a list."""
-        before = bisect_left(self._starts, stop)
-        if self._furthest[before] <= start or start == stop:
-            return ""
-        return next(path for _, end, path in self._rows[:before] if end > start)
+    tensors = _memory(state)
+    stepped = {param for optimizer in state.optimizers for group in optimizer.param_groups for param in group["params"]}
+    # An optimizer that steps by `.data` leaves no trace that `Writes` could find.
+    written = {path for path, tensor in tensors.items() if tensor in stepped and tensor.requires_grad} | changed
+    inputs.keep_apart(Spans({path: tensor for path, tensor in tensors.items() if path in written}), Spans(tensors))
 
 
 def _memory(state: TrainingState) -> dict[str, Tensor]:
@@ -146,7 +101,7 @@ def _version(tensor: Tensor) -> int | None:
 
 def _is_compared(path: str, tensor: Tensor) -> bool:
     """Return whether a tensor's bits are compared: of buffers, which are small unless they are caches."""
-    small = tensor.untyped_storage().nbytes() <= _MAX_COMPARED if _has_memory(tensor) else False
+    small = tensor.untyped_storage().nbytes() <= _MAX_COMPARED if has_memory(tensor) else False
     return small and not isinstance(tensor, nn.Parameter) and not path.startswith("optimizer[")
 
 
@@ -157,7 +112,3 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 _MAX_COMPARED = 2**26  # bytes
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and type(tensor.data) is Tensor

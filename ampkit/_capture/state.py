@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .._text import value_text
-from .._torch.modes import DeviceContext, function_modes, without_torch_function
+from .._torch.modes import DeviceContext, UnseenFunctionMode, function_mode_stack, without_torch_function
 from .._torch.modules import module_tables
-from .._torch.optimizers import step_hooks
-from .._torch.settings import SETTINGS, settings
+from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
+from .._torch.settings import SETTINGS, SETTINGS_READERS
 
 
 class Generation(NamedTuple):
@@ -100,8 +100,13 @@ class _Objects:
         return hash(tuple(map(id, self.held)))
 
     def are(self, others: list[Any]) -> bool:
-        """Return whether the others are the very same objects. No `==`, which of tensors waits for the device."""
-        return len(self.held) == len(others) and all(map(operator.is_, self.held, others))
+        """Return whether the others are the very same objects."""
+        return _are(self.held, others)
+
+
+def _are(ones: list[Any], others: list[Any]) -> bool:
+    """Return whether these are the very same objects. No `==`, which of tensors waits for the device."""
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 def _grew(old: tuple[_Objects, ...], new: tuple[_Objects, ...]) -> bool:
@@ -126,6 +131,13 @@ class _Reading(NamedTuple):
     host: _Objects
     moments: tuple[_Objects, ...]
     torch_settings: list[Any]
+
+
+class Rates(Protocol):
+    """The tensors that a captured optimizer reads its learning rates from."""
+
+    def refresh(self) -> None:
+        """Bring them up to date with `group["lr"]`. Sync: none."""
 
 
 class Scaler(Protocol):
@@ -208,6 +220,7 @@ class TrainingState:
         scaler: the gradient scaler, or None.
         own: tensors of ampkit's own that a step changes, by name; may grow.
         finds_gradients: whether `param.grad` may hold something when the step begins.
+        rates: of the optimizers.
     """
 
     def __init__(
@@ -218,22 +231,38 @@ class TrainingState:
         *,
         own: dict[str, Tensor] | None = None,
         finds_gradients: bool = False,
+        rates: Sequence[Rates] = (),
     ) -> None:
         self.modules = modules
         self.optimizers = tuple(optimizers)
         self.scaler = scaler
         self.own = {} if own is None else own
         self.finds_gradients = finds_gradients
+        self._rates = tuple(rates)
+        self._filled: list[Any] = [_NOT_FILLED]  # what their tensors were filled with
         self._walk: _Walk | None = None
         self._walked = 0
         self._reading: _Reading | None = None
         self._generation: Generation | None = None
 
+    def refresh_rates(self) -> None:
+        """Bring the tensors that optimizers read their learning rates from up to date. One kernel per rate that
+        changed; no sync."""
+        now = [group.get("lr") for optimizer in self.optimizers for group in optimizer.param_groups]
+        # A tensor may have been written to, and a number is never another one.
+        if _NUMBERS.issuperset(map(type, now)) and _are(now, self._filled):
+            return
+        for rates in self._rates:
+            rates.refresh()
+        self._filled = now
+
     def generation(self) -> Generation:
         """Return what a graph captured now would freeze: the same object as before if nothing was touched since.
 
-        In every call: about 60 us for the 320 tensors and 151 modules of a ResNet-50. No sync.
+        Learning rates, which graphs read from tensors, are brought up to date. In every call: about 60 us for the 320
+        tensors and 151 modules of a ResNet-50. No sync.
         """
+        self.refresh_rates()
         if self._walk is None or len(self.modules) != self._walked or not self._walk.is_current():
             self._walk, self._generation, self._walked = _Walk(self.modules), None, len(self.modules)
         with without_torch_function():
@@ -243,12 +272,13 @@ class TrainingState:
         return self._generation
 
     def _read(self, walk: _Walk) -> _Reading:
-        modes = function_modes()
+        modes = _function_modes()
         host: list[Any] = [*map(type, modes), *_default_devices(modes), *_autocast()]
         sizes = []
         for optimizer in self.optimizers:
             host += _containers(optimizer)
-            host += step_hooks(optimizer)
+            if any((*HOOKS_OF_ALL, *hooks_of_one(optimizer))):
+                host += step_hooks(optimizer)
             for group in optimizer.param_groups:
                 sizes.append(len(group["params"]))
                 options = dict(group)
@@ -268,7 +298,7 @@ class TrainingState:
             sizes=sizes,
             host=_Objects(host),
             moments=tuple([_Objects(gc.get_referents(optimizer.state)) for optimizer in self.optimizers]),
-            torch_settings=settings(),
+            torch_settings=[read() for read in SETTINGS_READERS],
         )
 
     def _look_closely(self, walk: _Walk, reading: _Reading) -> Generation:
@@ -290,7 +320,7 @@ class TrainingState:
         named: list[tuple[str, Any]] = []
         named += zip(("cuda autocast around the step", "cpu autocast around the step"), _autocast(), strict=True)
         # A policy's rules for operations are a mode of its own type, and its rules for a module are the module's class.
-        modes = function_modes()
+        modes = _function_modes()
         policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
         named.append(("the policy around the step", policies))
         named.append(("torch.get_default_device()", _default_devices(modes)))
@@ -399,6 +429,11 @@ def _gradient_addresses(tensors: list[Tensor]) -> list[int]:
     return [0 if gradient is None else gradient.data_ptr() for gradient in found]
 
 
+def _function_modes() -> list[Any]:
+    """Return the function modes around the step, outermost first, without those that only watch for ampkit."""
+    return [mode for mode in function_mode_stack() if not isinstance(mode, UnseenFunctionMode)]
+
+
 def _default_devices(modes: list[Any]) -> tuple[torch.device, ...]:
     """Return where operations make their tensors, as far as somebody has set it, the innermost one last."""
     return tuple([mode.device for mode in modes if type(mode) is DeviceContext])
@@ -410,4 +445,6 @@ def _autocast() -> tuple[torch.dtype | None, torch.dtype | None]:
     return on_cuda, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
+_NOT_FILLED = object()
+_NUMBERS = frozenset((float, int, type(None)))
 _NOT_FROZEN = ("params", "lr", "initial_lr")

@@ -45,11 +45,12 @@ class Surroundings:
 
     Attributes:
         number: what stands for the settings around the call. Other settings never get the same number.
+        generation: of the call that was observed last, None before the first.
     """
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
-        self._generation: Generation | None = None
+        self.generation: Generation | None = None
         self._settings: dict[int, Settings] = {}
         self._numbers = itertools.count()
         self._replacements, self._replaced = 0, ""
@@ -62,11 +63,11 @@ class Surroundings:
 
     def observe(self) -> Change | None:
         """Look at the surroundings of a call. Return what changed if no graph can be there for it, else None."""
-        now, before = self._state.generation(), self._generation
+        now, before = self._state.generation(), self.generation
         if now is before:
             return None
         change = None if now == before else self._compare(before, now)
-        self._generation = now  # last: a call that is interrupted leaves everything to the next one
+        self.generation = now  # last: a call that is interrupted leaves everything to the next one
         return change
 
     def _compare(self, before: Generation | None, now: Generation) -> Change | None:
@@ -91,12 +92,12 @@ class Surroundings:
 
     def accept(self) -> None:
         """Take the present surroundings for those of the call that was observed last."""
-        self._generation = self._state.generation()
-        self._settings[self.number] = self._generation.settings
+        self.generation = self._state.generation()
+        self._settings[self.number] = self.generation.settings
 
     def forget(self) -> None:
         """Forget everything, so that nothing counts as a change of it."""
-        self._generation = None
+        self.generation = None
         self._settings.clear()
 
 

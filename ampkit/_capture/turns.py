@@ -8,9 +8,9 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from .._errors import AmpkitError
-from .._torch.autograd import in_backward
+from .._torch.autograd import current_graph_task
 from .._torch.streams import raw_stream
-from .._undo import Undo, call
+from .._undo import Undo, close, open_here
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -88,7 +88,7 @@ class Turn:
         Raises:
             AmpkitError: this step is running already, and `fn` is called from inside it.
         """
-        if in_backward():
+        if current_graph_task() != -1:
             # Autograd has one thread per device. If this is the one, the call that runs may be waiting for it.
             if not self._turns.lock.acquire(blocking=False):
                 raise AmpkitError(_IN_BACKWARD.format(self._name))
@@ -96,12 +96,16 @@ class Turn:
         with self._turns.lock:
             if self._running:
                 raise AmpkitError(_NESTED.format(self._name))
+            opened = open_here.contexts
+            depth = len(opened)
             try:  # in this frame, so that an interrupt at any moment leaves a step that can be called again
                 try:
                     self._running = True
                     self._turns.begin(self._name)
-                    return call(fn, *args, **kwargs)
+                    return fn(*args, **kwargs)
                 finally:
+                    if len(opened) > depth:  # as in `_undo.call`
+                        close(opened[depth])
                     self._running = False
             finally:
                 self._running = False  # an interrupt may come right before the one above

@@ -130,6 +130,7 @@ class GraphedFunction:
                 self._optimizers,
                 self._scaler,
                 finds_gradients=True,
+                rates=self._groups,
             ),
             device=device,
             options=self._options,
@@ -163,11 +164,9 @@ class GraphedFunction:
         if engine is None:
             with self._making:
                 engine = self._engine = self._engine or self._make_engine(_device_of(args, kwargs))
-        return engine.in_turn(self._call, engine, args, kwargs)
+        return engine.turn.take(self._call, engine, args, kwargs)
 
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for groups in self._groups:
-            groups.refresh()
         outputs = engine(args, kwargs)
         # Under an autocast of the caller's, torch would keep the casts of weights that this call has changed.
         torch.clear_autocast_cache()

@@ -8,13 +8,12 @@ from torch import nn
 
 from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
 from .._batches.buckets import Buckets
-from .._capture.engine import Engine, StepDoneError
+from .._capture.engine import Engine
 from .._capture.options import Options
 from .._capture.ranks import Ranks, why_not_sharded
 from .._capture.report import Report
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
 from .._capture.state import TrainingState
-from .._errors import CaptureError, InputMismatch
 from .._optimizer.average import capturable
 from .._optimizer.device_step import broken_kernel, why_not_called, why_not_capturable
 from .._optimizer.scaler import GradScaler
@@ -22,7 +21,8 @@ from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .observer import Observer
-from .training_step import Phase, StepOutput, TrainingStep
+from .training_step import StepOutput, TrainingStep
+from .window import Window
 
 
 class Scheduler(Protocol):
@@ -146,7 +146,7 @@ def graphed_step(
     modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
     engine = Engine(
         step,
-        TrainingState(modules, [optimizer], step.scaler, own=step.gradients),
+        TrainingState(modules, [optimizer], step.scaler, own=step.gradients, rates=[step.groups]),
         device=device,
         options=options,
         ranks=ranks,
@@ -167,14 +167,11 @@ class GraphedStep:
     def __init__(
         self, step: TrainingStep, engine: Engine, accumulate: int, scheduler: Scheduler | None, buckets: Buckets | None
     ) -> None:
-        self._step = step
+        self._scaler = step.scaler
         self._engine = engine
-        self._accumulate = accumulate
-        self._scheduler = scheduler
+        self._turn = engine.turn
+        self._window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
         self._buckets = buckets
-        self._micro = 0  # micro-batches in this window so far
-        self._held: tuple[int, ...] = ()
-        self._observed = False  # this window
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one step with this batch; with `accumulate`, one micro-batch of it.
@@ -199,33 +196,9 @@ class GraphedStep:
         outputs belong to the caller. What `loss_fn` returns is copied tensor by tensor, so a view of an input or of
         another output is a tensor of its own behind the call, in eager calls too.
         """
-        return self._engine.in_turn(self._call, args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
-        last = self._micro + 1 == self._accumulate
-        if self._micro == 0:
-            self._observed = self._step.begins_observed()
-        self._step.groups.refresh()
-        failure, before = None, (self._micro, self._held)
-        # Until this call has come to its end: an exception or an interrupt ends the window.
-        self._micro, self._held = 0, ()
-        try:
-            out, held = self._engine(args, kwargs, Phase(last, before[1], self._observed))
-        except StepDoneError as error:
-            (out, held), failure = error.outputs, error
-        except (InputMismatch, CaptureError):
-            self._micro, self._held = before
-            raise  # before anything was done
-        # Under an autocast of the caller's, torch would keep the casts of weights that this step has changed.
-        torch.clear_autocast_cache()
-        self._micro, self._held = (0, ()) if last else (before[0] + 1, held)
-        if last:
-            self._stepped(out.grad_norm)
-        if failure is not None:
-            raise failure
-        return out  # type: ignore[no-any-return]  # what the step returns
+        return self._turn.take(self._window.run, args, kwargs)
 
     def flush(self) -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
@@ -233,23 +206,7 @@ class GraphedStep:
         The gradients stay sums over its micro-batches divided by `accumulate`, as in Lightning and in loops that write
         `(loss / accumulate).backward()`. Does nothing where the window is empty. Eager, counted as such. Sync: none.
         """
-        self._engine.in_turn(self._flush)
-
-    def _flush(self) -> None:
-        if self._micro == 0:
-            return
-        self._step.groups.refresh()
-        held, self._micro, self._held = self._held, 0, ()
-        norm, _ = self._engine.run("flush of a short window", lambda: self._step.flush(held, self._observed))
-        torch.clear_autocast_cache()
-        self._stepped(norm)
-
-    def _stepped(self, grad_norm: Any) -> None:
-        # What a capture left there is memory of one graph, which says nothing about a replay of another.
-        self.scaler.grad_norm, self.scaler.found_inf = grad_norm, None
-        self._step.tell_observer()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._turn.take(self._window.flush, "flush of a short window")
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
@@ -258,7 +215,7 @@ class GraphedStep:
     @property
     def scaler(self) -> GradScaler:
         """The gradient scaler; a disabled one where the policy needs none."""
-        return self._step.scaler
+        return self._scaler
 
     @property
     def captures(self) -> int:
@@ -273,7 +230,7 @@ class GraphedStep:
     @property
     def skipped(self) -> int:
         """How many optimizer steps were skipped. Waits for the device."""
-        skipped = self._step.scaler.skipped
+        skipped = self._scaler.skipped
         return 0 if skipped is None else int(skipped.item())  # sync
 
     def __reduce__(self) -> NoReturn:

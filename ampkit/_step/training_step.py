@@ -169,16 +169,6 @@ class TrainingStep:
             self._ranks.average([self.gradients[_name(i)] for i in held])
             return self._finish(observed)
 
-    def begins_observed(self) -> bool:
-        """Return whether the optimizer step that begins now is to be observed. Called once for each."""
-        return self.observer is not None and self.observer.begin()
-
-    def tell_observer(self) -> None:
-        """Tell who measures, if anyone does, that an optimizer step was launched, and the scaler."""
-        self.scaler.watch_skips()
-        if self.observer is not None:
-            self.observer.stepped(self.scaler.skipped)
-
     def _observing(self, phase: Phase) -> AbstractContextManager[None]:
         if not phase.observed:
             return nullcontext()

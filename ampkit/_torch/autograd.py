@@ -14,12 +14,13 @@ from .guard import private
 
 # keeps_graph() is called within a backward pass: whether its caller passed retain_graph=True.
 keeps_graph: Callable[[], bool] = private(torch._C._autograd, "_get_current_graph_task_keep_graph")
-_current_graph_task = private(torch._C, "_current_graph_task_id")
+# current_graph_task(): the number of the backward pass that calls this code, -1 outside of one.
+current_graph_task: Callable[[], int] = private(torch._C, "_current_graph_task_id")
 
 
 def in_backward() -> bool:
     """Return whether a backward pass is calling this code."""
-    return bool(_current_graph_task() != -1)
+    return current_graph_task() != -1
 
 
 # Every backward enters the engine through this function, which callers look up in these two places.

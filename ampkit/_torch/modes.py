@@ -15,12 +15,13 @@ from .._undo import Undo
 from .guard import private
 
 _push_function_mode, _pop_function_mode = (private(torch.overrides, name) for name in ("_push_mode", "_pop_mode"))
-_function_modes: Callable[[], list[Any]] = private(torch.overrides, "_get_current_function_mode_stack")
+# function_mode_stack(): the function modes that are entered, outermost first.
+function_mode_stack: Callable[[], list[Any]] = private(torch.overrides, "_get_current_function_mode_stack")
 
 
 def function_modes() -> list[Any]:
     """Return the function modes that are entered, outermost first, without those that only watch for ampkit."""
-    return [mode for mode in _function_modes() if not isinstance(mode, UnseenFunctionMode)]
+    return [mode for mode in function_mode_stack() if not isinstance(mode, UnseenFunctionMode)]
 
 
 # The function mode that torch.set_default_device enters, and a torch.device that is used as a context.
@@ -40,7 +41,7 @@ def unseen_function_mode(mode: object) -> Iterator[None]:
     asked = private(torch.overrides, "has_torch_function")
 
     def has_torch_function(args: Iterable[Any]) -> bool:
-        if [*map(id, _function_modes())] != [id(mode)]:
+        if [*map(id, function_mode_stack())] != [id(mode)]:
             return bool(asked(args))
         _pop_function_mode()
         try:  # no generator, which would enter the mode again whenever it is closed
@@ -97,11 +98,11 @@ def modes() -> Callable[[], None]:
         set_modes.append(functools.partial(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind)))
     if torch.cuda.is_initialized():
         set_modes.append(functools.partial(torch.cuda.set_stream, torch.cuda.current_stream()))
-    dispatch, functions, nesting = len(_dispatch_modes()), len(_function_modes()), _autocast_nesting()
+    dispatch, functions, nesting = len(_dispatch_modes()), len(function_mode_stack()), _autocast_nesting()
     put_back_flags = _dispatch_flags()
 
     def put_back() -> None:
-        while len(_function_modes()) > functions:  # first: they see what is called below
+        while len(function_mode_stack()) > functions:  # first: they see what is called below
             _pop_function_mode()
         while len(_dispatch_modes()) > dispatch:
             _pop_dispatch_mode()
@@ -144,7 +145,7 @@ def enter(undo: Undo, mode: TorchDispatchMode | TorchFunctionMode) -> None:
 def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
     """Take a mode off, and those of its kind that were entered in it, if it is on."""
     dispatch = isinstance(mode, TorchDispatchMode)
-    entered, pop = (_dispatch_modes, _pop_dispatch_mode) if dispatch else (_function_modes, _pop_function_mode)
+    entered, pop = (_dispatch_modes, _pop_dispatch_mode) if dispatch else (function_mode_stack, _pop_function_mode)
     while any(other is mode for other in entered()):
         pop()
 

@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,7 +61,8 @@ def class_step(kind: type[torch.optim.Optimizer]) -> Any:
 
 
 _optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim deletes the name
-_HOOKS_OF_ALL = tuple(
+# The hooks around the steps of all optimizers.
+HOOKS_OF_ALL: tuple[dict[int, Any], ...] = tuple(
     private(_optimizers, name) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 )
 _HOOKS_OF_ONE = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -67,18 +70,20 @@ for _name in _HOOKS_OF_ONE:
     # An optimizer gets them when it is made. To make one here would take a second, for torch._dynamo is imported.
     if _name not in torch.optim.Optimizer.__annotations__:
         private(torch.optim.Optimizer, _name)  # raises the error
+# hooks_of_one(optimizer): the hooks before and after its step, a table each.
+hooks_of_one: Callable[[torch.optim.Optimizer], tuple[dict[int, Any], ...]] = operator.attrgetter(*_HOOKS_OF_ONE)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the hooks that `optimizer.step` calls before and after itself, except those of torch and of ampkit."""
-    tables = [*_HOOKS_OF_ALL, *(getattr(optimizer, name, {}) for name in _HOOKS_OF_ONE)]
+    tables = (*HOOKS_OF_ALL, *hooks_of_one(optimizer))
     return [hook for table in tables for hook in table.values() if not _is_observer(hook)]
 
 
 def remove_step_hook(hook: Any) -> None:
     """Remove what `register_optimizer_step_pre_hook` was given, if it is there."""
-    for key in [key for key, held in _HOOKS_OF_ALL[0].items() if held is hook]:
-        _HOOKS_OF_ALL[0].pop(key, None)
+    for key in [key for key, held in HOOKS_OF_ALL[0].items() if held is hook]:
+        HOOKS_OF_ALL[0].pop(key, None)
 
 
 def _is_observer(hook: Any) -> bool:

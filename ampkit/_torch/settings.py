@@ -83,9 +83,10 @@ if torch.version.hip is not None:
     _OPTIONAL_BINDINGS["torch.backends.miopen.immediate"] = "_get_miopen_immediate"
 _read_settings = _settings()
 SETTINGS: tuple[str, ...] = tuple(_read_settings)
-_settings_readers = tuple(_read_settings.values())
+# A function that reads each of them, most of them in C. Every call of a step calls them all.
+SETTINGS_READERS: tuple[Callable[[], Any], ...] = tuple(_read_settings.values())
 
 
 def settings() -> list[Any]:
     """Return the values of all settings that decide which kernels run, in the order of `SETTINGS`."""
-    return [read() for read in _settings_readers]
+    return [read() for read in SETTINGS_READERS]

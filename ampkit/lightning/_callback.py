@@ -33,7 +33,7 @@ from ._host_state import HostReads
 from ._limits import why_not, why_not_optimizer, why_not_parameters
 from ._precision import StepPrecision, plugin_for
 from ._statistics import Meter, Reading
-from ._trainer_step import Clip, TrainerStep, Window
+from ._trainer_step import Clip, Place, TrainerStep
 from ._watch import Watch
 
 
@@ -339,9 +339,9 @@ class _Fit:
         assert self._step is not None  # made by begin
         trainer = self._trainer
         every = trainer.accumulate_grad_batches
-        window = Window(self._begins_window, self.in_optimizer_step, every, trainer.current_epoch)
-        with self._watch.recording(self._module, trainer.optimizers[0], args[0], window.last):
-            return self._step(window, *args)
+        place = Place(self._begins_window, self.in_optimizer_step, every, trainer.current_epoch)
+        with self._watch.recording(self._module, trainer.optimizers[0], args[0], place.last):
+            return self._step(place, *args)
 
     # ------------------------------------------------------------------------------------------------------- readings
 

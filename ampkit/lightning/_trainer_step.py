@@ -18,6 +18,7 @@ from .._errors import AmpkitWarning, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer
 from .._step.training_step import Phase, StepOutput, TrainingStep
+from .._step.window import NoStepError, Window
 from .._torch.tree import tree_flatten
 from ..lightning import _log_calls as calls
 from ._host_state import BatchIndex, HostReads, HostWrites
@@ -30,7 +31,7 @@ class Clip(NamedTuple):
     value: float | None
 
 
-class Window(NamedTuple):
+class Place(NamedTuple):
     """Where a batch stands, as Lightning says.
 
     Attributes:
@@ -46,7 +47,7 @@ class Window(NamedTuple):
     epoch: int
 
 
-class _Place(NamedTuple):
+class _TrainerPhase(NamedTuple):
     """The part of an engine's key that is neither input nor state."""
 
     phase: Phase
@@ -59,7 +60,7 @@ class _Place(NamedTuple):
         return [*self.phase.parts(), Part("accumulate_grad_batches", self.divisor, _SAME_WINDOW), *read]
 
 
-class NoStepError(Exception):
+class NoLossError(NoStepError):
     """`training_step` returned no loss that a step can be made of; Lightning knows what to do with it."""
 
     def __init__(self, output: Any, logged: list[calls.LogCall]) -> None:
@@ -128,7 +129,7 @@ class TrainerStep:
         )
         self._engine = Engine(
             self._run,
-            TrainingState({"model": module}, [optimizer], scaler, own=self._step.gradients),
+            TrainingState({"model": module}, [optimizer], scaler, own=self._step.gradients, rates=[self._step.groups]),
             device=device,
             options=options,
             ranks=self._ranks,
@@ -138,9 +139,10 @@ class TrainerStep:
             watching=self._step.watching,
             one_argument=True,
         )
+        self._window = Window(self._micro_batch, self._engine.run, self._step, size=0)
         self._rest: tuple[Any, ...] = ()
-        self._held: tuple[int, ...] = ()
-        self._observed = False  # this window
+        self._divisor = 1
+        self._host: tuple[tuple[str, Hashable], ...] = ()
         self._numbers: dict[Hashable, float] = {}  # that were logged
         self._problem = ""  # found in the calls that are looked at
         self._eager = ""  # why no call is captured any more
@@ -165,33 +167,25 @@ class TrainerStep:
         """Release the graphs."""
         self._engine.close()
 
-    def __call__(self, window: Window, batch: Any, *rest: Any) -> Any:
+    def __call__(self, place: Place, batch: Any, *rest: Any) -> Any:
         """Do the part of a step that belongs to this batch; return what `training_step` returned, detached.
 
         Its calls of `self.log` are made behind it. Sync: none.
         """
-        return self._engine.in_turn(self._do, window, batch, *rest)
+        return self._engine.turn.take(self._do, place, batch, *rest)
 
-    def _do(self, window: Window, batch: Any, *rest: Any) -> Any:
+    def _do(self, place: Place, batch: Any, *rest: Any) -> Any:
         self._rest, self.stepped = rest, False
-        before, self._held = () if window.first else self._held, ()  # until the call has come to its end
-        if window.first:
-            self._observed = self._step.begins_observed()
-        place = _Place(Phase(window.last, before, self._observed), window.divisor, self._reads.values(window.epoch))
-        self._step.groups.refresh()
+        if place.first:
+            self._window.restart()
+        self._window.size = self._window.count + 1 if place.last else 0
+        self._divisor, self._host = place.divisor, self._reads.values(place.epoch)
         try:
-            out, held = self._watch(place, batch) if self._watched else self._call(place, batch)
-        except NoStepError as none:
-            self._held = before
-            return self._without_step(none, window)
-        # Under an autocast of the caller's, torch would keep the casts of weights that this step has changed.
-        torch.clear_autocast_cache()
-        self._held = () if window.last else held
-        if window.last:
-            # What a capture left there is memory of one graph, which says nothing about a replay of another.
-            self._step.scaler.grad_norm, self._step.scaler.found_inf = out.grad_norm, None
+            out = self._window.run((batch,), {})
+        except NoLossError as none:
+            return self._without_step(none, place)
+        if place.last:
             self.grad_norm = out.grad_norm
-            self._step.tell_observer()
         self.stepped = True
         ((template, tensors),) = out.aux.items()
         output, logged = template.filled(tensors)
@@ -220,7 +214,14 @@ class TrainerStep:
 
     # ------------------------------------------------------------------------------------------------- what is called
 
-    def _call(self, place: _Place, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
+    def _micro_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase
+    ) -> tuple[StepOutput, tuple[int, ...]]:
+        """Do what the window asks for."""
+        place, batch = _TrainerPhase(phase, self._divisor, self._host), args[0]
+        return self._watch(place, batch) if self._watched else self._call(place, batch)
+
+    def _call(self, place: _TrainerPhase, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
         if self._captures and self._reads.problem:
             self._stay_eager(self._reads.problem)
         if not self._eager:
@@ -232,10 +233,10 @@ class TrainerStep:
             self._ranks.decide(wants=False, can=True, settled=True)  # others may vote in this call
         return self._engine.run("cannot be captured", lambda: self._run(place, batch))  # type: ignore[no-any-return]  # what `_run` returns
 
-    def _run(self, place: _Place, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
+    def _run(self, place: _TrainerPhase, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
         return self._step(place.phase, batch, divisor=place.divisor)
 
-    def _run_captured(self, place: _Place, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
+    def _run_captured(self, place: _TrainerPhase, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
         return self._step.captured(place.phase, batch, divisor=place.divisor)
 
     def _loss(self, model: nn.Module, batch: Any, divisor: int) -> tuple[Tensor, dict[calls.Template, list[Tensor]]]:
@@ -243,24 +244,24 @@ class TrainerStep:
             output = self._forward(batch, *self._rest)
         loss = calls.loss_in(output)
         if loss is None:
-            raise NoStepError(output, logged)
+            raise NoLossError(output, logged)
         template = calls.Template((dict(output) if isinstance(output, Mapping) else output, logged))
         loss = loss.reshape(())
         return loss / divisor if divisor > 1 else loss, {template: template.take_tensors()}
 
-    def _without_step(self, none: NoStepError, window: Window) -> Any:
+    def _without_step(self, none: NoLossError, place: Place) -> Any:
         """Do what Lightning does where there is no loss: no backward, and a step on what the window has so far."""
         self._stay_eager("training_step returned no loss, which is a decision of the host that a graph would freeze.")
-        held, self._held = self._held, self._held if not window.last else ()
-        if window.last and held and none.output is None and not self._step.scaler.is_enabled():
-            self._engine.run("training_step returned None", lambda: self._step.flush(held, self._observed))
-            self._step.tell_observer()
+        if place.last and none.output is None and not self._step.scaler.is_enabled():
+            self._window.flush("training_step returned None")
+        if place.last:
+            self._window.restart()
         self._log(none.logged)
         return none.output
 
     # --------------------------------------------------------------------------------------------- a closer look at it
 
-    def _watch(self, place: _Place, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
+    def _watch(self, place: _TrainerPhase, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
         """Call, and find out whether this `training_step` computes all it does from its batch."""
         self._watched -= 1
         self._problem = self._problem or _not_comparable(batch)

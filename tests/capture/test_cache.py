@@ -11,8 +11,6 @@ from torch import Tensor
 from ampkit._capture.cache import Captured
 from ampkit._capture.graph import EmulatedGraph
 from ampkit._capture.inputs import StaticInputs, read_batch
-from ampkit._capture.overlaps import StateMemory
-from ampkit._capture.state import TrainingState
 from ampkit._capture.timing import Timing
 from ampkit._torch.tree import tree_flatten
 
@@ -45,7 +43,7 @@ def test_outputs_are_rebuilt(name: str) -> None:
     graph = EmulatedGraph()
     graph.capture(lambda: expected)
     spec, leaves = read_batch((), {}, CPU)
-    captured = Captured(graph, StaticInputs(spec, leaves), [], 0, Timing(), StateMemory(TrainingState({}, []), set()))
+    captured = Captured(graph, StaticInputs(spec, leaves), 0, Timing())
     first, second = captured.replay(leaves), captured.replay(leaves)
     assert tree_flatten(first)[1] == tree_flatten(expected)[1]
     assert_same(list(tree_flatten(first)[0]), list(tree_flatten(expected)[0]))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._capture.inputs import StaticInputs, read_batch
-from ampkit._capture.overlaps import StateMemory
+from ampkit._capture.overlaps import keep_apart
 from ampkit._capture.state import TrainingState
 
 Engine = tuple[str, str]
@@ -182,6 +182,6 @@ def test_the_look_is_cheap() -> None:
     state = TrainingState({"model": model}, [])
     leaves = [torch.randn(8, 4), torch.randn(8)]
     inputs = StaticInputs(read_batch(tuple(leaves), {}, torch.device("cpu"))[0], leaves)
-    memory = StateMemory(state, set(state.tensors()))
-    took = min(timeit.repeat(lambda: memory.refuse(inputs, leaves, [False, False]), number=1000, repeat=5)) / 1000
+    keep_apart(inputs, state, set(state.tensors()))
+    took = min(timeit.repeat(lambda: inputs.refuse_shared(leaves), number=1000, repeat=5)) / 1000
     assert took < 20e-6, f"{took * 1e6:.1f} us"

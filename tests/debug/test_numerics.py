@@ -154,8 +154,8 @@ def test_observed_steps_are_graphs_of_their_own(engine: Engine) -> None:
     assert watch is not None
     assert (step.captures, step.replays) == (2, 16 - 6)
     assert watch.report().observed == 8
-    assert len(step._step._working) == 4
-    ordinary = [hooks for module in step._step._model.modules() for hooks in module._forward_hooks.values()]
+    assert len(step._window._step._working) == 4
+    ordinary = [hooks for module in step._window._step._model.modules() for hooks in module._forward_hooks.values()]
     assert ordinary == []
 
 

@@ -77,7 +77,7 @@ def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
         pytest.param(Float16, REHEARSAL, ["self._calls.made.clear()", "undo.note(trace.end)", "_enable_trace()"],
                      id="the trace of a rehearsal"),
         pytest.param(Float16, STALE, ["self._cache.clear()", "captured.reset()", "self._layouts.clear()",
-                                      "self._settings[self.number] = now.settings", "self._generation = now"],
+                                      "self._settings[self.number] = now.settings", "self.generation = now"],
                      id="dropping graphs"),
         pytest.param(Float16, SKIPPED_REPLAY, ["self._count()"], id="a replayed step that is skipped"),
         pytest.param(Accumulating, CASES[Accumulating][-1], ["torch.clear_autocast_cache()", "captured.replay(leaves)"],

@@ -1,18 +1,29 @@
-"""How far a replayed call travels through ampkit's files: a road that later work may shorten, and not lengthen."""
+"""How far a replayed call, and a batch of a Trainer, travel through ampkit's files: later work may not lengthen it."""
 
-from road import replayed_call, road
+import pytest
+from lightning_harness import quiet
+from road import Move, road_of_a_batch, road_of_a_call
 
-# The aim is 8 files in 12 moves.
-MOST_FILES, MOST_MOVES = 18, 37
 
-
-def test_a_replayed_call_crosses_few_files() -> None:
+@pytest.mark.parametrize(("files", "moves"), [(8, 12)])
+def test_a_replayed_call_crosses_few_files(files: int, moves: int) -> None:
     """Whoever follows a batch with a debugger steps through these files, in this order."""
-    moves = road(replayed_call())
-    listed = "\n".join(map(str, moves))
-    assert len({move.file for move in moves}) <= MOST_FILES, listed
-    assert len(moves) <= MOST_MOVES, listed
-    assert moves[0].file == moves[-1].file == "_step/graphed_step.py" or moves[-1].file == "_optimizer/scaler.py", (
-        listed
-    )
-    assert "_capture/graph.py" in {move.file for move in moves}
+    road = road_of_a_call()
+    check(road, files, moves)
+    ends = ("_step/graphed_step.py", "_step/window.py")
+    assert (road[0].file, road[-1].file) == ends
+
+
+@quiet
+@pytest.mark.parametrize(("files", "moves"), [(15, 36)])  # the aim is 12 files in 18 moves
+def test_a_batch_of_a_trainer_crosses_few_files(files: int, moves: int) -> None:
+    """The same under Lightning, from the beginning of a batch to that of the next."""
+    check(road_of_a_batch(), files, moves)
+
+
+def check(road: list[Move], files: int, moves: int) -> None:
+    """Assert that a road is no longer than that, and has a graph on it."""
+    listed = "\n".join(map(str, road))
+    found = {move.file for move in road}
+    assert "_capture/graph.py" in found, listed
+    assert (len(found) <= files, len(road) <= moves) == (True, True), f"{len(found)} files, {len(road)} moves\n{listed}"

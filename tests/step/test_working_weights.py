@@ -96,7 +96,7 @@ def run(engine: Engine, graph: str, use: str, policy: str, accumulate: int) -> t
         history.append((out._asdict(), training_state(model, optimizer, step.scaler)))
         assert all(param.dtype is torch.float32 for param in model.parameters())
     assert (step.replays > 0) == (graph != "off")
-    return history, len(step._step._working)
+    return history, len(step._window._step._working)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -131,7 +131,7 @@ def test_a_use_in_a_later_layout_gives_the_copy_up(engine: Engine) -> None:
             out = step(torch.full((2, 6), 0.1 * i, device=engine[0]), i % 8 > 3)
             history.append((out.loss, training_state(model, optimizer, step.scaler)))
         if graph != "off":
-            assert (len(step._step._working), step.captures) == (1, 2)
+            assert (len(step._window._step._working), step.captures) == (1, 2)
         return history
 
     with deterministic():
@@ -148,7 +148,7 @@ def test_masters_are_the_weights(engine: Engine, access: str) -> None:
     batch = make_batches(engine[0], [16])[0]
     for _ in range(5):
         step(*batch)
-    assert len(step._step._working) == 4
+    assert len(step._window._step._working) == 4
     change: dict[str, Callable[[], Any]] = {
         "load": lambda: model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()}),
         "write": lambda: [param.detach().zero_() for param in model.parameters()],

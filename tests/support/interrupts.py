@@ -373,7 +373,7 @@ def process_state() -> dict[str, Any]:
         "autograd threads": torch.autograd.is_multithreading_enabled(),
         "warning filters": list(warnings.filters),
         "functions": {f"{owner}.{name}": getattr(owner, name, None) for owner, name in owners},
-        "optimizer hooks": [len(table) for table in torch_optimizers._HOOKS_OF_ALL],
+        "optimizer hooks": [len(table) for table in torch_optimizers.HOOKS_OF_ALL],
         "collection": gc.isenabled(),
         "recording": (_capturing.captures.recorded, set(_passes.Passes.recording)),
         "held back": (_segments.no_collection.is_held(), _segments.no_recompile.is_held()),

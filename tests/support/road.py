@@ -1,4 +1,4 @@
-"""The road of a batch: which files of ampkit a replayed call of graphed_step goes through, in order.
+"""The road of a batch: which files of ampkit a replayed call goes through, in order.
 
     python tests/support/road.py
 
@@ -7,16 +7,20 @@ An emulated graph runs the captured function again where a real one launches ker
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import ampkit
 
 PACKAGE = f"{Path(ampkit.__file__).parent}{os.sep}"
+ENOUGH = 100  # calls behind which no replay is timed any more
 
 
 class Move(NamedTuple):
@@ -34,8 +38,9 @@ class Move(NamedTuple):
         return f"{self.file:32} {', '.join(self.functions)}"
 
 
-def road(call: Callable[[], object]) -> list[Move]:
-    """Return the moves from file to file that a call makes."""
+@contextmanager
+def noting() -> Iterator[list[Move]]:
+    """Context that notes the moves from file to file made in it."""
     moves: list[Move] = []
     graph: list[FrameType] = []  # the frame of a replay
 
@@ -54,23 +59,69 @@ def road(call: Callable[[], object]) -> list[Move]:
 
     sys.setprofile(profile)
     try:
-        call()
+        yield moves
     finally:
         sys.setprofile(None)
-    return moves
 
 
-def replayed_call() -> Callable[[], object]:
-    """Return a call of a step with default options, which has been replayed often enough to be timed no more."""
+def road_of_a_call() -> list[Move]:
+    """Return the moves of a replayed call of graphed_step with default options."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
     step = ampkit.graphed_step(lambda model, x, y: (model(x) - y).square().mean(), model, optimizer, graph="emulate")
     x, y = torch.ones(2, 4), torch.zeros(2, 4)
-    for _ in range(100):
+    for _ in range(ENOUGH):
         step(x, y)
-    return lambda: step(x, y)
+    with noting() as moves:
+        step(x, y)
+    return moves
+
+
+def road_of_a_batch() -> list[Move]:
+    """Return the moves of a batch under a Lightning Trainer, from its beginning to that of the next."""
+    # The road of a call needs no Lightning, whose import takes seconds.
+    import lightning.pytorch as pl
+
+    from ampkit.lightning import AmpkitCallback
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = F.mse_loss(self.layer(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.125, fused=True)
+
+    class Noting(pl.Callback):
+        def __init__(self) -> None:
+            self.noted = ExitStack()
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == ENOUGH:
+                self.moves = self.noted.enter_context(noting())
+            else:
+                self.noted.close()
+
+    observer = Noting()
+    rows = torch.ones(2 * (ENOUGH + 5), 4)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[AmpkitCallback(graph="emulate"), observer],
+    )
+    trainer.fit(Net(), DataLoader(TensorDataset(rows, rows), batch_size=2))
+    return observer.moves
 
 
 if __name__ == "__main__":
-    made = road(replayed_call())
-    print(*made, f"{len({move.file for move in made})} files, {len(made)} moves", sep="\n")
+    for title, road in (("a call of graphed_step", road_of_a_call()), ("a batch of a Trainer", road_of_a_batch())):
+        print(f"{title}: {len({move.file for move in road})} files, {len(road)} moves", *road, "", sep="\n")

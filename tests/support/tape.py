@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ampkit._capture import cache as _cache
 from ampkit._capture import engine as _engine
+from ampkit._capture import layouts as _layouts
 from ampkit._capture.inputs import Spec, StaticInputs
 from ampkit._capture.rehearsal import Rehearsal
 
@@ -111,7 +112,7 @@ def taped() -> Iterator[None]:
     with (
         mock.patch.object(_cache, "EmulatedGraph", TapedGraph),
         mock.patch.object(_engine, "StaticInputs", _FilledInputs),
-        mock.patch.object(_engine, "Rehearsal", _Incomparable),
+        mock.patch.object(_layouts, "Rehearsal", _Incomparable),
     ):
         yield
 

@@ -1,0 +1,109 @@
+"""The window of micro-batches that make up one optimizer step: what it has so far, and what follows from its end."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture.engine import StepDoneError
+from .._errors import CaptureError, InputMismatch
+from .._optimizer.scaler import GradScaler
+from .observer import Observer
+from .training_step import Phase, StepOutput, TrainingStep
+
+
+class NoStepError(Exception):
+    """The call has done no part of a step. The window is what it was before."""
+
+
+class Window:
+    """Does one micro-batch per call, and knows how far the window is.
+
+    Args:
+        call: `call(args, kwargs, phase)` does one micro-batch, eagerly or as a graph. It returns the output, and the
+            parameters that have a gradient from this window behind it.
+        run: `run(reason, fn)` returns what `fn` returns, called eagerly and counted under this reason.
+        step: what is done.
+        size: micro-batches in a window; 0 where a call is not the last one, and it is not known how many will come.
+        after: called behind each optimizer step.
+
+    Attributes:
+        size: may be set before each call.
+        count: micro-batches so far.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., tuple[StepOutput, tuple[int, ...]]],
+        run: Callable[..., Any],
+        step: TrainingStep,
+        size: int,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        self._call = call
+        self._run = run
+        self._step = step
+        self._scaler: GradScaler = step.scaler
+        self._observer: Observer | None = step.observer
+        self._after = after
+        self.size = size
+        self.count = 0
+        self._accumulated: tuple[int, ...] = ()
+        self._observed = False
+
+    def restart(self) -> None:
+        """Drop what it has accumulated."""
+        self.count, self._accumulated = 0, ()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
+        """Do one micro-batch; step the optimizer if it is the last one of the window.
+
+        An exception or an interrupt ends the window, for a part of the micro-batch may be in it, unless the exception
+        tells that nothing was done.
+        """
+        if self._observer is not None and not self.count:
+            self._observed = self._observer.begin()
+        last = self.count + 1 == self.size
+        before, failure = (self.count, self._accumulated), None
+        self.count, self._accumulated = 0, ()
+        try:
+            out, accumulated = self._call(args, kwargs, Phase(last, before[1], self._observed))
+        except StepDoneError as error:
+            (out, accumulated), failure = error.outputs, error
+        except (InputMismatch, CaptureError, NoStepError):
+            self.count, self._accumulated = before
+            raise
+        # Under an autocast of the caller's, torch would keep the casts of weights that this step has changed.
+        torch.clear_autocast_cache()
+        if last:
+            self._stepped(out.grad_norm)
+        else:
+            self.count, self._accumulated = before[0] + 1, accumulated
+        if failure is not None:
+            raise failure
+        return out
+
+    def flush(self, reason: str) -> None:
+        """Step the optimizer, eagerly, on what the window has so far, if it has anything.
+
+        Args:
+            reason: what the call is counted under.
+        """
+        if not self.count:
+            return
+        accumulated = self._accumulated
+        self.restart()
+        norm, _ = self._run(reason, lambda: self._step.flush(accumulated, self._observed))
+        torch.clear_autocast_cache()
+        self._stepped(norm)
+
+    def _stepped(self, grad_norm: Tensor | None) -> None:
+        # What a capture left there is memory of one graph, which says nothing about a replay of another.
+        self._scaler.grad_norm, self._scaler.found_inf = grad_norm, None
+        if self._scaler.is_enabled():
+            self._scaler.watch_skips()
+        if self._observer is not None:
+            self._observer.stepped(self._scaler.skipped)
+        if self._after is not None:
+            self._after()

@@ -16,14 +16,14 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class _Here(threading.local):
+class _ThreadUndos(threading.local):
     """What is open in this thread, the outermost first."""
 
     def __init__(self) -> None:
         self.open: list[Undo] = []
 
 
-_here = _Here()
+_this_thread = _ThreadUndos()
 
 
 class Undo:
@@ -35,7 +35,7 @@ class Undo:
 
     def __init__(self) -> None:
         self._notes: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        self._open = _here.open
+        self._open = _this_thread.open
 
     def __enter__(self) -> "Undo":
         self._open.append(self)
@@ -83,7 +83,7 @@ def keep_warning_filters(undo: Undo) -> None:
 
 def call(fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Return what `fn` returns, having undone whatever an interrupt has left open in it."""
-    opened = _here.open
+    opened = _this_thread.open
     depth = len(opened)
     try:
         return fn(*args, **kwargs)

@@ -32,7 +32,7 @@ class GraphedPasses:
         self._passes = passes
         self._forward = forward
         self._backward = backward
-        self._last: weakref.ref[_Call] | None = None
+        self._last: weakref.ref[_ForwardReplay] | None = None
 
     @property
     def pending(self) -> bool:
@@ -49,9 +49,9 @@ class GraphedPasses:
     def _launched(self, leaves: list[Any]) -> Any:
         if self.pending:
             return PENDING
-        launch = _Call(self)
+        launch = _ForwardReplay(self)
         entries = [leaves[i] for i in self._passes.entries]
-        results = _node(launch, leaves, *entries, *self._passes.params)
+        results = _replayed(launch, leaves, *entries, *self._passes.params)
         self._last = weakref.ref(launch)
         return results
 
@@ -63,12 +63,14 @@ class GraphedPasses:
         pairs = zip(results, self._passes.differentiable, strict=True)
         return results, [result for result, differentiable in pairs if not differentiable]
 
-    def backward(self, launch: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    def backward(
+        self, launch: "_ForwardReplay", grads: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
         """Return copies of the gradients for these gradients of the outputs."""
         return self._shared.in_turn(call, self._backward_of, launch, grads, wanted)
 
     def _backward_of(
-        self, launch: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]
+        self, launch: "_ForwardReplay", grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         if self._last is None or self._last() is not launch:
             raise RuntimeError(_OVERWRITTEN)
@@ -103,7 +105,7 @@ class GraphedPasses:
         self._backward.reset()
 
 
-class _Call:
+class _ForwardReplay:
     """One replay of a forward graph. Its autograd node holds it, so that it lives while backward may still come."""
 
     def __init__(self, graphed: GraphedPasses) -> None:
@@ -112,11 +114,11 @@ class _Call:
         self.versions: list[int] = []  # of what backward reads, after the forward pass
 
 
-class _Node(torch.autograd.Function):
+class _ReplayFunction(torch.autograd.Function):
     """Forward and backward of one call, by replays."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, leaves: list[Any], *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _ForwardReplay, leaves: list[Any], *_: Tensor) -> tuple[Tensor, ...]:
         results, constants = call.graphed.forward(leaves)
         call.versions = call.graphed.versions()
         ctx.call = call
@@ -130,11 +132,11 @@ class _Node(torch.autograd.Function):
             returned = ctx.call.graphed.backward(ctx.call, grads, ctx.needs_input_grad[2:])
         if torch.is_grad_enabled():  # create_graph=True
             # once_differentiable does this only where a gradient that comes in requires grad.
-            returned = [*_once(torch.empty(0, requires_grad=True), *returned)]
+            returned = [*_differentiable_once(torch.empty(0, requires_grad=True), *returned)]
         return None, None, *returned
 
 
-class _Once(torch.autograd.Function):
+class _DifferentiableOnce(torch.autograd.Function):
     """Identity of gradients that cannot be differentiated, and say so rather than being taken for constants."""
 
     @staticmethod
@@ -149,8 +151,8 @@ class _Once(torch.autograd.Function):
         )
 
 
-_node: Callable[..., tuple[Tensor, ...]] = _Node.apply
-_once: Callable[..., tuple[Tensor | None, ...]] = _Once.apply
+_replayed: Callable[..., tuple[Tensor, ...]] = _ReplayFunction.apply
+_differentiable_once: Callable[..., tuple[Tensor | None, ...]] = _DifferentiableOnce.apply
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:

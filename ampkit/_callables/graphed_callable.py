@@ -132,7 +132,7 @@ class GraphedCallable:
         self._generation: Generation | None = None
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[int] = []
-        self._graphs: dict[_Key, GraphedPasses | None] = {}
+        self._graphs: dict[_GraphKey, GraphedPasses | None] = {}
         self._warned: set[str] = set()
         self._attempts = 0
         self._recorder: int | None = None  # the thread that captures
@@ -233,7 +233,7 @@ class GraphedCallable:
             self._graphs[key] = self._capture(key, leaves, is_sample)
         return self._graphs[key]
 
-    def _key(self, leaves: list[Any], tree: TreeSpec) -> "_Key":
+    def _key(self, leaves: list[Any], tree: TreeSpec) -> "_GraphKey":
         """Return what decides which graph serves a call, having dropped the graphs that the module outlived."""
         wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
         plain = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
@@ -247,9 +247,9 @@ class GraphedCallable:
             self._hook_tables = [table for module in now.walk.modules[1:] for table in hook_tables(module)]
             self._hooks = list(chain.from_iterable(self._hook_tables))
         self._generation = now
-        return _Key(spec, wants_grad, now.settings)
+        return _GraphKey(spec, wants_grad, now.settings)
 
-    def _capture(self, key: "_Key", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
+    def _capture(self, key: "_GraphKey", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
         """Return graphs for this key, or None if it cannot be captured."""
         try:
             with Undo() as undo:
@@ -266,7 +266,7 @@ class GraphedCallable:
         self.captures += 1
         return passes
 
-    def _record(self, key: "_Key", leaves: list[Any]) -> GraphedPasses:
+    def _record(self, key: "_GraphKey", leaves: list[Any]) -> GraphedPasses:
         """Warm up and capture, leaving everything as it was, whether that succeeds or not."""
         assert self._generation is not None  # set by _key
         walk, device = self._generation.walk, self._shared.device
@@ -297,7 +297,7 @@ class GraphedCallable:
             _warn(message)
 
 
-class _Key(NamedTuple):
+class _GraphKey(NamedTuple):
     spec: Spec
     wants_grad: tuple[bool, ...]  # per leaf of the input
     settings: Settings

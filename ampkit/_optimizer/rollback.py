@@ -18,7 +18,7 @@ from .._torch.tree import tensors_in
 _Path = tuple[Any, ...]  # of attributes, keys and indices below the optimizer; a parameter that is a key as its id
 
 
-class Writes:
+class StepChanges:
     """What is known of the tensors that an optimizer's step changes, for a step whose code is not torch.optim's.
 
     Undone is every tensor that is found in the optimizer's attributes, state and param groups, and every other one that
@@ -33,7 +33,7 @@ class Writes:
 
     def __init__(self) -> None:
         self.incomplete = ""
-        self._settled: _Layout | None = None
+        self._settled: _StepSignature | None = None
         self._seen: set[_Path] = set()
         self._others: list[Tensor] = []
         self._watched = 0  # steps in a row
@@ -43,7 +43,7 @@ class Writes:
         if self.incomplete or self._settled is None:
             return None
         found = _Found(optimizer)
-        if not self._settled.covers(_Layout.of(optimizer, found)):
+        if not self._settled.covers(_StepSignature.of(optimizer, found)):
             return None
         self._watched = 0
         with_gradient = _with_gradient(optimizer)
@@ -54,7 +54,7 @@ class Writes:
         if self.incomplete:
             return optimizer.step(*args, **kwargs)
         before = _Found(optimizer)
-        with _Watch() as watch:
+        with _StepWatch() as watch:
             result: Any = optimizer.step(*args, **kwargs)
         after = _Found(optimizer)
         self._watched += 1
@@ -72,7 +72,7 @@ class Writes:
         self._others += [tensor for tensor in written if id(tensor) not in known and not after.contain(tensor)]
         grew = before.tensors.keys() != after.tensors.keys() or before.numbers.keys() != after.numbers.keys()
         if not grew and not self.incomplete:
-            self._settled = _Layout.of(optimizer, after)
+            self._settled = _StepSignature.of(optimizer, after)
         if self._watched > _PATIENCE:
             self.incomplete = "has another layout of state or options in each step"
         return result
@@ -174,7 +174,7 @@ class _Found:
         )
 
 
-class _Layout(NamedTuple):
+class _StepSignature(NamedTuple):
     """What decides which code a step runs. A step is as the watched one while this is."""
 
     paths: frozenset[_Path]
@@ -182,13 +182,13 @@ class _Layout(NamedTuple):
     with_gradient: frozenset[int]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, found: _Found) -> "_Layout":
+    def of(cls, optimizer: Optimizer, found: _Found) -> "_StepSignature":
         """Return the layout of what was found."""
         paths = frozenset(path for path in found.tensors if path[-1] not in _RATES)
         numbers = {path: number for path, number in found.numbers.items() if path[-1] not in _RATES}
         return cls(paths, numbers, _with_gradient(optimizer))
 
-    def covers(self, now: "_Layout") -> bool:
+    def covers(self, now: "_StepSignature") -> bool:
         """Return whether a step now does what the watched one did, for some or all of its parameters."""
         return self.paths == now.paths and self.numbers == now.numbers and self.with_gradient >= now.with_gradient
 
@@ -205,7 +205,7 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]  # never a key
 
 
-class _Watch(TorchDispatchMode):
+class _StepWatch(TorchDispatchMode):
     """Context that notes which tensors are changed, which are made, and what else a step does.
 
     Attributes:

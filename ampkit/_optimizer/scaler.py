@@ -38,7 +38,7 @@ from .device_step import (
     total_norm,
     undoable_step,
 )
-from .rollback import Writes
+from .rollback import StepChanges
 from .scale_rule import SMALLEST, check_limits, read_arguments, read_number, read_state
 from .skip_watch import SkipWatch
 
@@ -119,7 +119,7 @@ class GradScaler(upstream.GradScaler):
         self._skip_watch: SkipWatch | None = SkipWatch()
         self._warned = False
         self._undecided = False  # whether the last step was watched, or was to be
-        self._writes: weakref.WeakKeyDictionary[torch.optim.Optimizer, Writes] | None = None  # of steps not torch's
+        self._changes: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepChanges] | None = None  # not of torch.optim
         if self._enabled:
             self._check_rule()
             self._init_patience = self._hysteresis
@@ -347,13 +347,13 @@ class GradScaler(upstream.GradScaler):
     ) -> float | None:
         """Step, and undo it on the device if a gradient is not finite; where that cannot be, ask the host first."""
         assert self.found_inf is not None  # set by _check
-        writes: Writes | None = None
+        changes: StepChanges | None = None
         stepped: float | None = None
         if not takes_scale(optimizer) and (hidden := runs_beside_step(optimizer)):
             reason = f"has {hidden}, which must not run in a skipped step"
         elif torch_class(optimizer) is None:
-            writes = self._writes_of(optimizer)
-            changed, reason = writes.known(optimizer), writes.incomplete
+            changes = self._changes_of(optimizer)
+            changed, reason = changes.known(optimizer), changes.incomplete
             self._undecided = changed is None and not reason
             if changed is not None:
                 return undoable_step(optimizer, self.found_inf, changed, *args, **kwargs)
@@ -369,13 +369,13 @@ class GradScaler(upstream.GradScaler):
         if reason:
             self._warn_of_read(optimizer, grads, reason)
         if not self.found_inf.item():  # sync
-            stepped = optimizer.step(*args, **kwargs) if writes is None else writes.watch(optimizer, args, kwargs)
+            stepped = optimizer.step(*args, **kwargs) if changes is None else changes.watch(optimizer, args, kwargs)
         return stepped
 
-    def _writes_of(self, optimizer: torch.optim.Optimizer) -> Writes:
-        if self._writes is None:
-            self._writes = weakref.WeakKeyDictionary()  # made late: a scaler is copied and pickled without
-        return self._writes.setdefault(optimizer, Writes())
+    def _changes_of(self, optimizer: torch.optim.Optimizer) -> StepChanges:
+        if self._changes is None:
+            self._changes = weakref.WeakKeyDictionary()  # made late: a scaler is copied and pickled without
+        return self._changes.setdefault(optimizer, StepChanges())
 
     def _warn_of_read(self, optimizer: torch.optim.Optimizer, grads: list[Tensor], reason: str) -> None:
         if self._warned or not any(grad.is_cuda for grad in grads):
@@ -561,7 +561,7 @@ class GradScaler(upstream.GradScaler):
             own = self.state_dict()
             state["_init_counts"] = (float(own["steps"]), float(own["skipped"]))
             state["_init_patience"] = own["_patience"]
-        return {**state, **dict.fromkeys(("grad_norm", "found_inf", "steps", "skipped", "_patience", "_writes"))}
+        return {**state, **dict.fromkeys(("grad_norm", "found_inf", "steps", "skipped", "_patience", "_changes"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_skip_watch": SkipWatch()})

@@ -11,7 +11,7 @@ IN_A_ROW = 50
 _EVERY = 25  # calls per copy: two copies of 8 bytes
 
 
-class _Copy(NamedTuple):
+class _CountersCopy(NamedTuple):
     counts: Tensor  # pinned, of steps and of those that were skipped
     arrived: torch.cuda.Event | None
 
@@ -21,7 +21,7 @@ class SkipWatch:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._copy: _Copy | None = None
+        self._copy: _CountersCopy | None = None
         self._base: tuple[float, float] | None = None  # counts at the last step that is known not to be skipped
         self._told = False
 
@@ -50,13 +50,13 @@ class SkipWatch:
         return int(steps - base[0])
 
 
-def _sent(steps: Tensor, skipped: Tensor) -> _Copy:
+def _sent(steps: Tensor, skipped: Tensor) -> _CountersCopy:
     on_cuda = steps.is_cuda
     counts = torch.empty(2, dtype=torch.float64, pin_memory=on_cuda)
     for place, count in zip(counts, (steps, skipped), strict=True):
         place.copy_(count, non_blocking=True)
     if not on_cuda:
-        return _Copy(counts, None)
+        return _CountersCopy(counts, None)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(steps.device))
-    return _Copy(counts, arrived)
+    return _CountersCopy(counts, arrived)

@@ -261,8 +261,8 @@ def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad_at: tuple[i
     with_skips, optimizer, scaler = trained(make, device, bad_at, skips=True)
     without, _, _ = trained(make, device, bad_at, skips=False)
     assert_same(with_skips, without)
-    writes = scaler._writes_of(optimizer)
-    assert (writes.incomplete == "") == (name in UNDONE)
+    changes = scaler._changes_of(optimizer)
+    assert (changes.incomplete == "") == (name in UNDONE)
 
 
 @on_the_host
@@ -272,7 +272,7 @@ def test_why_a_step_is_not_undone(device: str, name: str) -> None:
     """S1: what a watched step does beside changing tensors in place is named."""
     kind, says = REFUSED[name]
     _, optimizer, scaler = trained(functools.partial(kind, lr=0.1), device, (), skips=True)
-    assert re.search(says, scaler._writes_of(optimizer).incomplete)
+    assert re.search(says, scaler._changes_of(optimizer).incomplete)
 
 
 @pytest.mark.cuda
@@ -401,7 +401,7 @@ def test_state_that_is_replaced_is_looked_at_anew() -> None:
         one_step(*params, bad=True)
         assert_same(before, all_bits())
         one_step(*params)
-    assert scaler._writes_of(optimizer).known(optimizer) is not None
+    assert scaler._changes_of(optimizer).known(optimizer) is not None
 
 
 def test_a_scaler_with_records_is_copied_and_pickled() -> None:

@@ -35,7 +35,7 @@ def test_the_end_undoes_the_last_note_first() -> None:
     with pytest.raises(KeyError):
         fails()
     assert done == [2, 1]
-    assert not _undo._here.open
+    assert not _undo._this_thread.open
 
 
 def test_what_went_well_stays() -> None:
@@ -64,7 +64,7 @@ def test_a_context_that_is_never_left_ends_with_the_call() -> None:
         kept.clear()  # the generator goes on, too late to undo anything
         assert setting.value == 1
     assert setting.value == 0
-    assert not _undo._here.open
+    assert not _undo._this_thread.open
 
 
 def test_a_context_around_the_call_stays() -> None:
@@ -101,4 +101,4 @@ def test_an_interrupt_while_something_is_undone(interrupts: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         call(changed)
     assert done == [*["stopped"] * interrupts, "slow", "first"]
-    assert not _undo._here.open
+    assert not _undo._this_thread.open

@@ -12,7 +12,7 @@ from harness import ENGINES, assert_same, deterministic, training_state
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._optimizer.device_step import why_not_capturable
+from ampkit._optimizer.step_kind import why_not_capturable
 
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},

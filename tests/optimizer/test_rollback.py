@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 import ampkit
-from ampkit._optimizer.device_step import is_one_pass, is_revocable, torch_class, why_not_capturable
+from ampkit._optimizer.step_kind import can_be_undone, scales_in_kernel, torch_class, why_not_capturable
 
 on_the_host = pytest.mark.filterwarnings("ignore:GradScaler.step:ampkit.AmpkitWarning")  # which is said on CUDA
 
@@ -261,7 +261,7 @@ def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad_at: tuple[i
     with_skips, optimizer, scaler = trained(make, device, bad_at, skips=True)
     without, _, _ = trained(make, device, bad_at, skips=False)
     assert_same(with_skips, without)
-    changes = scaler._changes_of(optimizer)
+    changes = scaler._scaled_step.changes_of(optimizer)
     assert (changes.incomplete == "") == (name in UNDONE)
 
 
@@ -272,7 +272,7 @@ def test_why_a_step_is_not_undone(device: str, name: str) -> None:
     """S1: what a watched step does beside changing tensors in place is named."""
     kind, says = REFUSED[name]
     _, optimizer, scaler = trained(functools.partial(kind, lr=0.1), device, (), skips=True)
-    assert re.search(says, scaler._changes_of(optimizer).incomplete)
+    assert re.search(says, scaler._scaled_step.changes_of(optimizer).incomplete)
 
 
 @pytest.mark.cuda
@@ -346,12 +346,12 @@ def test_whose_step_it_is() -> None:
             assert torch_class(kind([torch.ones(2, 2, requires_grad=True)])) is kind  # type: ignore[call-arg]
     for made in (Wrapped(params, lr=0.1), OtherState(params), Averaging(params, lr=0.1), Lion(params)):
         assert torch_class(made) is None
-        assert not is_revocable(made)
-        assert not is_one_pass(made)
+        assert not can_be_undone(made)
+        assert not scales_in_kernel(made)
     scheduled = SGD(params, lr=0.1, fused=True)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     assert torch_class(scheduled) is SGD
-    assert is_one_pass(scheduled)
+    assert scales_in_kernel(scheduled)
     original = scheduled.step
     scheduled.step = lambda *args: original(*args)  # type: ignore[method-assign]
     assert torch_class(scheduled) is None
@@ -368,7 +368,7 @@ def test_a_step_that_was_replaced_on_torchs_class(monkeypatch: pytest.MonkeyPatc
     assert torch_class(optimizer) is SGD
     monkeypatch.setattr(SGD, "step", step)
     assert torch_class(optimizer) is None
-    assert not is_revocable(optimizer)
+    assert not can_be_undone(optimizer)
 
 
 def test_state_that_is_replaced_is_looked_at_anew() -> None:
@@ -401,7 +401,7 @@ def test_state_that_is_replaced_is_looked_at_anew() -> None:
         one_step(*params, bad=True)
         assert_same(before, all_bits())
         one_step(*params)
-    assert scaler._changes_of(optimizer).known(optimizer) is not None
+    assert scaler._scaled_step.changes_of(optimizer).known(optimizer) is not None
 
 
 def test_a_scaler_with_records_is_copied_and_pickled() -> None:

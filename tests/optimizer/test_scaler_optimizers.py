@@ -13,7 +13,7 @@ from harness import DEVICES, assert_same, no_sync, scaled_backward
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._optimizer.device_step import revocable_step
+from ampkit._optimizer.device_step import changed_by_step, step_or_undo
 
 Make = Callable[[Any, bool], torch.optim.Optimizer]
 
@@ -106,7 +106,7 @@ def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad: float) -> 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith("fused")])
 @pytest.mark.parametrize("found", [0.0, 1.0])
-def test_revocable_step_on_the_host(name: str, found: float) -> None:
+def test_a_step_is_undone_on_the_host(name: str, found: float) -> None:
     """S1: undone it leaves every bit, also in the very first step and with nan; else it is the optimizer's own step."""
     model, optimizer = make(name, "cpu")
     twin, twin_optimizer = make(name, "cpu")
@@ -114,7 +114,7 @@ def test_revocable_step_on_the_host(name: str, found: float) -> None:
         for one in (model, twin):
             scaled_backward(one, torch.amp.GradScaler("cpu", enabled=False), i, math.nan if found else None)
         before = copy.deepcopy(model.state_dict())
-        revocable_step(optimizer, torch.tensor(found))
+        step_or_undo(optimizer, torch.tensor(found), changed_by_step(optimizer))
         twin_optimizer.step()
         if found:
             assert_same(before, model.state_dict())

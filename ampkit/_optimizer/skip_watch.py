@@ -10,8 +10,8 @@ from .._torch.modes import without_dispatch_modes
 IN_A_ROW = 50
 ALL_SKIPPED = (
     "GradScaler: the last {} optimizer steps were all skipped, because a gradient was not finite in each, so the "
-    "weights do not change any more. No scale helps where the loss or a weight is nan or inf: look at them, or at the first "
-    "layer that overflows (ampkit.debug.numerics)."
+    "weights do not change any more. No scale helps where the loss or a weight is nan or inf: look at them, or at the "
+    "first layer that overflows (ampkit.debug.numerics)."
 )
 _EVERY = 25  # calls per copy, which takes two transfers of 8 bytes
 

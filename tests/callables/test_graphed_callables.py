@@ -951,7 +951,7 @@ def test_g6_hooks_of_submodules(engine: Engine) -> None:
 
     step()
     handles = [net[1].register_forward_hook(lambda _, args, out: out + 1) for net in (model, twin)]
-    with pytest.warns(ampkit.CaptureWarning, match="a hook was registered on a submodule since capture"):
+    with pytest.warns(ampkit.CaptureWarning, match="a hook was registered on a submodule since the capture"):
         step()
     step()
     for handle in handles:

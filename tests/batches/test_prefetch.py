@@ -236,7 +236,7 @@ def test_an_object_whose_tensors_cannot_be_moved_is_refused(batch: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:prefetch. batches are copied to meta")
 def test_objects_without_tensors_pass_through() -> None:
-    """A `to` that means something else is not called. An object that holds itself is an error, no endless loop."""
+    """A `to` that means something else is not called. An object that contains itself is an error, no endless loop."""
 
     class Date:
         def to(self, zone: str) -> None:
@@ -246,7 +246,7 @@ def test_objects_without_tensors_pass_through() -> None:
     assert all(a is b for a, b in zip(ampkit.prefetch(plain, "meta"), plain, strict=True) if type(a) is not dict)
     chained = Slotted(torch.ones(1))
     chained.of = chained
-    with pytest.raises(ampkit.AmpkitError, match=r"Slotted holds itself"):
+    with pytest.raises(ampkit.AmpkitError, match=r"Slotted contains itself"):
         list(ampkit.prefetch([chained], "meta"))
 
 

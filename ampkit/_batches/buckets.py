@@ -63,10 +63,10 @@ class Buckets:
     mask: str = "mask"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batch", _sizes("batch", self.batch))
+        object.__setattr__(self, "batch", _read_sizes("batch", self.batch))
         if self.length is not None:
-            object.__setattr__(self, "length", _sizes("length", self.length))
-        object.__setattr__(self, "pad", _fill(self.pad))
+            object.__setattr__(self, "length", _read_sizes("length", self.length))
+        object.__setattr__(self, "pad", _read_pad(self.pad))
         if not isinstance(self.mask, str) or not self.mask.isidentifier() or keyword.iskeyword(self.mask):
             raise wrong("Buckets", "mask", self.mask, "the name of a keyword argument of loss_fn")
 
@@ -103,7 +103,7 @@ class Buckets:
                 check_plain(leaf, tree, i)
         first, real = self._sizes_of(leaves)
         bucket = self._bucket(real)
-        for i, (leaf, fill) in enumerate(zip(leaves, _fills(self.pad, tree), strict=True)):
+        for i, (leaf, fill) in enumerate(zip(leaves, _fill_of_each_leaf(self.pad, tree), strict=True)):
             leaves[i] = _leaf_in_bucket(leaf, real, bucket, fill, tree, i)
         args, kwargs = tree_unflatten(leaves, tree)
         return args, {**kwargs, self.mask: _mask(real, bucket, first.device)}
@@ -144,7 +144,7 @@ def _leaf_in_bucket(
     if not dims:
         return leaf
     # This is checked for a batch without padding too. Otherwise only the last batch of an epoch would show the mistake.
-    if not _has(leaf.dtype, fill):
+    if not _can_hold(leaf.dtype, fill):
         where = path(tree, i)
         raise InputMismatch(
             f"Buckets: {where} is {dtype_name(leaf.dtype)}, which has no {fill!r} to pad with. Name each tensor that "
@@ -202,7 +202,7 @@ def _mask(real: tuple[int, ...], bucket: tuple[int, ...], device: torch.device) 
 
 
 @lru_cache(maxsize=256)  # all batches of a loader have one tree, and to write its paths takes longer than to pad
-def _fills(pad: float | FillByPath, tree: TreeSpec) -> tuple[float, ...]:
+def _fill_of_each_leaf(pad: float | FillByPath, tree: TreeSpec) -> tuple[float, ...]:
     """Return the number to pad with for each leaf of a batch."""
     if not isinstance(pad, tuple):
         return (pad,) * tree.num_leaves
@@ -215,7 +215,7 @@ def _fills(pad: float | FillByPath, tree: TreeSpec) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=256)
-def _has(dtype: torch.dtype, value: float) -> bool:
+def _can_hold(dtype: torch.dtype, value: float) -> bool:
     """Return whether a tensor of this dtype can hold `value`, apart from rounding."""
     if dtype is torch.bool:
         return value in (0, 1)
@@ -231,7 +231,7 @@ def _has(dtype: torch.dtype, value: float) -> bool:
 # -------------------------------------------------------------------------------------------------------- validation
 
 
-def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+def _read_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     found = listed(sizes) if isinstance(sizes, (Sequence, set, frozenset)) else None
     if not found or not all(type(size) is int and size > 0 for size in found):
         hint = f"({sizes},)" if type(sizes) is int and sizes > 0 else "(16, 32, 64)"
@@ -239,7 +239,7 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
     return tuple(sorted(set(found)))
 
 
-def _fill(pad: Any) -> float | FillByPath:
+def _read_pad(pad: Any) -> float | FillByPath:
     if isinstance(pad, (int, float)):
         return pad
     pairs = listed(pad.items() if isinstance(pad, Mapping) else pad)

@@ -179,7 +179,8 @@ class _Transfer:
             raise AmpkitError(f"prefetch: batch {self._i}: a {_kind(thing)} contains itself, so it cannot be copied.")
         self._within.append(thing)
         try:
-            leaves, spec = tree_flatten(thing, is_leaf=_is_packed)
+            # A PackedSequence is a named tuple with parts that must stay on the host. Its own `to` knows which.
+            leaves, spec = tree_flatten(thing, is_leaf=lambda part: isinstance(part, PackedSequence))
         except RecursionError:
             raise AmpkitError(
                 f"prefetch: batch {self._i}: a {_kind(thing)} contains itself, or too many nested containers."
@@ -216,11 +217,6 @@ class _Transfer:
         if made is None:
             raise AmpkitError(f"prefetch: batch {self._i}: {_kind(thing)}.to(device) returned None, not an object.")
         return made
-
-
-def _is_packed(thing: object) -> bool:
-    """Return whether this is a tuple with parts that must stay on the host. Its own method `to` knows which."""
-    return isinstance(thing, PackedSequence)
 
 
 def _kind(thing: object) -> str:

@@ -101,7 +101,7 @@ def make_graphed_callables(
         device = _device(function, sample)
         shared = shared_memory_of(handle, device, emulated=graph != "auto" or device.type != "cuda")
         # At least two, because saved_tensors_hooks are on in the first one, for which torch.compile compiles anew.
-        warmup, blocker = max(2, num_warmup_iters), _blocker(function, device, graph)
+        warmup, blocker = max(2, num_warmup_iters), _why_never_captured(function, device, graph)
         made.append(GraphedCallable(function, shared, warmup, allow_unused_input, blocker))
     for reason in dict.fromkeys(each.blocker for each in made if each.blocker and graph != "off"):
         _warn(f"{reason} Calls are eager; graph='off' makes them eager without a warning.")
@@ -345,17 +345,13 @@ def _parse(callables: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[
             f"{len(sample_kwargs)} sample_kwargs. Pass a tuple of arguments, and a dict if any, for each callable."
         )
     for function, args, named in zip(callables, sample_args, sample_kwargs, strict=True):
-        _check_sample(function, args, named)
+        check_callable(where, "callables", function, "a module, a function or a tuple of them")
+        expected = "a tuple of arguments; for one argument write sample_args=(x,)"
+        check_instance(where, "sample_args", args, (tuple, list), expected)
+        check_instance(where, "sample_kwargs", named, dict, "a dict of keyword arguments")
+        if isinstance(function, nn.Module) and has_legacy_backward_hooks(function):
+            raise ValueError(f"make_graphed_callables: {_LEGACY_HOOK}")
     return callables, [(tuple(args), dict(named)) for args, named in zip(sample_args, sample_kwargs, strict=True)]
-
-
-def _check_sample(function: Any, args: Any, named: Any) -> None:
-    check_callable("make_graphed_callables", "callables", function, "a module, a function or a tuple of them")
-    expected = "a tuple of arguments; for one argument write sample_args=(x,)"
-    check_instance("make_graphed_callables", "sample_args", args, (tuple, list), expected)
-    check_instance("make_graphed_callables", "sample_kwargs", named, dict, "a dict of keyword arguments")
-    if isinstance(function, nn.Module) and has_legacy_backward_hooks(function):
-        raise ValueError(f"make_graphed_callables: {_LEGACY_HOOK}")
 
 
 def _check_options(num_warmup_iters: object, allow_unused_input: object, graph: object, pool: object) -> None:
@@ -383,7 +379,7 @@ def _is_lazy(module: nn.Module) -> bool:
     return any(map(nn.parameter.is_lazy, chain(module.parameters(), module.buffers())))
 
 
-def _blocker(function: Any, device: torch.device, graph: str) -> str:
+def _why_never_captured(function: Any, device: torch.device, graph: str) -> str:
     """Return why a callable is never captured, or ""."""
     if graph == "off":
         return "graph='off'"

@@ -127,7 +127,7 @@ class _Reachable:
             return
         below = _children(value, len(path))
         if below is None:
-            self.numbers[path] = repr(value) if type(value) in _NUMBERS else _Identity(value)
+            self.numbers[path] = repr(value) if type(value) in _NUMBERS else _SameObject(value)
         elif id(value) not in self._seen:
             self._seen.add(id(value))
             self.numbers[path] = type(value)
@@ -204,14 +204,14 @@ class _StepSignature(NamedTuple):
         return self.paths == now.paths and self.numbers == now.numbers and self.with_gradient >= now.with_gradient
 
 
-class _Identity:
+class _SameObject:
     """Stands for an object. It is equal to another one if they stand for the same object, which it keeps alive."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
+        return isinstance(other, _SameObject) and self._value is other._value
 
     __hash__ = None  # type: ignore[assignment]  # never a key
 

@@ -1,4 +1,4 @@
-"""The loss scale, kept on the device: scale, unscale, step, update. Never waits for a tensor unless it says so."""
+"""The loss scale, kept on the device: scale, unscale, step, update. Only reads and a few optimizers wait for it."""
 
 import copy
 import inspect
@@ -365,9 +365,9 @@ class GradScaler(upstream.GradScaler):
             yield
 
     def forgetting(self) -> Callable[[], None]:
-        """Return a function that makes the scaler forget every `step` and `unscale_` from now on.
+        """Return a function that makes the scaler forget every `step` and `unscale_` after this call.
 
-        A training step that was interrupted calls it, because no `update` follows there.
+        A training step that is interrupted calls that function, because no `update` follows there.
         """
         before = {key: dict(state) for key, state in self._per_optimizer_states.items()} if self._enabled else {}
 

@@ -1,9 +1,9 @@
-"""What is changed for a while: how to undo it is noted before it is changed, so that no interrupt leaves it changed.
+"""Temporary changes: each one is noted with its undoing before it is made, so that no interrupt leaves it in place.
 
-Ctrl-C raises `KeyboardInterrupt` between any two lines of Python, also between those of `__enter__` and `__exit__`. A
-context whose `__enter__` or `__exit__` is cut short is never left, or, if it is a generator, when the traceback is
-freed, which a notebook keeps. So each context that changes something is on a list of its thread while it is open, and
-the context or the call around it undoes at its own end what is still open then.
+Ctrl-C raises `KeyboardInterrupt` between any two lines of Python, also between those of `__enter__` and `__exit__`. If
+that cuts one of them short, Python does not leave the context. If the context is a generator, it is left when the
+traceback is freed, which a notebook keeps. So each context that changes something is on a list of its thread while it
+is open. The context or the call around it undoes, at its own end, what is still open.
 """
 
 import threading
@@ -27,10 +27,11 @@ open_here = _OpenHere()
 
 
 class Undo:
-    """Context at whose end everything is called that was noted in it, the last note first.
+    """Context that calls at its end what was noted in it, the last note first.
 
-    An interrupt may come before what was noted has been changed, and again while it is undone. Hence what is noted may
-    be called though nothing was changed, and more than once: it sets what was there before. It does not raise.
+    An interrupt may come after the note and before the change, and another one while the change is undone. So a noted
+    function may be called though nothing was changed, and more than once. It must set the value from before, and must
+    not raise.
     """
 
     def __init__(self) -> None:
@@ -42,11 +43,11 @@ class Undo:
         return self
 
     def note(self, function: Callable[..., object], *args: Any) -> None:
-        """Have `function(*args)` called at the end. To be called before the change that it undoes."""
+        """Have `function(*args)` called at the end. Note it before making the change that it undoes."""
         self._notes.append((function, args))
 
     def forget(self) -> None:
-        """Have nothing called: all went well, and what was changed stays."""
+        """Drop all notes, so that the changes stay."""
         self._notes.clear()
 
     def undo(self) -> None:
@@ -54,13 +55,13 @@ class Undo:
         while self._notes:
             function, args = self._notes[-1]
             function(*args)
-            self._notes.pop()  # behind the call: one that is interrupted is made again
+            self._notes.pop()  # after the call, so that a call that is interrupted is made again
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the context, and first what is still open within it. Does nothing where that was done before."""
+        """End the context, and before it every context that is still open in it. Does nothing if it has ended."""
         if self not in self._open:
             return
         while self._open[-1] is not self:
@@ -70,11 +71,11 @@ class Undo:
 
 
 def keep_warning_filters(undo: Undo) -> None:
-    """Have the filters of warnings, and `warnings.showwarning`, put back: what is set from now on is for a while."""
+    """Note that the filters of warnings and `warnings.showwarning` are put back as they are now."""
     caught = warnings.catch_warnings()
 
     def put_back() -> None:
-        with suppress(RuntimeError, AttributeError):  # not entered, or not to the end
+        with suppress(RuntimeError, AttributeError):  # its `__enter__` was not called, or was interrupted
             caught.__exit__(None, None, None)
 
     undo.note(put_back)
@@ -82,7 +83,7 @@ def keep_warning_filters(undo: Undo) -> None:
 
 
 def call(fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Return what `fn` returns, having undone whatever an interrupt has left open in it."""
+    """Return what `fn` returns. If an interrupt leaves a context open in it, undo that context."""
     opened = open_here.contexts
     depth = len(opened)
     try:
@@ -97,4 +98,4 @@ def close(outermost: Undo) -> None:
     try:
         outermost.close()
     finally:
-        outermost.close()  # a second interrupt, at a key that is held down, has stopped the first one
+        outermost.close()  # again, since a second interrupt (Ctrl-C held down) may have stopped the first call

@@ -1,4 +1,4 @@
-"""Padding: which few shapes stand for all that a loader yields, and the mask that tells what is real in them."""
+"""Padding: batches of varying shapes become batches of a few shapes, with a mask that says what is not padding."""
 
 import keyword
 from bisect import bisect_left
@@ -30,22 +30,22 @@ class Buckets:
             losses = F.cross_entropy(model(images), labels, reduction="none")
             return (losses * mask).sum() / mask.sum()
 
-    The mask is a bool tensor, True where the batch is real: of shape (B,), with `length` (B, L). Everything that is
-    reduced over samples must go through it, metrics too: `.mean()` would count the padding. The model still computes
-    the padding, so pad with values for which the loss is finite: `nan * 0` is nan.
+    The mask is a bool tensor, False at the padding: of shape (B,), with `length` (B, L). Apply it before every
+    reduction over samples, those of metrics included, because `.mean()` would count the padding. The model still
+    computes the padding, so pad with values for which the loss is finite: `nan * 0` is nan.
 
-    Padding changes what layers that look at several samples compute. BatchNorm in train mode takes its mean and
-    variance over the padding too, and so do its running statistics: prefer GroupNorm or LayerNorm, or let the usual
-    batch size be a bucket so that only the last batch of an epoch is padded. Attention needs the mask of `length` as
-    its key padding mask. Dropout draws other random numbers than for the batch as it came.
+    Padding changes the result of layers that combine several samples. BatchNorm in train mode includes the padding in
+    its mean, its variance and its running statistics. Prefer GroupNorm or LayerNorm, or let the usual batch size be a
+    bucket, so that only the last batch of an epoch is padded. Attention needs the mask of `length` as its key padding
+    mask. Dropout draws other random numbers than without padding.
 
     Args:
         batch: sizes of dimension 0, such as (16, 32, 64).
         length: sizes of dimension 1, such as (128, 256); None leaves dimension 1 alone.
-        pad: what padding is filled with: one number for all tensors, or a dict of numbers by the tensor's path as
-            messages write it, `{"batch[1]": -100}` for the second positional argument, `{"batch['labels']": -100}` for
-            a keyword. Tensors that it does not name get 0.
-        mask: keyword by which `loss_fn` gets the mask.
+        pad: the number that fills the padding, for all tensors or, in a dict, by the path of a tensor:
+            `{"batch[1]": -100}` for the second positional argument, `{"batch['labels']": -100}` for a keyword. Tensors
+            that it does not name get 0.
+        mask: the keyword by which `loss_fn` gets the mask.
 
     Attributes:
         batch: the sizes, ascending.
@@ -63,10 +63,10 @@ class Buckets:
     mask: str = "mask"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batch", _sizes("batch", self.batch))
+        object.__setattr__(self, "batch", _read_sizes("batch", self.batch))
         if self.length is not None:
-            object.__setattr__(self, "length", _sizes("length", self.length))
-        object.__setattr__(self, "pad", _fill(self.pad))
+            object.__setattr__(self, "length", _read_sizes("length", self.length))
+        object.__setattr__(self, "pad", _read_pad(self.pad))
         if not isinstance(self.mask, str) or not self.mask.isidentifier() or keyword.iskeyword(self.mask):
             raise wrong("Buckets", "mask", self.mask, "the name of a keyword argument of loss_fn")
 
@@ -75,22 +75,22 @@ class Buckets:
 
         The batch size is that of the first tensor with a dimension, and every tensor of that size in dimension 0 is
         padded there. The length is dimension 1 of the first tensor with two dimensions, and every tensor of that size
-        in dimension 1 is padded there. Size alone tells: a tensor that is not per sample, such as class weights,
-        belongs into `loss_fn`, not into the batch.
+        in dimension 1 is padded there. Nothing but the size decides this, so a tensor that is not per sample, such as
+        class weights, must not be in the batch: use it in `loss_fn` directly.
 
-        A batch that is larger than the largest bucket, in either dimension, is not padded; its mask is all True.
+        If a batch is larger than the largest bucket, in either dimension, it is not padded and its mask is all True.
 
         Args:
             args: positional arguments of a step, trees of tensors and constants.
             kwargs: keyword arguments of a step, with values of the same kinds.
 
         Raises:
-            InputMismatch: the batch has no tensor to take the size from, one that no step takes, or already an argument
-                of the mask's name; `pad` names a path that is not in the batch, or a number that the tensor's dtype
-                does not have.
+            InputMismatch: the batch has no tensor with a batch size, a tensor that no step takes, or an argument with
+                the name of the mask; or `pad` names a path that is not in the batch, or a number that the dtype of the
+                tensor does not have.
 
-        Sync: none. Aliasing: padded tensors, and those with gaps (`tokens[:, :-1]`), are copies without gaps in the
-        same order of dimensions (channels_last stays so); all others are the caller's.
+        Sync: none. Aliasing: padded tensors, and those with gaps in memory (`tokens[:, :-1]`), are copies without gaps
+        in the same order of dimensions (channels_last stays so); all others are the caller's.
         """
         if self.mask in kwargs:
             raise InputMismatch(
@@ -101,62 +101,67 @@ class Buckets:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 check_plain(leaf, tree, i)
-        first, real = self._real(leaves)
+        first, real = self._sizes_of(leaves)
         bucket = self._bucket(real)
-        fills = _fills(self.pad, tree)
-        for i, (leaf, fill) in enumerate(zip(leaves, fills, strict=True)):
-            leaves[i] = _to_bucket(leaf, real, bucket, fill, tree, i)
+        for i, (leaf, fill) in enumerate(zip(leaves, _fill_of_each_leaf(self.pad, tree), strict=True)):
+            leaves[i] = _leaf_in_bucket(leaf, real, bucket, fill, tree, i)
         args, kwargs = tree_unflatten(leaves, tree)
         return args, {**kwargs, self.mask: _mask(real, bucket, first.device)}
 
-    def _real(self, leaves: Sequence[Any]) -> tuple[Tensor, tuple[int, ...]]:
-        """Return the tensor that gives the batch size, and the sizes of this batch: (B,) or (B, L)."""
+    def _sizes_of(self, leaves: Sequence[Any]) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the first tensor with a batch size, and the sizes of this batch: (B,) or (B, L)."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         dims = range(1 if self.length is None else 2)
-        givers = [next((tensor for tensor in tensors if tensor.dim() > dim), None) for dim in dims]
-        for dim, giver in enumerate(givers):
-            if giver is None:
+        firsts = [next((tensor for tensor in tensors if tensor.dim() > dim), None) for dim in dims]
+        for dim, first in enumerate(firsts):
+            if first is None:
                 raise InputMismatch(
                     f"Buckets({'length' if dim else 'batch'}=...): the batch has no tensor of {dim + 1} or more "
                     f"dimensions to pad. Pass one{', or length=None' if dim else ', or no buckets'}."
                 )
-        assert givers[0] is not None  # refused above
-        return givers[0], tuple(giver.shape[dim] for dim, giver in enumerate(givers) if giver is not None)
+        assert firsts[0] is not None  # refused above
+        return firsts[0], tuple(first.shape[dim] for dim, first in enumerate(firsts) if first is not None)
 
     def _bucket(self, real: tuple[int, ...]) -> tuple[int, ...]:
         """Return the smallest bucket that holds these sizes, or the sizes themselves if none does."""
-        ladders = (self.batch,) if self.length is None else (self.batch, self.length)
-        found = tuple(_smallest(ladder, size) for ladder, size in zip(ladders, real, strict=True))
-        return real if None in found else tuple(size for size in found if size is not None)
-
-
-def _smallest(ladder: tuple[int, ...], size: int) -> int | None:
-    i = bisect_left(ladder, size)
-    return ladder[i] if i < len(ladder) else None
+        allowed = (self.batch,) if self.length is None else (self.batch, self.length)
+        places = [bisect_left(sizes, size) for sizes, size in zip(allowed, real, strict=True)]
+        if any(place == len(sizes) for sizes, place in zip(allowed, places, strict=True)):
+            return real
+        return tuple(sizes[place] for sizes, place in zip(allowed, places, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------ padding
 
 
-def _to_bucket(leaf: Any, real: tuple[int, ...], bucket: tuple[int, ...], fill: float, tree: TreeSpec, i: int) -> Any:
+def _leaf_in_bucket(
+    leaf: Any, real: tuple[int, ...], bucket: tuple[int, ...], fill: float, tree: TreeSpec, i: int
+) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     shape = list(leaf.shape)
-    concerned = [dim for dim, size in enumerate(real) if dim < leaf.dim() and shape[dim] == size]
-    if not concerned:
+    dims = [dim for dim, size in enumerate(real) if dim < leaf.dim() and shape[dim] == size]
+    if not dims:
         return leaf
-    # Also where this batch is not padded: the mistake shows in the first batch, not in the last of the epoch.
-    if not _has(leaf.dtype, fill):
-        raise InputMismatch(_unfit(fill, leaf.dtype, path(tree, i)))
-    for dim in concerned:
+    # This is checked for a batch without padding too. Otherwise only the last batch of an epoch would show the mistake.
+    if not _can_hold(leaf.dtype, fill):
+        where = path(tree, i)
+        raise InputMismatch(
+            f"Buckets: {where} is {dtype_name(leaf.dtype)}, which has no {fill!r} to pad with. Name each tensor that "
+            f'is padded with other than 0: Buckets(pad={{"{where}": ...}}).'
+        )
+    for dim in dims:
         shape[dim] = bucket[dim]
     return _padded(leaf, tuple(shape), fill)
 
 
 def _padded(tensor: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
-    """Return `tensor` at the start of a tensor of this shape, which is `fill` elsewhere: a copy and a fill per side."""
+    """Return a tensor of this shape that starts with `tensor` and is `fill` elsewhere, as it is if both are the same.
+
+    It takes a copy, and a fill for each dimension that is padded.
+    """
     strides = _dense_strides(tensor, shape)
-    # A batch that fits without padding gets the same strides too, or it would be a layout of its own.
+    # A batch that needs no padding gets the same strides as padded ones. Otherwise it would need a graph of its own.
     if tensor.shape == shape and tensor.stride() == strides:
         return tensor
     padded = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
@@ -170,11 +175,11 @@ def _padded(tensor: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
 
 
 def _dense_strides(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides of `shape` without gaps, with the dimensions in memory in the order that they have in `tensor`."""
+    """Return strides for `shape` without gaps, which keep the order that the dimensions of `tensor` have in memory."""
     order = list(range(tensor.dim()))  # outermost first
     old = tensor.stride()
-    if 0 not in old:  # an expanded tensor has no order
-        # Without gaps, a dimension of size 1 is inside another one of equal stride.
+    if 0 not in old:  # the dimensions of an expanded tensor have no order
+        # Of two dimensions with equal stride in a tensor without gaps, the one of size 1 is the inner one.
         order.sort(key=lambda dim: (old[dim], tensor.shape[dim] > 1), reverse=True)
     strides = [1] * len(shape)
     step = 1
@@ -196,44 +201,37 @@ def _mask(real: tuple[int, ...], bucket: tuple[int, ...], device: torch.device) 
 # ------------------------------------------------------------------------------------------------------- fill values
 
 
-@lru_cache(maxsize=256)  # a loader yields one tree; its paths take longer to write than the padding
-def _fills(pad: float | FillByPath, tree: TreeSpec) -> tuple[float, ...]:
-    """Return the number for each leaf of a batch."""
+@lru_cache(maxsize=256)  # all batches of a loader have one tree, and to write its paths takes longer than to pad
+def _fill_of_each_leaf(pad: float | FillByPath, tree: TreeSpec) -> tuple[float, ...]:
+    """Return the number to pad with for each leaf of a batch."""
     if not isinstance(pad, tuple):
         return (pad,) * tree.num_leaves
     paths = [path(tree, i) for i in range(tree.num_leaves)]
     fills = dict(pad)
-    for named in fills:
-        if named not in paths:
-            raise InputMismatch(f"Buckets(pad): the batch has no {named}. Name one of {', '.join(paths)}.")
+    for name in fills:
+        if name not in paths:
+            raise InputMismatch(f"Buckets(pad): the batch has no {name}. Name one of {', '.join(paths)}.")
     return tuple(fills.get(each, 0) for each in paths)
 
 
 @lru_cache(maxsize=256)
-def _has(dtype: torch.dtype, value: float) -> bool:
-    """Return whether `value` is a number of this dtype, rounding aside."""
+def _can_hold(dtype: torch.dtype, value: float) -> bool:
+    """Return whether a tensor of this dtype can hold `value`, apart from rounding."""
     if dtype is torch.bool:
         return value in (0, 1)
     if dtype.is_floating_point or dtype.is_complex:
-        return abs(value) <= torch.finfo(dtype).max or value - value != 0  # the latter: inf and nan
+        return abs(value) <= torch.finfo(dtype).max or value - value != 0  # which is so for inf and nan
     try:
         limits = torch.iinfo(dtype)
-    except TypeError:  # torch.bits8 and its kind, which hold no numbers
+    except TypeError:  # torch.bits8 and similar dtypes, which hold no numbers
         return False
     return (isinstance(value, int) or value.is_integer()) and limits.min <= value <= limits.max
-
-
-def _unfit(fill: float, dtype: torch.dtype, where: str) -> str:
-    return (
-        f"Buckets: {where} is {dtype_name(dtype)}, which has no {fill!r} to pad with. Name each tensor that is "
-        f'padded with other than 0: Buckets(pad={{"{where}": ...}}).'
-    )
 
 
 # -------------------------------------------------------------------------------------------------------- validation
 
 
-def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+def _read_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     found = listed(sizes) if isinstance(sizes, (Sequence, set, frozenset)) else None
     if not found or not all(type(size) is int and size > 0 for size in found):
         hint = f"({sizes},)" if type(sizes) is int and sizes > 0 else "(16, 32, 64)"
@@ -241,15 +239,15 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
     return tuple(sorted(set(found)))
 
 
-def _fill(pad: Any) -> float | FillByPath:
+def _read_pad(pad: Any) -> float | FillByPath:
     if isinstance(pad, (int, float)):
         return pad
     pairs = listed(pad.items() if isinstance(pad, Mapping) else pad)
-    if pairs is None or not all(map(_is_fill, pairs)):
+    if pairs is None or not all(map(_is_path_and_number, pairs)):
         raise wrong("Buckets", "pad", pad, "a number, or numbers by path such as {\"batch['labels']\": -100}")
     return tuple(sorted(dict(pairs).items()))
 
 
-def _is_fill(pair: Any) -> bool:
-    named = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
-    return named and isinstance(pair[1], (int, float))
+def _is_path_and_number(pair: Any) -> bool:
+    is_named = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
+    return is_named and isinstance(pair[1], (int, float))

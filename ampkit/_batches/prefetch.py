@@ -1,4 +1,4 @@
-"""When the next batch is copied to the device and decoded there: while a step runs, on a side stream."""
+"""Copies the next batch to the device, and decodes it there, on a side stream while a step runs."""
 
 import functools
 import warnings
@@ -21,17 +21,18 @@ Batch = TypeVar("Batch")
 class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumerate` is
     """Iterate over `loader`, with every tensor of a batch on `device`.
 
-    On CUDA each batch is pinned (unless the loader did that), copied on a side stream while the device still works on
-    earlier steps, and handed over by an event: the copy costs the step nothing. On the CPU it is a plain iterator.
+    On CUDA each batch is pinned (unless the loader did that) and copied on a side stream while the device still works
+    on earlier steps, and the stream of the step waits for the copy. So the copy takes no time from the step. On the CPU
+    it is a plain iterator.
 
     A batch is taken from the loader when the loop asks for it and never before, so that random numbers and the state of
-    the loader are those of a plain loop at every step. The copy is hidden all the same: a loop that does not wait for
-    the device is up to `depth` steps ahead of it, so the copy is queued long before its step is due, as long as the
-    loader and the launch of a step together take the host less time than the step takes the device. A loop that reads
-    the loss in every step is not ahead, and waits for each copy.
+    the loader are those of a plain loop at every step. The copy overlaps with earlier steps all the same, because a
+    loop that does not wait for the device is up to `depth` steps ahead of it. For that, the loader and the launch of a
+    step together must take the host less time than the step takes the device. A loop that reads the loss in every step
+    is not ahead, and waits for each copy.
 
-    `transform` takes over what loaders do to images on the host: they send uint8, a quarter of the bytes of float32,
-    and the device decodes. Make its constants before the loop::
+    With `transform`, images can be decoded on the device rather than by the loader: uint8 has a quarter of the bytes of
+    float32. Make its constants before the loop::
 
         mean, scale = (torch.tensor(v, device="cuda").view(1, 3, 1, 1) for v in (MEAN, SCALE))  # in units of a pixel
 
@@ -42,27 +43,27 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         for images, labels in ampkit.prefetch(loader, "cuda", transform=decode): ...
 
     Args:
-        loader: any iterable of batches: trees of tensors, dict-like objects (`UserDict`, as the `BatchEncoding` of
-            transformers is one), dataclasses and attrs classes, whose copies keep their class; objects with a method
-            `to(device)`, which is called; and what holds no tensor, which passes through. Each `iter()` of the
-            prefetcher starts a new `iter(loader)`, so one prefetcher serves all epochs. `len()` is the loader's. A
-            loader must not write to a pinned batch that it has handed out: the copy may still be due.
+        loader: any iterable of batches. A batch may contain trees of tensors; dict-like objects (`UserDict`, such as
+            the `BatchEncoding` of transformers), dataclasses and attrs classes, whose copies keep their class; and
+            objects with a method `to(device)`, which is called. An object without tensors is passed on as it is. Each
+            `iter()` of the prefetcher starts a new `iter(loader)`, so one prefetcher serves all epochs. `len()` is the
+            loader's. A loader must not write to a pinned batch after yielding it, because the copy may still be due.
         device: where the batches go: "cuda", "cuda:1", "cpu" or a `torch.device`.
         depth: how many steps the host may run ahead of the device. It bounds the memory of waiting batches.
-        transform: called with each batch on the device and returns the batch to hand out, a tree of tensors and others.
-            It runs without autograd, on the side stream right behind the copy, beside the step that runs meanwhile: it
-            may read what existed before the loop, and must not change what a step reads. The host calls it when the
-            loop asks for the batch, between two steps; what it draws from the default generators, it draws in that
-            order, and the numbers are those of the same call as the first line of the loop's body.
+        transform: a function that gets each batch on the device and returns the batch to yield, a tree of tensors and
+            other objects. It runs without autograd on the side stream, right behind the copy and at the same time as an
+            earlier step. So it may read tensors from before the loop, and must not change what a step reads. The host
+            calls it when the loop asks for the batch, between two steps: it draws the same numbers from the default
+            generators as it would in the first line of the loop's body.
 
     Raises:
         ValueError: `depth` is not a positive int, `device` names CUDA where there is none, or `transform` is not
             callable.
-        AmpkitError: while iterating, a batch holds tensors in an object of another kind; or `transform` raised (its
+        AmpkitError: while iterating, a batch has tensors in an object of another kind; or `transform` raised (its
             exception is the cause), or returned None.
 
-    Sync: waits only where the host is `depth` steps ahead, and where an object's own `to(device)` waits. Aliasing: a
-    batch that is on the device already is handed out as it is, any other has tensors of its own.
+    Sync: waits only if the host is `depth` steps ahead, or if an object's own `to(device)` waits. Aliasing: a batch
+    that is on the device already is yielded as it is, any other has tensors of its own.
     """
 
     @overload
@@ -97,16 +98,16 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         return len(self.loader)  # type: ignore[arg-type]  # a loader without len raises its own TypeError
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._copied() if self.device.type == "cuda" else self._moved()
+        return self._on_side_stream() if self.device.type == "cuda" else self._one_by_one()
 
-    def _moved(self) -> Iterator[Batch]:
+    def _one_by_one(self) -> Iterator[Batch]:
         for i, batch in enumerate(self.loader):
             yield self._transformed(_Transfer(self.device, i, lambda tensor: tensor.to(self.device))(batch), i)
 
-    def _copied(self) -> Iterator[Batch]:
+    def _on_side_stream(self) -> Iterator[Batch]:
         side, consumer = _side_stream(self.device), torch.cuda.current_stream(self.device)
         if self.transform is not None:
-            side.wait_stream(consumer)  # its constants may still be in the making
+            side.wait_stream(consumer)  # the device may still be computing its constants
         steps: deque[torch.cuda.Event] = deque()
         for i, batch in enumerate(self.loader):
             consumer = torch.cuda.current_stream(self.device)
@@ -114,10 +115,10 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
                 with torch.cuda.stream(side):
                     copy = functools.partial(self._copy, consumer=consumer, side=side)
                     on_device = self._transformed(_Transfer(self.device, i, copy)(batch), i)
-            finally:  # also after an error: the memory of what `transform` reads may be given away then
+            finally:  # also after an error, because the memory that `transform` reads may be reused then
                 consumer.wait_stream(side)
-            # The allocator must not give the memory to the side stream's next copy while the consumer still reads it.
-            # What `transform` read and did not return was used on the side stream alone, in whose order it is reused.
+            # The next copy on the side stream must not reuse this memory while the consumer still reads it. Tensors
+            # that `transform` did not return were used on the side stream alone, which reuses their memory in order.
             for tensor in _tensors_of(on_device):
                 if tensor.device == self.device:
                     tensor.record_stream(consumer)
@@ -130,7 +131,7 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
     def _copy(self, tensor: Tensor, *, consumer: torch.cuda.Stream, side: torch.cuda.Stream) -> Tensor:
         if tensor.device == self.device:
             if self.transform is not None:  # it reads on the side stream what the loader wrote on the consumer's
-                side.wait_stream(consumer)  # after the steps that are queued there: nothing is hidden then
+                side.wait_stream(consumer)  # which is after the steps that are queued there, so nothing overlaps then
                 tensor.record_stream(side)
             return tensor
         if tensor.device.type == "cpu" and not tensor.is_pinned():
@@ -139,7 +140,7 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
 
     def _transformed(self, batch: Any, i: int) -> Batch:
         if self.transform is None:
-            return batch  # type: ignore[no-any-return]  # what the transform makes of it
+            return batch  # type: ignore[no-any-return]  # the loader's batch is the one to yield
         try:
             with torch.no_grad():
                 made = self.transform(batch)
@@ -151,39 +152,38 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
 
 
 class _Transfer:
-    """Moves every tensor of one batch, in trees and in objects that hold some, and leaves the batch as it is.
+    """Copies one batch to the device, with every tensor in its trees and objects. The batch itself stays as it is.
 
     Args:
-        device: where to.
+        device: where the tensors go.
         i: the number of the batch, for messages.
-        move: moves a tensor.
+        move: a function that returns a tensor on the device.
     """
 
     def __init__(self, device: torch.device, i: int, move: Callable[[Tensor], Tensor]) -> None:
         self._device = device
         self._i = i
         self._move = move
-        self._made: dict[int, Tensor] = {}  # one per tensor, as in the batch
+        self._by_id: dict[int, Tensor] = {}  # so that a tensor that is in the batch twice is one tensor on the device
         self._within: list[Any] = []  # the objects whose parts are being moved
 
     def __call__(self, thing: Any) -> Any:
         """Return the batch, or a part of it, on the device."""
         if isinstance(thing, Tensor):
-            if id(thing) not in self._made:
-                self._made[id(thing)] = self._moved(thing)
-            return self._made[id(thing)]
+            if id(thing) not in self._by_id:
+                self._by_id[id(thing)] = self._moved(thing)
+            return self._by_id[id(thing)]
         if not holds_tensors(thing):
             return thing
         if any(thing is outer for outer in self._within):
-            raise AmpkitError(
-                f"prefetch: batch {self._i}: a {_kind(thing)} holds itself, so no copy of it can be made."
-            )
+            raise AmpkitError(f"prefetch: batch {self._i}: a {_kind(thing)} contains itself, so it cannot be copied.")
         self._within.append(thing)
         try:
-            leaves, spec = tree_flatten(thing, is_leaf=_is_packed)
+            # A PackedSequence is a named tuple with parts that must stay on the host. Its own `to` knows which.
+            leaves, spec = tree_flatten(thing, is_leaf=lambda part: isinstance(part, PackedSequence))
         except RecursionError:
             raise AmpkitError(
-                f"prefetch: batch {self._i}: a {_kind(thing)} holds itself, or too many containers in one another."
+                f"prefetch: batch {self._i}: a {_kind(thing)} contains itself, or too many nested containers."
             ) from None
         is_tree = len(leaves) != 1 or leaves[0] is not thing
         moved = tree_unflatten([self(leaf) for leaf in leaves], spec) if is_tree else self._object(thing)
@@ -197,7 +197,7 @@ class _Transfer:
             raise AmpkitError(f"prefetch: batch {self._i}: a {_kind(tensor)} cannot be moved: {error}") from error
 
     def _object(self, thing: Any) -> Any:
-        """Return an object that is no tree with its tensors moved, or raise."""
+        """Return an object that is no tree with its tensors on the device, or raise an `AmpkitError`."""
         moves_itself = callable(getattr(type(thing), "to", None)) and not isinstance(thing, (dict, UserDict))
         if is_record(thing) and not moves_itself:
             return with_values(thing, self)
@@ -219,11 +219,6 @@ class _Transfer:
         return made
 
 
-def _is_packed(thing: object) -> bool:
-    """Return whether this is a named tuple of which some parts have to stay on the host: it moves itself."""
-    return isinstance(thing, PackedSequence)
-
-
 def _kind(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
@@ -235,7 +230,7 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for copies to a device: one for all prefetchers, for each stream keeps freed memory apart."""
+    """Return the stream for copies to a device. All prefetchers use one, since a stream reuses only its own memory."""
     return torch.cuda.Stream(device)
 
 

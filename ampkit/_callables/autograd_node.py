@@ -1,4 +1,4 @@
-"""One call of captured passes as a node of the caller's autograd graph, and when its activations are gone."""
+"""A replayed forward pass as a node of the caller's autograd graph, and how long its activations are needed."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,17 +14,17 @@ from .._undo import call
 from .passes import Passes
 from .shared_memory import SharedMemory
 
-PENDING: Any = object()  # what a call returns that was not made
+PENDING: Any = object()  # stands for the result of a call that could not be replayed
 
 
 class GraphedPasses:
-    """The forward and the backward graph of one layout.
+    """The forward and the backward graph of one layout of the input.
 
     Args:
-        shared: the memory and the order that its launches share with those of other callables.
-        passes: what they read and write.
-        forward: of the forward pass.
-        backward: of the backward pass; not captured where there is none.
+        shared: the pools and the order of launches that it shares with other callables.
+        passes: the tensors that the graphs read and write.
+        forward: the graph of the forward pass.
+        backward: the graph of the backward pass; not captured if no output requires grad.
     """
 
     def __init__(self, shared: SharedMemory, passes: Passes, forward: Graph, backward: Graph) -> None:
@@ -32,94 +32,104 @@ class GraphedPasses:
         self._passes = passes
         self._forward = forward
         self._backward = backward
-        self._last: weakref.ref[_Call] | None = None
+        self._last: weakref.ref[_ForwardReplay] | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether the activations of the last call may still be needed."""
+        """Whether a backward pass may still need the activations of the last call."""
         last = None if self._last is None else self._last()
         return last is not None and not last.done
 
     def __call__(self, leaves: list[Any]) -> Any:
-        """Replay the forward graph on this input, or return `PENDING` and do nothing, for activations that a backward
-        pass may still need are in it. Sync: none. Aliasing: none."""
-        results = self._shared.in_turn(self._launched, leaves)  # another thread may launch it at the same time
+        """Replay the forward graph on this input. Return `PENDING`, and replay nothing, where `pending` holds.
+
+        Sync: none. Aliasing: none.
+        """
+        results = self._shared.in_turn(self._replay, leaves)  # another thread may replay it at the same time
         return PENDING if results is PENDING else self._passes.rebuild(results)
 
-    def _launched(self, leaves: list[Any]) -> Any:
+    def _replay(self, leaves: list[Any]) -> Any:
         if self.pending:
             return PENDING
-        launch = _Call(self)
-        entries = [leaves[i] for i in self._passes.entries]
-        results = _node(launch, leaves, *entries, *self._passes.params)
-        self._last = weakref.ref(launch)
+        replay = _ForwardReplay(self)
+        inputs = [leaves[i] for i in self._passes.grad_inputs]
+        results = _replayed(replay, leaves, *inputs, *self._passes.params)
+        self._last = weakref.ref(replay)
         return results
 
     def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return copies of the outputs, and those of them that are not differentiable. To be called in a turn."""
+        """Replay; return copies of the outputs, and the non-differentiable ones. Call it within `in_turn`."""
         self._passes.inputs.copy_(leaves)
         self._forward.replay()
         results = _copies(self._passes.results)
         pairs = zip(results, self._passes.differentiable, strict=True)
         return results, [result for result, differentiable in pairs if not differentiable]
 
-    def backward(self, launch: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Return copies of the gradients for these gradients of the outputs."""
-        return self._shared.in_turn(call, self._backward_of, launch, grads, wanted)
+    def backward(
+        self, replay: "_ForwardReplay", grads: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return copies of the gradients of inputs and parameters.
+
+        Args:
+            replay: the forward pass to backpropagate.
+            grads: the gradients of its outputs.
+            wanted: per input and parameter, whether a gradient is needed.
+        """
+        return self._shared.in_turn(call, self._backward_of, replay, grads, wanted)
 
     def _backward_of(
-        self, launch: "_Call", grads: Sequence[Tensor | None], wanted: Sequence[bool]
+        self, replay: "_ForwardReplay", grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
-        if self._last is None or self._last() is not launch:
+        if self._last is None or self._last() is not replay:
             raise RuntimeError(_OVERWRITTEN)
-        if Passes.recording:  # in another thread, for in this one no graph is launched meanwhile
+        if Passes.recording:  # in another thread, because this one would not be here during a capture
             raise RuntimeError(_RECORDING)
-        if launch.versions != self.versions():
+        if replay.versions != self.versions():
             raise RuntimeError(_MODIFIED)
         passes = self._passes
         given = [grad for grad, differentiable in zip(grads, passes.differentiable, strict=True) if differentiable]
-        for seed, grad in zip(passes.seeds, given, strict=True):
-            _ = seed.zero_() if grad is None else seed.copy_(grad, non_blocking=True)
+        for static, grad in zip(passes.out_grads, given, strict=True):
+            _ = static.zero_() if grad is None else static.copy_(grad, non_blocking=True)
         self._backward.replay()
-        launch.done = not keeps_graph()
-        reached = {i for i, grad in enumerate(given) if grad is not None}
-        # Where the loss leaves out all that a gradient depends on there is none, rather than zeros.
+        replay.done = not keeps_graph()
+        in_loss = {i for i, grad in enumerate(given) if grad is not None}
+        # If none of the outputs that use an input is part of the loss, its gradient is None rather than zeros.
         found = {
             j: grad
             for j, grad in enumerate(passes.grads)
-            if grad is not None and wanted[j] and not passes.dependents[j].isdisjoint(reached)
+            if grad is not None and wanted[j] and not passes.used_by[j].isdisjoint(in_loss)
         }
         copies = dict(zip(found, _copies(list(found.values())), strict=True))
         return [copies.get(j) for j in range(len(wanted))]
 
     def versions(self) -> list[int]:
-        """Return a number per parameter and buffer that backward reads, which every change in place raises."""
+        """Return the version of each parameter and buffer that backward reads. A change in place raises it."""
         return [version(tensor) for tensor in self._passes.read]
 
     def reset(self) -> None:
-        """Give the graphs up. Waits for the device."""
+        """Free the graphs. Waits for the device."""
         self._last = None
         self._forward.reset()
         self._backward.reset()
 
 
-class _Call:
-    """One replay of a forward graph. Its autograd node holds it, so that it lives while backward may still come."""
+class _ForwardReplay:
+    """One replay of a forward graph. It is alive as long as its autograd node, and so as long as backward may come."""
 
     def __init__(self, graphed: GraphedPasses) -> None:
         self.graphed = graphed
         self.done = False
-        self.versions: list[int] = []  # of what backward reads, after the forward pass
+        self.versions: list[int] = []  # `GraphedPasses.versions` after the forward pass
 
 
-class _Node(torch.autograd.Function):
-    """Forward and backward of one call, by replays."""
+class _ReplayFunction(torch.autograd.Function):
+    """The autograd function of one call: forward and backward replay a graph each."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, leaves: list[Any], *_: Tensor) -> tuple[Tensor, ...]:
-        results, constants = call.graphed.forward(leaves)
-        call.versions = call.graphed.versions()
-        ctx.call = call
+    def forward(ctx: Any, replay: _ForwardReplay, leaves: list[Any], *_: Tensor) -> tuple[Tensor, ...]:
+        results, constants = replay.graphed.forward(leaves)
+        replay.versions = replay.graphed.versions()
+        ctx.replay = replay
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*constants)
         return tuple(results)
@@ -127,15 +137,15 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            returned = ctx.call.graphed.backward(ctx.call, grads, ctx.needs_input_grad[2:])
+            returned = ctx.replay.graphed.backward(ctx.replay, grads, ctx.needs_input_grad[2:])
         if torch.is_grad_enabled():  # create_graph=True
-            # once_differentiable does this only where a gradient that comes in requires grad.
-            returned = [*_once(torch.empty(0, requires_grad=True), *returned)]
+            # torch's once_differentiable does this only if a gradient that comes in requires grad.
+            returned = [*_differentiable_once(torch.empty(0, requires_grad=True), *returned)]
         return None, None, *returned
 
 
-class _Once(torch.autograd.Function):
-    """Identity of gradients that cannot be differentiated, and say so rather than being taken for constants."""
+class _DifferentiableOnce(torch.autograd.Function):
+    """Identity of gradients. To differentiate them is an error; otherwise they would pass for constants."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -149,8 +159,8 @@ class _Once(torch.autograd.Function):
         )
 
 
-_node: Callable[..., tuple[Tensor, ...]] = _Node.apply
-_once: Callable[..., tuple[Tensor | None, ...]] = _Once.apply
+_replayed: Callable[..., tuple[Tensor, ...]] = _ReplayFunction.apply
+_differentiable_once: Callable[..., tuple[Tensor | None, ...]] = _DifferentiableOnce.apply
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -163,12 +173,13 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 _OVERWRITTEN = (
-    "make_graphed_callables: backward for a second time through a call whose activations are gone, for a later call "
-    "was replayed or the callable was closed. Pass retain_graph=True to the first backward: calls are eager until then."
+    "make_graphed_callables: backward for a second time through a call whose activations are gone, because a later "
+    "call was replayed or the callable was closed. Pass retain_graph=True to the first backward: calls are eager until "
+    "the second one."
 )
 _RECORDING = (
-    "make_graphed_callables: backward while another thread captures a callable. The two would use one workspace of "
-    "cuBLAS at the same time. Call each callable once in each layout before threads share the device."
+    "make_graphed_callables: backward while another thread captures a callable. Both would use one workspace of cuBLAS "
+    "at the same time. Call each callable once in each layout before threads share the device."
 )
 _MODIFIED = (
     "make_graphed_callables: a parameter or buffer that backward needs has been modified by an inplace operation since "

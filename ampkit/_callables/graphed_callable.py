@@ -1,4 +1,4 @@
-"""Modules and functions whose calls are graph launches: which graph serves a call, and why a call is eager."""
+"""Modules and functions whose calls replay a graph: which graph a call replays, or why it is eager."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ from .autograd_node import PENDING, GraphedPasses
 from .passes import Passes, UnusedError, undone
 from .shared_memory import SharedMemory, shared_memory_of
 
-_MAX_CAPTURES = 32  # per callable, in its life: a shape or a constant that always varies captures in every call
+_MAX_CAPTURES = 32  # per callable; otherwise an input with a new shape or constant in each call is always captured
 
 
 def make_graphed_callables(
@@ -44,51 +44,54 @@ def make_graphed_callables(
 ) -> Any:
     """Return callables whose forward pass is one CUDA graph launch, and whose backward pass is another.
 
-    For a network of which only parts can be captured; a whole training step is `graphed_step`. Every call that
-    `torch.cuda.make_graphed_callables` takes is taken. Outputs and gradients have the bits of the ungraphed callable.
+    Use it for a network of which only parts can be captured; for a whole training step there is `graphed_step`. It
+    accepts every call that `torch.cuda.make_graphed_callables` accepts. Outputs and gradients have the same bits as
+    those of the callable without graphs.
 
     Args:
-        callables: a module, a function of tensors, or a tuple of these. A module comes back itself, with another
-            `forward`: hooks of the module run around it, whether registered before or after.
+        callables: a module, a function of tensors, or a tuple of these. A module is returned itself, with another
+            `forward`, so its hooks run around the graph, whether they are registered before or after.
         sample_args: the arguments of a call: a tuple of trees of tensors and hashable constants; for a tuple of
             callables a tuple of such tuples. Their values do not matter. Layout, constants, `requires_grad`, autocast
-            and the modes of submodules decide which graph serves a call.
+            and the modes of submodules decide which graph a call replays.
         num_warmup_iters: forward and backward passes before a capture, at least two.
-        allow_unused_input: whether outputs may leave out an input or parameter that requires grad. It gets no gradient.
-        pool: a handle as `torch.cuda.graph_pool_handle()` returns it. Callables with the same handle share the scratch
-            of their backward passes; without a handle, those of this call do. Their calls and backward passes may come
-            in any order. With graphs of other makers nothing is shared.
+        allow_unused_input: whether an input or parameter that requires grad may have no part in any output. It gets no
+            gradient.
+        pool: a handle as `torch.cuda.graph_pool_handle()` returns it. Callables with the same handle share the
+            temporary memory of their backward passes; without a handle, the callables of this call do. Their calls and
+            backward passes may come in any order. No memory is shared with graphs that ampkit did not make.
         sample_kwargs: keyword arguments of the call, a dict; for a tuple of callables a tuple of dicts.
         graph: "auto": CUDA graphs where the tensors are on CUDA. "emulate": the same engine, re-running the callable
             instead of a graph, on any device. "off": eager.
 
     Returns:
-        `callables`, graphed: for a function a function, for a tuple a tuple. That function, or `module.forward`, has
-        `close()`, which gives the graphs back and restores `forward`, and counts: `captures`, `replays`, and `eager`
-        by reason. A copy of a graphed module, by deepcopy or pickle, is ungraphed.
+        `callables`, graphed: a function for a function, a tuple for a tuple. That function, or `module.forward`, has a
+        method `close()`, which frees the graphs and restores `forward`, and the counts `captures`, `replays`, and
+        `eager` by reason. A copy of a graphed module, by deepcopy or pickle, has no graphs.
 
     Raises:
         ValueError: an argument that cannot work; the message says what to pass.
         CaptureError: an input or parameter is unused and `allow_unused_input` is False.
 
-    A layout that is new is captured at its first call, up to 32 in the life of a callable. Eager, as the callable was
-    before, are calls under `torch.no_grad`, in another mode (train or eval) than now, within the capture of another
-    graph, and those that come before an earlier call in the same layout was backpropagated, whose activations the
-    graph holds. So is what cannot be captured, with one `CaptureWarning` per reason. Where parameters were replaced or
-    moved since, graphs are captured again.
+    A new layout is captured at its first call; a callable is captured 32 times at most. These calls run eagerly, as
+    before: calls under `torch.no_grad`, calls in another mode (train or eval) than now, calls within the capture of
+    another graph, and calls that cannot be captured, with one `CaptureWarning` per reason. A call is also eager if an
+    earlier call in the same layout has yet to be backpropagated, because the graph holds its activations. If parameters
+    were replaced or moved, graphs are captured again.
 
     Warm-up and capture leave buffers, random numbers and `param.grad` as they were. What `forward` writes into
-    parameters stays written. What it reads on the host, attributes of a module that are no parameters or buffers among
-    it, is frozen, and what it writes there is not repeated. Hooks of submodules are part of the capture: what they do
-    to tensors is repeated, nothing else.
+    parameters stays written. What it reads on the host is a constant in the graph, including attributes of a module
+    that are no parameters or buffers; what it writes on the host is not written again in a replay. Hooks of submodules
+    are captured: a replay repeats what they do to tensors, and nothing else.
 
-    Backward is captured without autocast. A second backward pass needs `retain_graph=True` in the first, as ever;
-    differentiating twice is an error. An output that the loss leaves out counts as one with zero gradient. A parameter
-    or input that is used outside of the callable as well has its gradient summed in another order than without graphs.
+    Backward is captured without autocast. A second backward pass needs `retain_graph=True` in the first, as usual;
+    differentiating twice is an error. An output that is not part of the loss counts as one with zero gradient. The
+    gradient of a parameter or input that is also used outside of the callable is summed in another order than without
+    graphs.
 
     Sync: none in a call; a capture waits for the device. Aliasing: arguments are copied; outputs and gradients belong
-    to the caller. Calls may be made on any stream and in any thread, and graphs on one device take turns. A layout that
-    is new is captured by one thread; a call by another one meanwhile is an error.
+    to the caller. Calls may be made on any stream and in any thread, and graphs on one device take turns. If one thread
+    calls a callable while another one captures it, that is an error.
     """
     functions, samples = _parse(callables, sample_args, sample_kwargs)
     _check_options(num_warmup_iters, allow_unused_input, graph, pool)
@@ -97,11 +100,11 @@ def make_graphed_callables(
     for function, sample in zip(functions, samples, strict=True):
         device = _device(function, sample)
         shared = shared_memory_of(handle, device, emulated=graph != "auto" or device.type != "cuda")
-        # Two at least: a pass that is watched is one that torch.compile compiles anew.
-        warmup, blocker = max(2, num_warmup_iters), _blocker(function, device, graph)
+        # At least two, because saved_tensors_hooks are on in the first one, for which torch.compile compiles anew.
+        warmup, blocker = max(2, num_warmup_iters), _why_never_captured(function, device, graph)
         made.append(GraphedCallable(function, shared, warmup, allow_unused_input, blocker))
     for reason in dict.fromkeys(each.blocker for each in made if each.blocker and graph != "off"):
-        _warn(f"{reason} Calls are eager; graph='off' says so without a warning.")
+        _warn(f"{reason} Calls are eager; graph='off' makes them eager without a warning.")
     for each, sample in zip(made, samples, strict=True):
         each.prepare(*sample)
     results = tuple([each.install() for each in made])
@@ -109,11 +112,11 @@ def make_graphed_callables(
 
 
 class GraphedCallable:
-    """A callable whose calls are graph launches. Made by `make_graphed_callables`.
+    """A callable whose calls replay graphs. Made by `make_graphed_callables`.
 
     Attributes:
         captures: pairs of graphs captured so far.
-        replays: calls that were a graph launch.
+        replays: calls that replayed a graph.
         eager: other calls, by reason.
     """
 
@@ -132,20 +135,20 @@ class GraphedCallable:
         self._generation: Generation | None = None
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[int] = []
-        self._graphs: dict[_Key, GraphedPasses | None] = {}
+        self._graphs: dict[_GraphKey, GraphedPasses | None] = {}
         self._warned: set[str] = set()
         self._attempts = 0
-        self._recorder: int | None = None  # the thread that captures
+        self._capturing_thread: int | None = None
         self.captures = 0
         self.replays = 0
         self.eager: Counter[str] = Counter()
         functools.update_wrapper(self, self._original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the callable: launch its graph, or run it eagerly where no graph may serve this call."""
+        """Call the callable: replay its graph, or run it eagerly if no graph can do what this call does."""
         if torch.compiler.is_compiling():
             return self._original(*args, **kwargs)
-        if self._recorder not in (None, threading.get_ident()) and not in_backward():
+        if self._capturing_thread not in (None, threading.get_ident()) and not in_backward():
             raise AmpkitError(_RECORDED)
         with self._shared.call():
             return call(self._call, args, kwargs)
@@ -154,7 +157,7 @@ class GraphedCallable:
         reason = self.blocker or self._why_not_now()
         if not reason:
             leaves, tree = flatten(args, kwargs)
-            passes = self._find(leaves, tree)
+            passes = self._graphs_for(leaves, tree)
             if passes is not None and (results := passes(leaves)) is not PENDING:
                 self.replays += 1
                 return results
@@ -163,9 +166,9 @@ class GraphedCallable:
         return self._original(*args, **kwargs)
 
     def close(self) -> None:
-        """Give the graphs and their memory back, and restore the module's `forward`. Later calls are eager.
+        """Free the graphs and restore the module's `forward`. Later calls are eager.
 
-        Graphs that a backward pass still needs go after it. Waits for the device.
+        Graphs that a backward pass still needs are freed after it. Waits for the device.
         """
         self.blocker = "closed"
         for passes in self._graphs.values():
@@ -178,10 +181,10 @@ class GraphedCallable:
                 self._module.forward = self._original
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Capture for a sample. Warns of what cannot be captured; raises if inputs are unused or the callable fails."""
+        """Capture a sample. Warns if it cannot be captured; raises if inputs are unused or the callable fails."""
         if not self.blocker:
             with torch.inference_mode(False), torch.enable_grad():
-                call(self._find, *flatten(args, kwargs), is_sample=True)
+                call(self._graphs_for, *flatten(args, kwargs), is_sample=True)
 
     def install(self) -> Any:
         """Return the graphed callable: this object for a function, and for a module the module with a new `forward`."""
@@ -202,7 +205,7 @@ class GraphedCallable:
             return "no_grad"
         if self._module is not None and self._module.training != self._mode:
             return f"module.training is {self._module.training}"
-        # Also in the eager call that a capture is compared with: it does what the capture will.
+        # Also in the eager call that a capture is compared with, which must do what the capture will do.
         elsewhere = self._shared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if Passes.recording or captures.recorded or elsewhere:
             return "in the capture of another graph"
@@ -211,10 +214,10 @@ class GraphedCallable:
             return "register_backward_hook"
         return ""
 
-    def _find(self, leaves: list[Any], tree: TreeSpec, is_sample: bool = False) -> GraphedPasses | None:
+    def _graphs_for(self, leaves: list[Any], tree: TreeSpec, is_sample: bool = False) -> GraphedPasses | None:
         """Return the graphs for this input, captured now if need be, or None if there can be none."""
         if self._generation is None and self._module is not None and _is_lazy(self._module):
-            return None  # the call, which is eager, makes the parameters
+            return None  # the call is eager and creates the parameters
         try:
             key = self._key(leaves, tree)
         except InputMismatch as error:
@@ -225,7 +228,7 @@ class GraphedCallable:
             return None
         if key not in self._graphs:
             if in_backward():
-                return None  # a capture there would be of a backward pass in the middle of another
+                return None  # a backward pass cannot be captured within another one
             if self._attempts == _MAX_CAPTURES:
                 self._warn(_MANY_LAYOUTS)
                 return None
@@ -233,8 +236,8 @@ class GraphedCallable:
             self._graphs[key] = self._capture(key, leaves, is_sample)
         return self._graphs[key]
 
-    def _key(self, leaves: list[Any], tree: TreeSpec) -> "_Key":
-        """Return what decides which graph serves a call, having dropped the graphs that the module outlived."""
+    def _key(self, leaves: list[Any], tree: TreeSpec) -> "_GraphKey":
+        """Return what decides which graph a call replays. Drop all graphs if the module has other tensors by now."""
         wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
         plain = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(plain, tree)
@@ -243,31 +246,31 @@ class GraphedCallable:
         if before is None or before.walk != now.walk or before.addresses != now.addresses:
             if before is not None and any(self._graphs.values()):
                 self._warn(f"{before.replaced_in(now)}. Each such change takes a new capture.")
-            self._graphs = {}  # graphs that a backward pass still needs live on with its autograd node
+            self._graphs = {}  # an autograd node keeps the graphs that its backward pass still needs
             self._hook_tables = [table for module in now.walk.modules[1:] for table in hook_tables(module)]
             self._hooks = list(chain.from_iterable(self._hook_tables))
         self._generation = now
-        return _Key(spec, wants_grad, now.settings)
+        return _GraphKey(spec, wants_grad, now.settings)
 
-    def _capture(self, key: "_Key", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
+    def _capture(self, key: "_GraphKey", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
         """Return graphs for this key, or None if it cannot be captured."""
         try:
             with Undo() as undo:
-                undo.note(setattr, self, "_recorder", None)
+                undo.note(setattr, self, "_capturing_thread", None)
                 undo.note(modes())
-                self._recorder = threading.get_ident()
+                self._capturing_thread = threading.get_ident()
                 passes = self._record(key, leaves)
         except Exception as error:
-            refused = isinstance(error, CaptureError)
-            if is_sample and (isinstance(error, UnusedError) or not refused):
-                raise  # if it was not refused, the callable itself does not work
-            self._warn(f"{error} Calls are eager." if refused else f"{describe_failure(error)} The call is eager.")
+            is_refused = isinstance(error, CaptureError)
+            if is_sample and (isinstance(error, UnusedError) or not is_refused):
+                raise  # an error other than a CaptureError means that the callable itself does not work
+            self._warn(f"{error} Calls are eager." if is_refused else f"{describe_failure(error)} The call is eager.")
             return None
         self.captures += 1
         return passes
 
-    def _record(self, key: "_Key", leaves: list[Any]) -> GraphedPasses:
-        """Warm up and capture, leaving everything as it was, whether that succeeds or not."""
+    def _record(self, key: "_GraphKey", leaves: list[Any]) -> GraphedPasses:
+        """Warm up and capture. Modules and random numbers are as before afterwards, also if that fails."""
         assert self._generation is not None  # set by _key
         walk, device = self._generation.walk, self._shared.device
         tensors = list(dict.fromkeys(walk.tensors))
@@ -284,7 +287,7 @@ class GraphedCallable:
         with undone(walk.modules, device) as rebound:
             graphs = passes.capture(self._shared, self._warmup, self._allow_unused)
             if names := rebound():
-                self.blocker = "not captured"  # if eager calls do so, too, each of them would be a reason to try again
+                self.blocker = "not captured"  # eager calls may rebind, too, and each would lead to another attempt
                 raise CaptureError(
                     f"{', '.join(names[:3])}: made or rebound in forward; a replay would neither read nor keep the new "
                     "value. Return it, or change the tensor in place (copy_, add_)."
@@ -297,7 +300,9 @@ class GraphedCallable:
             _warn(message)
 
 
-class _Key(NamedTuple):
+class _GraphKey(NamedTuple):
+    """What decides which graph a call replays."""
+
     spec: Spec
     wants_grad: tuple[bool, ...]  # per leaf of the input
     settings: Settings
@@ -307,25 +312,25 @@ class _Key(NamedTuple):
 
 
 _MANY_LAYOUTS = (
-    f"{_MAX_CAPTURES} captures so far, so inputs of other layouts are eager from now on. Pass numbers that vary as "
-    "tensors, and pad shapes that vary to a few."
+    f"{_MAX_CAPTURES} captures so far, so calls with inputs of other layouts are eager from now on. Pass numbers that "
+    "vary as tensors, and pad shapes that vary to a few sizes."
 )
 _LEGACY_HOOK = (
-    "a hook of register_backward_hook sees the last operation of a module, which is inside the graph. Calls are eager. "
-    "Use register_full_backward_hook."
+    "a hook of register_backward_hook reads the last operation of a module, which is inside the graph. Calls are "
+    "eager. Use register_full_backward_hook."
 )
 _RECORDED = (
     "make_graphed_callables: a callable was called while another thread captures it, with other tensors in place of "
     "its parameters. Call it once in each layout before threads share it."
 )
 _LATE_HOOK = (
-    "a hook was registered on a submodule since capture, or removed from one. Calls are eager while it is so. Register "
-    "hooks of submodules before."
+    "a hook was registered on a submodule since the capture, or removed from one. Calls are eager until that is "
+    "undone. Register hooks of submodules before the first capture."
 )
 
 
 def _parse(callables: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[Any, ...], list[tuple[Any, Any]]]:
-    """Return functions and for each the arguments of its sample."""
+    """Return the callables, and the positional and keyword arguments of a sample for each of them."""
     if not isinstance(callables, tuple):
         callables, sample_args = (callables,), (sample_args,)
         sample_kwargs = None if sample_kwargs is None else (sample_kwargs,)
@@ -340,17 +345,13 @@ def _parse(callables: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[
             f"{len(sample_kwargs)} sample_kwargs. Pass a tuple of arguments, and a dict if any, for each callable."
         )
     for function, args, named in zip(callables, sample_args, sample_kwargs, strict=True):
-        _check_sample(function, args, named)
+        check_callable(where, "callables", function, "a module, a function or a tuple of them")
+        expected = "a tuple of arguments; for one argument write sample_args=(x,)"
+        check_instance(where, "sample_args", args, (tuple, list), expected)
+        check_instance(where, "sample_kwargs", named, dict, "a dict of keyword arguments")
+        if isinstance(function, nn.Module) and has_legacy_backward_hooks(function):
+            raise ValueError(f"make_graphed_callables: {_LEGACY_HOOK}")
     return callables, [(tuple(args), dict(named)) for args, named in zip(sample_args, sample_kwargs, strict=True)]
-
-
-def _check_sample(function: Any, args: Any, named: Any) -> None:
-    check_callable("make_graphed_callables", "callables", function, "a module, a function or a tuple of them")
-    expected = "a tuple of arguments; for one argument write sample_args=(x,)"
-    check_instance("make_graphed_callables", "sample_args", args, (tuple, list), expected)
-    check_instance("make_graphed_callables", "sample_kwargs", named, dict, "a dict of keyword arguments")
-    if isinstance(function, nn.Module) and has_legacy_backward_hooks(function):
-        raise ValueError(f"make_graphed_callables: {_LEGACY_HOOK}")
 
 
 def _check_options(num_warmup_iters: object, allow_unused_input: object, graph: object, pool: object) -> None:
@@ -378,7 +379,7 @@ def _is_lazy(module: nn.Module) -> bool:
     return any(map(nn.parameter.is_lazy, chain(module.parameters(), module.buffers())))
 
 
-def _blocker(function: Any, device: torch.device, graph: str) -> str:
+def _why_never_captured(function: Any, device: torch.device, graph: str) -> str:
     """Return why a callable is never captured, or ""."""
     if graph == "off":
         return "graph='off'"

@@ -1,4 +1,4 @@
-"""A forward and a backward pass as two graphs: static inputs, outputs and gradients, and what a replay gets wrong."""
+"""A forward and a backward pass as two graphs: their static tensors, and the callables that a replay gets wrong."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,32 +28,33 @@ class UnusedError(CaptureError):
 
 
 class Passes:
-    """A callable's forward and backward pass on static inputs, and all that they read and write.
+    """A callable's forward and backward pass on static inputs, and the tensors that they read and write.
 
-    Gradients are taken with respect to aliases of the parameters, which share their memory. A parameter itself would
-    bring along its hooks, which run again where the gradient arrives, and its gradient accumulator, which belongs to
-    the stream it was first used on: as long as an autograd graph of the caller's keeps it, that stream is drawn into
-    the capture and ends it.
+    Gradients are computed for aliases of the parameters, which share their memory. The parameters themselves would
+    bring two things into the capture. Their hooks would run there, and a second time when the caller's autograd gets
+    the gradient. And their gradient accumulators belong to the stream on which they were first used: if the caller
+    still has an autograd graph with them, that stream would become part of the capture and end it.
 
     Args:
         function: the callable.
-        modules: whose parameters it uses.
-        tensors: the parameters and buffers of these.
-        inputs: filled.
-        wants_grad: per leaf of the input.
-        device: of all of these.
+        modules: the modules whose parameters it uses.
+        tensors: the parameters and buffers of these modules.
+        inputs: the static inputs, filled with a sample.
+        wants_grad: whether a leaf of the input requires grad, for each leaf.
+        device: where all of these are.
 
     Attributes:
-        entries: the leaves of the input that a gradient is wanted for, by number.
-        params: the parameters that a gradient is wanted for.
-        grads: of entries, then params.
-        seeds: gradients of the differentiable outputs.
-        differentiable: per tensor among the outputs.
-        dependents: per gradient the differentiable outputs, by number, that it depends on.
+        grad_inputs: which leaves of the input require grad, by number.
+        params: the parameters that require grad.
+        grads: the gradients of `grad_inputs`, then those of `params`.
+        out_grads: the gradients of the differentiable outputs, which backward starts from.
+        differentiable: whether an output requires grad, for each tensor among the outputs.
+        used_by: for each gradient, the differentiable outputs that depend on its tensor, by number.
         read: parameters and buffers that autograd saved, so that backward reads them where they are.
     """
 
-    recording: ClassVar[set[object]] = set()  # what runs now: a graphed callable below is part of what is recorded
+    # Passes that run now, in any thread. A graphed callable that is called within one of them runs eagerly.
+    recording: ClassVar[set[object]] = set()
 
     def __init__(
         self,
@@ -65,28 +66,28 @@ class Passes:
         device: torch.device,
     ) -> None:
         self.inputs = inputs
-        self.entries = [i for i, wanted in enumerate(wants_grad) if wanted]
+        self.grad_inputs = [i for i, wanted in enumerate(wants_grad) if wanted]
         self.params = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
         self.grads: Sequence[Tensor | None] = ()
-        self.seeds: list[Tensor] = []
+        self.out_grads: list[Tensor] = []
         self.differentiable: list[bool] = []
-        self.dependents: list[set[int]] = []
+        self.used_by: list[set[int]] = []
         self.read: list[Tensor] = []
         self._function = function
         self._device = device
         self._tensors = tensors
-        self._kept = [tensor.data for tensor in tensors]  # a graph reads them where they are, replaced or not
+        self._kept = [tensor.data for tensor in tensors]  # a graph reads this memory, also after `param.data = ...`
         aliases = {param: nn.Parameter(param.data) for param in self.params}
         for param, alias in aliases.items():
             vars(alias).update(vars(param))
-        self._cells = [
+        self._places = [
             (module, key, aliases[param])
             for module in modules
             for key, param in module_tables(module)[0].items()
             if param in aliases
         ]
         self._leaves = tree_flatten((inputs.args, inputs.kwargs))[0]
-        self._wrt = [self._leaves[i].requires_grad_() for i in self.entries] + list(aliases.values())
+        self._sources = [self._leaves[i].requires_grad_() for i in self.grad_inputs] + list(aliases.values())
         self._outputs: list[Any] = []
         self._tree: TreeSpec | None = None
 
@@ -103,75 +104,79 @@ class Passes:
 
     def forward(self) -> None:
         """Run the callable; keep its outputs with their autograd graph."""
-        args, kwargs = tree_unflatten(self._leaves, self.inputs.spec.tree)  # anew: it may change a list or dict
+        args, kwargs = tree_unflatten(self._leaves, self.inputs.spec.tree)  # new containers, which it may change
         with self._aliased(), torch.enable_grad():
             self._outputs, self._tree = tree_flatten(self._function(*args, **kwargs))
 
     def backward(self) -> None:
         """Run the backward pass of the last forward pass; keep the gradients."""
         wanted = [result for result in self.results if result.requires_grad]
-        # Retained: what this pass would free, a second one after the same forward pass needs.
+        # The autograd graph is retained, because backward may run twice after one forward pass.
         with self._aliased(), torch.autocast(self._device.type, enabled=False):
-            self.grads = torch.autograd.grad(wanted, self._wrt, self.seeds, retain_graph=True, allow_unused=True)
+            self.grads = torch.autograd.grad(
+                wanted, self._sources, self.out_grads, retain_graph=True, allow_unused=True
+            )
 
     def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool) -> tuple[Graph, Graph]:
         """Warm up and capture both passes. Waits for the device.
 
         Raises:
-            UnusedError: a gradient depends on no output, and `allow_unused` is False.
+            UnusedError: an input or parameter has no part in any output, and `allow_unused` is False.
             CaptureError: it cannot be captured, or a replay would not do what the callable does.
         """
         forward, backward = shared.graphs()
         with shared.aside(), Undo() as undo:
             keep_warning_filters(undo)
-            # Of an empty graph: the backward pass of x + 1 launches nothing.
+            # An empty graph is no mistake here: the backward pass of x + 1 launches nothing.
             warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
             known = self._warm_up(warmup, allow_unused)
-            self._outputs, self.grads = [], ()  # so that nothing is freed in mid-capture
+            self._outputs, self.grads = [], ()  # so that no memory is freed during the capture
             with no_recompile():
                 forward.capture(self.forward)
-                forward.replay()  # an emulated graph has no outputs before
+                forward.replay()  # before that, an emulated graph has no outputs
                 self._check_same(known)
-                if self.seeds:
+                if self.out_grads:
                     backward.capture(self.backward)
-        # The autograd graph goes, and with it whatever hooks and custom functions in it hold. Its memory is the pool's,
-        # from which nothing is captured any more.
+        # This frees the autograd graph, and what its hooks and custom functions refer to. Its memory goes back to the
+        # pool, in which nothing is captured any more.
         self._outputs = [output.detach() if isinstance(output, Tensor) else output for output in self._outputs]
         return forward, backward
 
     def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
-        """Run both passes; find out what there is to know of them. Return the signature of the outputs."""
+        """Run both passes and set the attributes that describe them. Return the signature of the outputs."""
         saved: set[int] = set()
 
         def note(tensor: Tensor) -> Tensor:
             saved.add(storage_address(tensor))
-            return tensor.detach()  # a graph that saves one of its own tensors by a hook would never be freed
+            return tensor.detach()  # the tensor itself would refer to the autograd graph that saves it
 
         versions = self.inputs.versions()
         with saved_tensors_hooks(note, lambda tensor: tensor):
             self.forward()
         known = self._signature()
-        self.dependents = self._find_dependents()
+        self.used_by = self._find_users()
         self.differentiable = [result.requires_grad for result in self.results]
-        self.seeds = [torch.zeros_like(result) for result in self.results if result.requires_grad]
+        self.out_grads = [torch.zeros_like(result) for result in self.results if result.requires_grad]
         self.read = [tensor for tensor in self._tensors if storage_address(tensor) in saved - {0}]
         for i in range(passes):
             if i:
                 self.forward()
                 self._check_same(known)
-            if self.seeds:
+            if self.out_grads:
                 self.backward()
         if versions != self.inputs.versions():
             raise CaptureError("it writes into its input, which a replay would not. Clone the input before.")
-        if self.seeds and not allow_unused:
+        if self.out_grads and not allow_unused:
             self._check_used()
         return known
 
     @contextmanager
     def _aliased(self) -> Iterator[None]:
-        """Context in which the modules have the aliases for parameters, and nothing is in autocast's cache before or
-        after: a cast that a capture made is memory of the graph, and one that it found would be frozen into it."""
-        params = [(module, key, module_tables(module)[0][key]) for module, key, _ in self._cells]
+        """Context in which the modules have the aliases for parameters. Autocast's cache is emptied at both ends.
+
+        A cast from before would be a constant in the graph, and a cast that was captured lies in the graph's memory.
+        """
+        params = [(module, key, module_tables(module)[0][key]) for module, key, _ in self._places]
         with Undo() as undo:
             run = object()
             undo.note(torch.clear_autocast_cache)
@@ -179,26 +184,26 @@ class Passes:
             undo.note(_set, params)
             torch.clear_autocast_cache()
             Passes.recording.add(run)
-            _set(self._cells)
+            _set(self._places)
             yield
 
     # --------------------------------------------------------------------------------------------------------- checks
 
     def _signature(self) -> tuple[Any, ...]:
-        """Return what of the outputs must be the same in each pass."""
+        """Return structure, shapes, dtypes and constants of the outputs, which must be the same in each pass."""
         parts: list[Any] = [self._tree]
         for output in self._outputs:
             if isinstance(output, Tensor):
                 parts.append((output.shape, output.dtype, output.requires_grad))
-                what = f"{type(output).__name__} of layout {output.layout} on {output.device}"
+                shown = f"{type(output).__name__} of layout {output.layout} on {output.device}"
                 plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided
                 fits = plain and output.device == self._device
             else:
                 parts.append(Constant(type(output), output))
-                what, fits = type(output).__name__, type(output) in _CONSTANTS
+                shown, fits = type(output).__name__, type(output) in _CONSTANTS
             if not fits:
                 raise CaptureError(
-                    f"it returned a {what}, which a replay cannot compute anew. Return strided "
+                    f"it returned a {shown}, which a replay cannot compute anew. Return strided "
                     f"tensors on {self._device}, in tuples, lists and dicts."
                 )
         return tuple(parts)
@@ -207,9 +212,9 @@ class Passes:
         if self._signature() != known:
             raise CaptureError("it returned something else each time that it was called with the same input.")
 
-    def _find_dependents(self) -> list[set[int]]:
-        numbers = {id(tensor): j for j, tensor in enumerate(self._wrt)}
-        dependents: list[set[int]] = [set() for _ in self._wrt]
+    def _find_users(self) -> list[set[int]]:
+        numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}
+        used_by: list[set[int]] = [set() for _ in self._sources]
         for i, result in enumerate(result for result in self.results if result.requires_grad):
             for node in graph_nodes([get_gradient_edge(result)]):
                 if node.name() != "torch::autograd::AccumulateGrad":
@@ -220,33 +225,34 @@ class Passes:
                         "argument nor a parameter of the module, so its gradient would be lost. Pass the tensor as an "
                         "argument, or the module that owns it as the callable."
                     )
-                dependents[numbers[id(node.variable)]].add(i)
-        return dependents
+                used_by[numbers[id(node.variable)]].add(i)
+        return used_by
 
     def _check_used(self) -> None:
         for j, grad in enumerate(self.grads):
             if grad is None:
-                kind = "an input" if j < len(self.entries) else "a parameter"
+                kind = "an input" if j < len(self.grad_inputs) else "a parameter"
                 raise UnusedError(
-                    f"no output depends on {kind} of shape {tuple(self._wrt[j].shape)} that requires grad. Pass "
+                    f"no output depends on {kind} of shape {tuple(self._sources[j].shape)} that requires grad. Pass "
                     "allow_unused_input=True, or one that does not require grad."
                 )
 
 
-def _set(cells: Sequence[tuple[nn.Module, str, Any]]) -> None:
-    for module, key, param in cells:
-        setattr(module, key, param)  # not in the table: RNNs keep a list of their own
+def _set(places: Sequence[tuple[nn.Module, str, Any]]) -> None:
+    for module, key, param in places:
+        setattr(module, key, param)  # rather than in the table, because an RNN has a list of its own
 
 
 @contextmanager
 def undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[Callable[[], list[str]]]:
-    """Context that leaves modules and random numbers as they were: attributes by identity, buffers by value.
+    """Context at whose end modules and random numbers are as before: the same attributes, and the values of buffers.
 
-    Parameters keep what is written into them. Yields a function that returns the names of tensors that were rebound.
+    What was written into parameters stays. Yields a function that returns the names of tensor attributes that were
+    given another tensor.
     """
     tables = [(m, table, dict(table)) for m in modules for table in (vars(m), *module_tables(m)[:2])]
-    held = [tensor for _, _, before in tables for tensor in before.values() if isinstance(tensor, Tensor)]
-    values = [(tensor, tensor.detach().clone()) for tensor in held if not isinstance(tensor, nn.Parameter)]
+    attributes = [value for _, _, before in tables for value in before.values() if isinstance(value, Tensor)]
+    values = [(tensor, tensor.detach().clone()) for tensor in attributes if not isinstance(tensor, nn.Parameter)]
 
     def rebound() -> list[str]:
         return [
@@ -262,7 +268,7 @@ def undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[Calla
                 del table[key]
             table.update(before)
         for tensor, value in values:
-            # By .data: the bits are what they were, so autograd need not take the tensor for changed.
+            # Through .data, so that autograd does not count a change: the bits are as before.
             tensor.data.copy_(value)
 
     with Undo() as undo:

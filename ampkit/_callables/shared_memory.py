@@ -1,4 +1,4 @@
-"""In which memory and in which order the graphs of callables run: their pools, and whose turn it is on a device."""
+"""The memory pools that graphs of callables share, and the order in which they run on a device."""
 
 import threading
 import weakref
@@ -16,11 +16,11 @@ _R = TypeVar("_R")
 
 
 class SharedMemory:
-    """What callables that share memory have in common.
+    """The pools of callables that were made with one pool handle.
 
-    Each forward graph has a pool of its own. Activations stay in it until the backward pass; in a common pool those of
-    one graph may lie where an earlier graph, replayed again meanwhile, has its scratch. A backward graph leaves nothing
-    but gradients, which are copied out at once: all of them have one pool, whatever order they run in.
+    Each forward graph has a pool of its own, because its activations stay there until the backward pass. In a common
+    pool, another graph that is replayed in between might use the same addresses for its temporary memory. All backward
+    graphs share one pool and may run in any order: they leave only gradients there, which are copied out at once.
     """
 
     def __init__(self, device: torch.device, emulated: bool) -> None:
@@ -35,15 +35,18 @@ class SharedMemory:
         return CudaGraph(stream, Pool()), CudaGraph(stream, self._pool)
 
     def call(self) -> AbstractContextManager[Any]:
-        """Return a context for a whole call. An emulated graph runs the callable, with other tensors in place of its
-        parameters, so that threads must not meet in it."""
+        """Return a context for a whole call.
+
+        An emulated graph runs the callable with other tensors in place of its parameters, so only one thread at a time
+        may be in a call.
+        """
         return _lock if self._pool is None else _NO_CONTEXT
 
     def in_turn(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Return what `fn` returns, which launches graphs: all of one pass or none, behind those launched before.
+        """Return what `fn` returns, which launches the graph of one pass. It runs after all that were launched before.
 
-        What cuBLAS keeps for the capture stream is part of the graphs: two of them must not run at a time. User code
-        has no place in here. It could wait for another thread, or for autograd's, which takes turns here as well.
+        Two graphs must not run at the same time, because both use the workspace that cuBLAS has for the capture stream.
+        `fn` must not call user code: that could wait for another thread, such as autograd's, which waits for this lock.
         """
         with _lock:
             if self._pool is not None:
@@ -54,7 +57,7 @@ class SharedMemory:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Context on the stream of warm-up and capture."""
+        """Context for warm-up and capture, on the capture stream."""
         if self._pool is None:
             yield
             return
@@ -67,14 +70,15 @@ class SharedMemory:
             current.wait_stream(stream)
 
 
-_USE = "callables"  # not the stream of steps, whose calls may run user code in one thread while these run in another
+_USE = "callables"  # another stream than that of steps, whose calls may run in another thread at the same time
 _lock = threading.RLock()
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _orders: dict[torch.device, StreamOrder] = {}
-# By handle: torch's allocator does not tell which graphs captured into a pool, nor in which order they will run.
+# By pool handle, device, and whether graphs are emulated. A handle stands for pools of ampkit's own, because torch does
+# not tell which graphs captured into a pool, nor in which order they will run.
 _by_handle: "weakref.WeakValueDictionary[tuple[Any, torch.device, bool], SharedMemory]" = weakref.WeakValueDictionary()
 
 
 def shared_memory_of(handle: Any, device: torch.device, emulated: bool) -> SharedMemory:
-    """Return what callables with this pool handle share on a device: the same object as long as one of them lives."""
+    """Return the pools of callables with this handle on a device: the same object as long as one of them is alive."""
     return _by_handle.setdefault((handle, device, emulated), SharedMemory(device, emulated))

@@ -1,4 +1,4 @@
-"""The running average of a model, EMA or SWA, without the host reads of torch's own, so that a graph can hold it."""
+"""The running average of a model (EMA or SWA), computed without the host reads of torch's own, for a graph."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,11 @@ _IN_FLOAT32 = (torch.float16, torch.bfloat16)
 def capturable(
     after_step: Callable[[nn.Module], object],
 ) -> tuple[Callable[[nn.Module], object], nn.Module | None]:
-    """Return what to run behind the optimizer in place of `after_step`, and the module whose state it changes.
+    """Return what to run after the optimizer in place of `after_step`, and the module whose state that changes.
 
     Args:
         after_step: called with the model. `update_parameters` of an `AveragedModel` is replaced by `update_average`,
-            after `prepare_average`; everything else is run as it is.
+            and `prepare_average` is called here. Every other callable is returned as it is.
 
     Returns:
         The callable, and the module that it is a method of, or None.
@@ -53,35 +53,35 @@ def capturable(
 
 
 def prepare_average(averaged: AveragedModel) -> None:
-    """Put `averaged.n_averaged` on the device of the averaged parameters, where torch leaves it on the CPU.
+    """Move `averaged.n_averaged` to the device of the averaged parameters, because torch leaves it on the CPU.
 
-    Sync: none, once it is there; before, one copy.
+    Sync: one copy, the first time.
     """
-    some = next(_state(averaged.module), None)
-    if some is not None and averaged.n_averaged.device != some.device:
-        averaged.n_averaged = averaged.n_averaged.to(some.device)
+    tensor = next(_state(averaged.module), None)
+    if tensor is not None and averaged.n_averaged.device != tensor.device:
+        averaged.n_averaged = averaged.n_averaged.to(tensor.device)
 
 
 def update_average(averaged: AveragedModel, model: nn.Module) -> None:
     """Do what `averaged.update_parameters(model)` does, bit by bit, and read nothing on the host.
 
-    The first update copies the model, later ones average. Which one this is, is on the device: both are computed, and
-    one is selected. So the averaging function is called for the first update too, with a count of 1, and its result
-    is dropped; it must keep no state of its own. Where torch raises in the second update, this raises in the first:
-    torch's SWA kernel takes no integers, so on CUDA the default average with `use_buffers` fails on BatchNorm's
-    counts. Give it an `avg_fn`.
+    The first update copies the model, and later ones average. Only the device knows which update this is, so both are
+    computed and one is selected. The averaging function is therefore called in the first update too, with a count of 1,
+    and its result is dropped; it must keep no state of its own. Where torch raises in the second update, this raises in
+    the first: torch's SWA kernel takes no integers, so on CUDA the default average with `use_buffers` fails on the
+    batch counts of BatchNorm. Pass an `avg_fn` there.
 
     Args:
-        averaged: an average of models like `model`, changed in place: its tensors keep their storage.
+        averaged: an average of models like `model`. Its tensors are changed in place.
         model: the model as it is now.
 
-    Sync: none, if `averaged` is on the model's device and `averaged.avg_fn` or `multi_avg_fn` has none.
+    Sync: none, if `averaged` is on the model's device and its `avg_fn` or `multi_avg_fn` waits for nothing.
     """
     prepare_average(averaged)
     count = averaged.n_averaged
     mine = _state(averaged.module) if averaged.use_buffers else averaged.parameters()
     its = _state(model) if averaged.use_buffers else model.parameters()
-    # As in torch, what one of the two models has beyond the other is left alone.
+    # As in torch, tensors without a counterpart in the other model are left alone.
     pairs = [(ours.detach(), theirs.detach().to(ours.device)) for ours, theirs in zip(mine, its, strict=False)]
     old, new = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
     _average(averaged, old, new, count.clamp(min=1))  # functions that divide by the count never see 0
@@ -89,7 +89,11 @@ def update_average(averaged: AveragedModel, model: nn.Module) -> None:
     for ours, theirs in zip(old, new, strict=True):
         torch.where(first.to(ours.device), theirs.to(ours.dtype), ours, out=ours)
     if not averaged.use_buffers:
-        _copy(list(averaged.module.buffers()), list(model.buffers()))
+        old = [ours.detach() for ours in averaged.module.buffers()]
+        buffers = zip(old, model.buffers(), strict=True)
+        new = [theirs.detach().to(ours.device, ours.dtype) for ours, theirs in buffers]
+        for ours_group, theirs_group in _grouped(old, new):
+            foreach_copy_(ours_group, theirs_group)
     count.add_(1)
 
 
@@ -100,7 +104,7 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
 def _average(averaged: AveragedModel, old: list[Tensor], new: list[Tensor], count: Tensor) -> None:
     """Average `new` into `old`, choosing the function as `AveragedModel.update_parameters` does."""
     if averaged.multi_avg_fn is None and averaged.avg_fn is not None:
-        _one_by_one(averaged.avg_fn, old, new, count)
+        _average_each(averaged.avg_fn, old, new, count)
         return
     for ours, theirs in _grouped(old, new):
         device = ours[0].device
@@ -110,10 +114,12 @@ def _average(averaged: AveragedModel, old: list[Tensor], new: list[Tensor], coun
         elif averaged.multi_avg_fn is not None or device.type in devices_with_foreach():
             _swa(ours, theirs, here)
         else:
-            _one_by_one(get_swa_avg_fn(), ours, theirs, here)
+            _average_each(get_swa_avg_fn(), ours, theirs, here)
 
 
-def _one_by_one(avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor], old: Tensors, new: Tensors, count: Tensor) -> None:
+def _average_each(
+    avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor], old: Tensors, new: Tensors, count: Tensor
+) -> None:
     for ours, theirs in zip(old, new, strict=True):
         ours.copy_(avg_fn(ours, theirs, count.to(ours.device)))
 
@@ -125,9 +131,9 @@ def _is_swa(multi_avg_fn: Callable[..., None]) -> bool:
 def _swa(old: list[Tensor], new: list[Tensor], count: Tensor) -> None:
     """Do what the function of `get_swa_multi_avg_fn` does to tensors of one dtype.
 
-    torch's hands `1 / (count + 1)` to a foreach kernel as a number, which it reads from the device. As a tensor it
-    would have to be of the parameters' dtype, which for float16 rounds it: those are averaged in float32, as in the
-    kernel.
+    torch passes `1 / (count + 1)` to a foreach kernel as a number, which it reads from the device. Here it stays a
+    tensor, which must have the dtype of the parameters. float16 and bfloat16 would round it, so parameters in these are
+    averaged in float32. torch's kernel does the same.
     """
     dtype = old[0].dtype
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -142,12 +148,7 @@ def _swa(old: list[Tensor], new: list[Tensor], count: Tensor) -> None:
             ours.copy_(ours.to(wide).lerp_(theirs.to(wide), weight))
 
 
-def _copy(old: list[Tensor], new: list[Tensor]) -> None:
-    new = [theirs.detach().to(ours.device, ours.dtype) for ours, theirs in zip(old, new, strict=True)]
-    for ours, theirs in _grouped([ours.detach() for ours in old], new):
-        foreach_copy_(ours, theirs)
-
-
 def _grouped(old: list[Tensor], new: list[Tensor]) -> list[list[list[Tensor]]]:
+    """Return both lists by device and dtype: pairs of lists that one foreach kernel takes."""
     # torch's function refuses empty lists.
     return [lists for lists, _ in grouped_by_device_and_dtype([old, new]).values()] if old else []

@@ -1,4 +1,4 @@
-"""What the numbers of a loss scale may be: checked all together, before any of them is taken over."""
+"""The numbers of a loss scale: which ones are possible, checked before any of them is used, and how they bound it."""
 
 import inspect
 import math
@@ -8,22 +8,58 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
+from torch.nn.parameter import is_lazy
 
 from .._arguments import check_instance, real_number, shown, wrong
 
-SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126; of a smaller scale, 1 / scale is infinite or nearly so
+SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126; the reciprocal of a smaller scale is infinite or nearly so
 _LARGEST = torch.finfo(torch.float32).max
 
 
-class _Kind(NamedTuple):
-    """What a number may be: how it is read (None if it may not be so), and how that is told."""
+class ScaleLimits(NamedTuple):
+    """The part of the rule that torch's scaler does not have. `GradScaler` explains the numbers."""
+
+    hysteresis: int
+    min_scale: float | None
+    max_scale: float | None
+    dynamic: bool
+
+    @property
+    def is_torchs_rule(self) -> bool:
+        """Whether these limits leave the scale to torch's rule, above its smallest value."""
+        return self == (1, None, None, True)
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the smallest and the largest scale, as numbers that float32 holds."""
+        low = SMALLEST if self.min_scale is None else max(self.min_scale, SMALLEST)
+        # A number may be larger than the largest of float32 and yet round to it. torch refuses such a bound.
+        return low, math.inf if self.max_scale is None else min(self.max_scale, _LARGEST)
+
+    def apply_(self, scale: Tensor, before: Tensor, patience: Tensor, overflow: Tensor, grew: Tensor) -> None:
+        """Take back what torch's rule did to the scale and what these limits forbid. Sync: none.
+
+        Args:
+            scale: as torch's rule has left it; changed in place.
+            before: what it was before.
+            patience: how many overflows the hysteresis still allows; changed in place.
+            overflow: whether a step of this iteration was skipped, bool.
+            grew: whether the scale has grown, bool.
+        """
+        patience.sub_(overflow.int())  # may fall below 0: only its sign counts
+        scale.copy_(torch.where(overflow & (patience > 0), before, scale))
+        patience.copy_(torch.where(grew, self.hysteresis, patience))
+        scale.clamp_(*self.bounds()) if self.dynamic else scale.copy_(before)
+
+
+class _NumberKind(NamedTuple):
+    """What a number may be: a function that returns it as a plain number, None if it is not allowed; and words."""
 
     read: Callable[[Any], Any]
     words: str
 
 
 def _real(value: Any) -> float | None:
-    """Return a number, or the one element of a tensor, as a float; None of anything else, and of nan."""
+    """Return a number, or the one element of a tensor, as a float. Return None for nan and for everything else."""
     if isinstance(value, Tensor):
         try:
             value = value.item()
@@ -33,52 +69,54 @@ def _real(value: Any) -> float | None:
     return None if number is None or math.isnan(number) else number
 
 
-def _between(low: float, high: float, words: str) -> _Kind:
+def _between(low: float, high: float, words: str) -> _NumberKind:
     def read(value: Any) -> float | None:
         number = _real(value)
         return number if number is not None and low <= number <= high else None
 
-    return _Kind(read, words)
+    return _NumberKind(read, words)
 
 
-def _count(least: int, most: int, words: str) -> _Kind:
+def _count(least: int, most: int, words: str) -> _NumberKind:
     def read(value: Any) -> int | None:
         number = _real(value)
         if number is None or not number.is_integer() or not least <= number <= most:
             return None
         return int(value)
 
-    return _Kind(read, words)
+    return _NumberKind(read, words)
 
 
 _SCALE = _between(SMALLEST, _LARGEST, f"a number from {SMALLEST:.3g} to {_LARGEST:.3g}, which float32 holds")
-_GROWTH = _between(1.0, _LARGEST, "a finite number of at least 1")
-_BACKOFF = _between(math.ulp(0.0), 1.0, "a number above 0 and at most 1")
 _LOW = _between(math.ulp(0.0), _LARGEST, "a finite number above 0, or None")
 _HIGH = _between(SMALLEST, math.inf, f"a number of at least {SMALLEST:.3g}, or None")
 _INTERVAL = _count(1, 2**62, "an int of at least 1")
 _STEPS = _count(0, 2**53, "an int of at least 0")
-_TRACKER = _count(0, 2**31 - 1, "an int of at least 0")
-_PATIENCE = _count(-(2**31), 2**31 - 1, "an int")
-_FLAG = _Kind(lambda value: value if isinstance(value, bool) else None, "True or False")
 
-_OF_TORCH = {
+_TORCHS_ENTRIES = {
     "scale": _SCALE,
-    "growth_factor": _GROWTH,
-    "backoff_factor": _BACKOFF,
+    "growth_factor": _between(1.0, _LARGEST, "a finite number of at least 1"),
+    "backoff_factor": _between(math.ulp(0.0), 1.0, "a number above 0 and at most 1"),
     "growth_interval": _INTERVAL,
-    "_growth_tracker": _TRACKER,
+    "_growth_tracker": _count(0, 2**31 - 1, "an int of at least 0"),
 }
-_OWN = {
+_OUR_ENTRIES = {
     "hysteresis": _count(1, 2**31 - 1, "an int of at least 1"),
     "min_scale": _LOW,
     "max_scale": _HIGH,
-    "dynamic": _FLAG,
+    "dynamic": _NumberKind(lambda value: value if isinstance(value, bool) else None, "True or False"),
     "steps": _STEPS,
     "skipped": _STEPS,
-    "_patience": _PATIENCE,
+    "_patience": _count(-(2**31), 2**31 - 1, "an int"),
 }
 _MAY_BE_NONE = ("min_scale", "max_scale")
+_ARGUMENTS = {
+    "init_scale": _SCALE,
+    # torch's constructor refuses 1 for these two factors. A setter and a state dict may set 1, to keep the scale.
+    "growth_factor": _between(math.nextafter(1.0, 2.0), _LARGEST, "a finite number above 1"),
+    "backoff_factor": _between(math.ulp(0.0), math.nextafter(1.0, 0.0), "a number above 0 and below 1"),
+    "growth_interval": _INTERVAL,
+}
 
 
 def read_number(where: str, name: str, value: Any, *, argument: str | None = None) -> Any:
@@ -87,18 +125,35 @@ def read_number(where: str, name: str, value: Any, *, argument: str | None = Non
     Args:
         where: the public function, for the message.
         name: the entry.
-        value: what it is said to be.
-        argument: what the message calls it; None is the entry's name.
+        value: the value of the entry.
+        argument: the name that the message uses; None uses that of the entry.
 
     Raises:
-        ValueError: no such number is possible. The message quotes name and value.
+        ValueError: the entry cannot have this value. The message quotes name and value.
     """
     if value is None and name in _MAY_BE_NONE:
         return None
-    return _read(_OF_TORCH.get(name) or _OWN[name], where, argument or name, value)
+    return _read(_TORCHS_ENTRIES.get(name) or _OUR_ENTRIES[name], where, argument or name, value)
 
 
-def _read(kind: _Kind, where: str, name: str, value: Any) -> Any:
+def read_new_scale(new: Any, device_type: str | None) -> Any:
+    """Return the argument of `GradScaler.update`: a number as a plain number, and None or a tensor as it is.
+
+    Raises:
+        ValueError: it is no number above 0, and no tensor that torch's scaler takes.
+    """
+    if new is None:
+        return None
+    if not isinstance(new, Tensor):
+        return read_number("GradScaler.update", "scale", new, argument="new_scale")
+    is_one = not is_lazy(new) and new.numel() == 1 and new.layout is torch.strided and not new.is_complex()
+    if not is_one or new.device.type != device_type or new.requires_grad:
+        expected = f"a number above 0, or a tensor of one element on {device_type} without grad"
+        raise wrong("GradScaler.update", "new_scale", new, expected)
+    return new
+
+
+def _read(kind: _NumberKind, where: str, name: str, value: Any) -> Any:
     read = kind.read(value)
     if read is None:
         raise wrong(where, name, value, kind.words)
@@ -106,14 +161,14 @@ def _read(kind: _Kind, where: str, name: str, value: Any) -> Any:
 
 
 def read_state(state_dict: Any, rule: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a state dict says, in plain numbers, completed by the rule that is in force.
+    """Return the entries of a state dict as plain numbers. The present rule stands in for entries that are missing.
 
     Args:
         state_dict: of torch's scaler or ours.
-        rule: `GradScaler.rule()` of the scaler that is to take it.
+        rule: `GradScaler.rule()` of the scaler that loads it.
 
     Raises:
-        ValueError: an entry is missing or impossible. The message names it.
+        ValueError: an entry of torch's is missing, or an entry has an impossible value. The message names it.
         RuntimeError: it is empty, as that of a disabled scaler.
     """
     where = "GradScaler.load_state_dict"
@@ -121,18 +176,34 @@ def read_state(state_dict: Any, rule: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where}({type(state_dict).__name__}): expected the dict that state_dict() returned.")
     if not state_dict:
         raise RuntimeError(f"{where}({{}}): the state dict is empty, as that of a disabled scaler. Load another one.")
-    missing = [name for name in _OF_TORCH if name not in state_dict]
+    missing = [name for name in _TORCHS_ENTRIES if name not in state_dict]
     if missing:
         raise ValueError(f"{where}: the key {missing[0]!r} is missing; found {shown([*state_dict])}.")
-    own = {name: state_dict[name] for name in _OWN if name in state_dict}
-    given = {**{name: state_dict[name] for name in _OF_TORCH}, **own}
-    new = {name: read_number(where, name, value) for name, value in given.items()}
+    names = [*_TORCHS_ENTRIES, *(name for name in _OUR_ENTRIES if name in state_dict)]
+    new = {name: read_number(where, name, state_dict[name]) for name in names}
     complete = {**rule, "steps": 0, "skipped": 0, **new}
-    check_limits(where, complete["min_scale"], complete["max_scale"])
+    _check_limits(where, complete["min_scale"], complete["max_scale"])
     return {"_patience": complete["hysteresis"], **complete}
 
 
-def check_limits(where: str, low: Any, high: Any) -> None:
+def read_limits(given: ScaleLimits, init_scale: float) -> ScaleLimits:
+    """Return the arguments of `GradScaler` that torch's scaler does not have, as plain numbers.
+
+    Raises:
+        ValueError: an argument has an impossible value, or the first scale lies outside the limits.
+    """
+    _check_limits("GradScaler", given.min_scale, given.max_scale)
+    limits = ScaleLimits(**{name: read_number("GradScaler", name, value) for name, value in given._asdict().items()})
+    low, high = limits.bounds()
+    if not low <= init_scale <= high:
+        raise ValueError(
+            f"GradScaler(init_scale={init_scale!r}): it lies outside min_scale={limits.min_scale!r} and "
+            f"max_scale={limits.max_scale!r}."
+        )
+    return limits
+
+
+def _check_limits(where: str, low: Any, high: Any) -> None:
     """Raise a `ValueError` unless both are limits, or None, and some scale is within them."""
     least, most = (SMALLEST if low is None else _LOW.read(low)), (_LARGEST if high is None else _HIGH.read(high))
     if least is None or most is None or least > most:
@@ -140,20 +211,11 @@ def check_limits(where: str, low: Any, high: Any) -> None:
         raise ValueError(f"{where}({given}): expected 0 < min_scale <= max_scale.")
 
 
-_ARGUMENTS = {
-    "init_scale": _SCALE,
-    # torch refuses 1 for either, where the scale would not move. A setter and a state dict may say so.
-    "growth_factor": _between(math.nextafter(1.0, 2.0), _LARGEST, "a finite number above 1"),
-    "backoff_factor": _between(math.ulp(0.0), math.nextafter(1.0, 0.0), "a number above 0 and below 1"),
-    "growth_interval": _INTERVAL,
-}
-
-
 def read_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `torch.amp.GradScaler` by name, in plain numbers.
+    """Return the arguments of `torch.amp.GradScaler` by name, numbers as plain numbers.
 
     Raises:
-        ValueError: an argument makes no scale. The message names it.
+        ValueError: an argument has an impossible value. The message names it.
         TypeError: torch has no such argument.
     """
     given = inspect.signature(upstream.GradScaler).bind(*args, **kwargs).arguments

@@ -17,8 +17,9 @@ from .._capture.ranks import Ranks, why_not_sharded
 from .._capture.report import Report
 from .._capture.sparse_gradients import why_not_dense
 from .._capture.state import TrainingState
-from .._optimizer.device_step import CapturableGroups, broken_kernel, why_not_capturable
+from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import broken_kernel, why_not_capturable
 from .._torch.compile import cudagraphs_of_its_own
 from .._undo import Undo
 from .outputs import mapped_outputs

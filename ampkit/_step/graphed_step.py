@@ -15,8 +15,8 @@ from .._capture.report import Report
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
 from .._capture.state import TrainingState
 from .._optimizer.average import capturable
-from .._optimizer.device_step import broken_kernel, why_not_called, why_not_capturable
 from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import broken_kernel, why_not_called, why_not_capturable
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own

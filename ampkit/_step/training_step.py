@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._capture.ranks import Ranks
 from .._capture.variation import Part
-from .._optimizer.device_step import CapturableGroups
+from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy
 from .._torch.tensors import foreach_copy_

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from .._capture.ranks import why_not_sharded
-from .._optimizer.device_step import broken_kernel, why_not_called, why_not_capturable
+from .._optimizer.step_kind import broken_kernel, why_not_called, why_not_capturable
 from .._torch.compile import cudagraphs_of_its_own
 from ._host_state import HostReads
 

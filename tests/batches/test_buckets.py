@@ -1,4 +1,4 @@
-"""Padding to buckets: values, masks, layouts, trees, and that a masked loss does not see the padding."""
+"""Padding to buckets: values, masks, layouts and trees; the padding does not change a masked loss."""
 
 import pickle
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def test_sizes_are_sorted_and_unique() -> None:
-    """A list in any order is the same value, and the value can be hashed, pickled and printed."""
+    """Sizes in any order give equal buckets, which can be hashed, pickled and printed."""
     buckets = Buckets(batch=[64, 16, 32, 16], length={8, 4}, pad={"batch[1]": -100, "batch[0]": 1})  # type: ignore[arg-type]
     assert buckets == Buckets((16, 32, 64), (4, 8), (("batch[0]", 1), ("batch[1]", -100)))
     assert hash(buckets) == hash(pickle.loads(pickle.dumps(buckets)))
@@ -57,7 +57,7 @@ def test_sizes_are_sorted_and_unique() -> None:
     ],
 )
 def test_what_cannot_work_is_refused(kwargs: dict[str, Any], says: str) -> None:
-    """The mistake shows where it is made, with what to pass."""
+    """The constructor raises the error, which says what to pass."""
     with pytest.raises(ValueError, match=says):
         Buckets(**kwargs)
 
@@ -68,7 +68,7 @@ def test_what_cannot_work_is_refused(kwargs: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("size", "bucket"), [(0, 4), (1, 4), (3, 4), (4, 4), (5, 8), (8, 8), (9, 9)])
 def test_a_batch_is_padded_to_the_smallest_bucket(device: str, size: int, bucket: int) -> None:
-    """What was there comes first, zeros follow, and the mask tells them apart; too large a batch stays as it is."""
+    """Zeros follow the samples, and the mask is False there. A batch larger than all buckets is not padded."""
     images, labels = numbers(size, 2, 3).to(device), numbers(size, dtype=torch.int64).to(device)
     (padded, classes), kwargs = Buckets((8, 4)).pad_batch((images, labels), {})
     assert padded.shape == (bucket, 2, 3)
@@ -88,7 +88,7 @@ def test_a_batch_is_padded_to_the_smallest_bucket(device: str, size: int, bucket
     [(3, 5, (4, 6)), (4, 5, (4, 6)), (3, 6, (4, 6)), (4, 6, (4, 6)), (1, 1, (4, 3)), (5, 2, (5, 2)), (3, 7, (3, 7))],
 )
 def test_two_dimensions(size: int, length: int, padded: tuple[int, int]) -> None:
-    """Batch and length are padded at once; a batch too large in either stays as it is in both."""
+    """Batch and length are padded together. If either is too large, neither is padded."""
     tokens, weights, kinds = numbers(size, length, dtype=torch.int32), numbers(size, length, 2), numbers(size)
     args, kwargs = Buckets((4,), length=(3, 6), pad=-1).pad_batch((kinds, tokens, weights), {})
     for before, after in zip((kinds, tokens, weights), args, strict=True):
@@ -103,7 +103,7 @@ def test_two_dimensions(size: int, length: int, padded: tuple[int, int]) -> None
 
 
 def test_a_tree_keeps_its_shape_and_what_is_not_per_sample() -> None:
-    """Constants, numbers and tensors of other sizes pass through untouched; dimension 1 needs `length`."""
+    """Constants, numbers and tensors of other sizes stay as they are. Dimension 1 is padded only with `length`."""
     other, scale, constant = numbers(7, 3), torch.tensor(2.0), object()
     batch = {"x": [numbers(3, 3), scale], "n": 3, "none": None}
     args, kwargs = Buckets((5,), mask="real").pad_batch((batch, (other, constant)), {"y": numbers(3)})
@@ -134,18 +134,18 @@ def test_a_tree_keeps_its_shape_and_what_is_not_per_sample() -> None:
     ],
 )
 def test_fill_values(dtype: torch.dtype, fill: float) -> None:
-    """A number of the tensor's dtype is what padding holds, rounded as torch rounds it."""
+    """The padding is the given number in the tensor's dtype, rounded as torch rounds it."""
     args, _ = Buckets((4,), pad=fill).pad_batch((torch.ones(3, dtype=dtype),), {})
     expected = torch.tensor([fill], dtype=dtype)
     torch.testing.assert_close(args[0][3:], expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_fill_values_by_path() -> None:
-    """Each tensor gets the number that its path has, the others 0."""
+    """Each tensor is padded with the number for its path, and others with 0."""
     pad = {"batch[1]": -100, "batch['x']['keep']": 1}
     kwargs: Mapping[str, Any] = {"x": {"keep": torch.zeros(2, dtype=torch.bool), "w": torch.ones(2)}}
     buckets = Buckets((3,), pad=pad)
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second time, the cache has the numbers
         (images, labels), padded = buckets.pad_batch((torch.ones(2, 1), torch.ones(2).long()), dict(kwargs))
         assert images.tolist() == [[1], [1], [0]]
         assert labels.tolist() == [1, 1, -100]
@@ -168,7 +168,7 @@ def test_fill_values_by_path() -> None:
     ],
 )
 def test_a_number_that_the_dtype_does_not_have(size: int, dtype: torch.dtype, fill: float, says: str) -> None:
-    """It is an error in the first batch already, which needs no padding."""
+    """The error comes with the first batch, though that needs no padding."""
     with pytest.raises(InputMismatch, match=says):
         Buckets((4,), pad=fill).pad_batch((), {"y": torch.ones(size).to(dtype)})
 
@@ -212,7 +212,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_batch_of_a_bucket_has_one_layout(layout: str) -> None:
-    """Padded or not, also with a single sample: one spec, hence one graph; and nothing of it has a gap."""
+    """Batches of one bucket have one layout without gaps, and so one graph: padded, full, or of one sample."""
     batches = [Buckets((4,)).pad_batch((LAYOUTS[layout](size),), {}) for size in (1, 2, 3, 4)]
     assert len({read_batch(args, kwargs, torch.device("cpu"))[0] for args, kwargs in batches}) == 1
     for size, ((padded,), _) in enumerate(batches, 1):
@@ -231,7 +231,7 @@ def test_the_order_of_dimensions_in_memory_is_kept(size: int) -> None:
 
 
 def test_a_tensor_that_fits_is_not_copied() -> None:
-    """Padding is paid for where there is some; a padded tensor shares nothing with the caller's."""
+    """A tensor that fits is not copied. A padded tensor shares no memory with the caller's."""
     whole, part = numbers(4, 3), numbers(4, 3)[:3]
     assert Buckets((4,)).pad_batch((whole,), {})[0][0] is whole
     (padded,), _ = Buckets((4,)).pad_batch((part,), {})
@@ -244,7 +244,7 @@ def test_a_tensor_that_fits_is_not_copied() -> None:
     [(torch.ones(3, requires_grad=True), "requires grad"), (torch.eye(3).to_sparse(), "has layout torch.sparse_coo")],
 )
 def test_the_step_still_refuses_what_it_cannot_take(leaf: Tensor, says: str) -> None:
-    """Padding hides nothing of a tensor that no step takes."""
+    """A tensor that no step takes is refused, padded or not."""
     with pytest.raises(InputMismatch, match=says):
         read_batch(*Buckets((4,)).pad_batch((leaf,), {}), torch.device("cpu"))
 
@@ -253,7 +253,7 @@ def test_the_step_still_refuses_what_it_cannot_take(leaf: Tensor, says: str) -> 
 
 
 class Tagger(nn.Module):
-    """Embedding, attention over the sequence, and one class per token: no statistics over samples."""
+    """Embedding, attention over the sequence and one class per token, without statistics over samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Tagger(nn.Module):
 
     def forward(self, tokens: Tensor, real: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        # The first token stays visible in samples that are padding, whose attention would else be nan.
+        # The first token stays visible in samples that are padding, whose attention would otherwise be nan.
         hidden = ~real
         hidden[:, 0] = False
         return self.head(self.norm(x + self.attention(x, x, x, key_padding_mask=hidden)[0]))
@@ -294,7 +294,7 @@ def make_classifier() -> tuple[nn.Module, Any, tuple[Tensor, ...], Buckets]:
 @pytest.mark.parametrize("make", [make_tagger, make_classifier])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_masked_loss_does_not_see_the_padding(device: str, make: Any) -> None:
-    """Loss and gradients of a padded batch are those of the batch as it came, for a model without batch statistics."""
+    """For a model without batch statistics, padding changes neither the loss nor the gradients."""
     torch.manual_seed(2)
     model, loss_fn, batch, buckets = make()
     model = model.double().to(device)
@@ -316,7 +316,7 @@ def test_a_masked_loss_does_not_see_the_padding(device: str, make: Any) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("size", [3, 4, 5])
 def test_no_sync(size: int) -> None:
-    """Padding, masks and fills wait for nothing."""
+    """Padding, masks and fills do not wait for the device."""
     buckets = Buckets((4,), length=(4, 8), pad={"batch[1]": -100, "batch['keep']": 1})
     args = numbers(size, 6, 2).cuda(), numbers(size, 6, dtype=torch.int64).cuda()
     keep = torch.zeros(size, 6, dtype=torch.bool, device="cuda")

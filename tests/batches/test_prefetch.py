@@ -1,4 +1,4 @@
-"""prefetch: the same batches, on the device, decoded there, without waiting."""
+"""prefetch: the loader's batches on the device, decoded there, without a wait."""
 
 import dataclasses
 from collections import OrderedDict, UserDict
@@ -22,7 +22,7 @@ Batch = dict[str, object]
 
 
 class Loader:
-    """Five batches with tensors in a tree and a string beside them."""
+    """Five batches, each of them a tree with tensors and a string."""
 
     def __init__(self) -> None:
         self.started = 0
@@ -37,7 +37,7 @@ class Loader:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_yields_the_loaders_batches_on_the_device(device: str) -> None:
-    """Tensors are moved within their tree, other leaves pass through, len is the loader's, each epoch starts anew."""
+    """Tensors are moved in their tree and other leaves stay. len is the loader's, and each epoch starts anew."""
     loader = Loader()
     batches = ampkit.prefetch(loader, device)
     assert len(batches) == 5
@@ -66,7 +66,7 @@ def test_a_loader_without_len_has_none() -> None:
 
 
 def test_an_error_of_the_loader_reaches_the_loop() -> None:
-    """What the loader raises is not swallowed, and batches before it were delivered."""
+    """The loop gets the batches before the error, and then the error."""
 
     def broken() -> Iterator[Tensor]:
         yield torch.ones(1)
@@ -80,7 +80,7 @@ def test_an_error_of_the_loader_reaches_the_loop() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_loop_that_ends_early_closes_the_loader(device: str) -> None:
-    """No batch was taken beyond the one that the loop had, and the loader's own clean-up has run."""
+    """No batch was taken from the loader beyond the one that the loop had, and the loader's `finally` has run."""
     taken, closed = [], []
 
     def loader() -> Iterator[Tensor]:
@@ -103,7 +103,7 @@ def test_a_loop_that_ends_early_closes_the_loader(device: str) -> None:
 
 
 class Encoding(UserDict[str, Any]):
-    """As the BatchEncoding of transformers: a dict-like class with more beside the items, and a `to` of its own."""
+    """Like the BatchEncoding of transformers: a dict-like class with other attributes and its own `to`."""
 
     def __init__(self, data: dict[str, Any], n_sequences: int) -> None:
         super().__init__(data)
@@ -138,7 +138,7 @@ class FrozenAttrs:
 
 
 class Movable:
-    """An object of a library's own that has its tensors anywhere and knows how to move them."""
+    """An object with tensors in places that only its own `to` knows."""
 
     def __init__(self, x: Tensor) -> None:
         self._store = {"x": x}
@@ -156,7 +156,7 @@ class Listed(list[Tensor]):
 
 
 class Attributed(OrderedDict[str, Any]):
-    """As the ModelOutput of transformers: items that are attributes too."""
+    """Like the ModelOutput of transformers: its items are attributes too."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -164,7 +164,7 @@ class Attributed(OrderedDict[str, Any]):
 
 
 class Fixed(tuple[Tensor, ...]):
-    """A tuple with a class of its own that is no named tuple."""
+    """A subclass of tuple that is no named tuple."""
 
 
 class Opaque:
@@ -197,7 +197,7 @@ HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_objects_that_hold_tensors_are_moved(kind: str, nested: bool, device: str) -> None:
-    """Each keeps its class and all else that is in it, and the loader's own object stays on the host."""
+    """A moved object keeps its class and everything else in it. The loader's own object stays on the host."""
     make, tensor_of = HOLDERS[kind]
     x = torch.arange(6.0).view(3, 2)
     source = make(x)
@@ -220,7 +220,7 @@ def test_objects_that_hold_tensors_are_moved(kind: str, nested: bool, device: st
 
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_objects_on_the_device_are_handed_out_as_they_are(kind: str) -> None:
-    """On the CPU nothing is copied, whatever holds the tensors."""
+    """On the CPU nothing is copied, in whatever objects the tensors are."""
     source = HOLDERS[kind][0](torch.ones(3, 2))
     made = next(iter(ampkit.prefetch([source], "cpu")))
     assert HOLDERS[kind][1](made) is HOLDERS[kind][1](source)
@@ -229,14 +229,14 @@ def test_objects_on_the_device_are_handed_out_as_they_are(kind: str) -> None:
 @pytest.mark.parametrize("batch", [Opaque(torch.ones(2)), {"a": (1, Opaque(torch.ones(2)))}])
 @pytest.mark.filterwarnings("ignore:prefetch. batches are copied to meta")
 def test_an_object_whose_tensors_cannot_be_moved_is_refused(batch: Any) -> None:
-    """No tensor stays on the host in silence: the class is named."""
+    """The error names the class, rather than leave its tensors on the host."""
     with pytest.raises(ampkit.AmpkitError, match=r"batch 1 holds a test_prefetch\.Opaque.*no method to\(device\)"):
         list(ampkit.prefetch([torch.ones(1), batch], "meta"))
 
 
 @pytest.mark.filterwarnings("ignore:prefetch. batches are copied to meta")
 def test_objects_without_tensors_pass_through() -> None:
-    """A `to` that means something else is not called. An object that holds itself is an error, no endless loop."""
+    """A `to` with another meaning is not called. An object that contains itself is an error, not an endless loop."""
 
     class Date:
         def to(self, zone: str) -> None:
@@ -246,7 +246,7 @@ def test_objects_without_tensors_pass_through() -> None:
     assert all(a is b for a, b in zip(ampkit.prefetch(plain, "meta"), plain, strict=True) if type(a) is not dict)
     chained = Slotted(torch.ones(1))
     chained.of = chained
-    with pytest.raises(ampkit.AmpkitError, match=r"Slotted holds itself"):
+    with pytest.raises(ampkit.AmpkitError, match=r"Slotted contains itself"):
         list(ampkit.prefetch([chained], "meta"))
 
 
@@ -264,7 +264,7 @@ def test_objects_without_tensors_pass_through() -> None:
     ],
 )
 def test_a_step_says_how_to_pass_what_holds_tensors(batch: Any, says: str) -> None:
-    """R9: by its identity each object would be another batch, so an error says what to pass."""
+    """R9: objects compare by identity, so each would be a new layout. An error says what to pass instead."""
     model = torch.nn.Linear(2, 2)
     step = ampkit.graphed_step(
         lambda m, batch: m(torch.ones(2)).sum(), model, torch.optim.SGD(model.parameters(), fused=True), graph="emulate"
@@ -274,7 +274,7 @@ def test_a_step_says_how_to_pass_what_holds_tensors(batch: Any, says: str) -> No
 
 
 def test_a_module_may_be_an_argument() -> None:
-    """Its parameters are not the input, and it is the same object in each call."""
+    """A module is passed on as it is, because its parameters are not part of the input."""
     model, teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
     step = ampkit.graphed_step(
         lambda m, other, x: (m(x) - other(x)).square().mean(),
@@ -289,7 +289,7 @@ def test_a_module_may_be_an_argument() -> None:
 
 @pytest.mark.cuda
 def test_memory_of_objects_is_not_given_away() -> None:
-    """What an object holds is recorded on the stream of the loop, as tensors of a tree are."""
+    """Tensors in objects are recorded on the stream of the loop, like those of a tree."""
     batches = [Movable(torch.full((1 << 20,), float(i)).pin_memory()) for i in range(8)]
     sums = []
     for batch in ampkit.prefetch(batches, "cuda"):
@@ -310,7 +310,7 @@ def pixels(n: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
 
 
 def decoder(device: str) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
-    """The one of the docstring."""
+    """Return the transform that the docstring of `prefetch` shows."""
     mean, scale = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in ((120.0, 110.0, 100.0), (0.02, 0.03, 0.02)))
 
     def decode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -324,7 +324,7 @@ def decoder(device: str) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tens
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_transform_decodes_on_the_device(device: str) -> None:
-    """Each batch once, in order, behind its copy, without autograd: the values of the same call on the host."""
+    """Each batch is decoded once, in order, after its copy and without autograd. The values are those of the host."""
     source = pixels(20)
     decode = decoder("cpu")
     batches = ampkit.prefetch(source, device, transform=decoder(device))
@@ -342,7 +342,7 @@ def test_transform_decodes_on_the_device(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_transform_draws_random_numbers_as_the_loop_would(device: str) -> None:
-    """Transform and step draw from one generator in the order of calls, as if the loop's body called it first."""
+    """Transform and step draw random numbers in the order that a call at the start of the loop's body would have."""
 
     def flip(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
@@ -362,7 +362,7 @@ def test_transform_draws_random_numbers_as_the_loop_would(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("error", [ZeroDivisionError("by a pixel"), StopIteration("here")])
 def test_an_error_of_transform_names_it(device: str, error: Exception) -> None:
-    """Which batch, and what was raised, which is the cause; earlier batches came, and a new loop starts anew."""
+    """The error names the batch, and its cause is what was raised. Earlier batches came, and a new loop starts anew."""
 
     def fails_at_1(batch: Tensor) -> Tensor:
         if fails and batch[0] == 1:
@@ -385,19 +385,19 @@ def test_an_error_of_transform_names_it(device: str, error: Exception) -> None:
 
 
 def test_a_transform_that_returns_nothing() -> None:
-    """A forgotten return is told of where it is, not where the loop unpacks it."""
+    """The error says that the transform lacks a return, before the loop unpacks None."""
     with pytest.raises(ampkit.AmpkitError, match=r"prefetch\(transform\): batch 0: it returned None, not a batch"):
         next(iter(ampkit.prefetch([torch.ones(1)], "cpu", transform=lambda batch: None)))
 
 
 def test_transform_must_be_a_function() -> None:
-    """The error comes where the prefetcher is made."""
+    """The constructor raises the error."""
     with pytest.raises(ValueError, match=r"prefetch\(transform=3\): expected a function of a batch, or None"):
         ampkit.prefetch([], "cpu", transform=3)  # type: ignore[call-overload]
 
 
 class Queue:
-    """Stands for a CUDA stream: writes down what is asked of it."""
+    """Stands for a CUDA stream, and records the calls."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
@@ -415,7 +415,7 @@ class Queue:
 
 @pytest.fixture
 def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is queued, and on which stream, by a prefetcher with a CUDA device, on a machine that need not have one."""
+    """Return what a prefetcher for a CUDA device queues on which stream. It needs no CUDA device."""
     log: list[str] = []
     side, consumer = Queue("side", log), Queue("consumer", log)
     current = [consumer]
@@ -441,7 +441,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_is_queued_in_which_order(queued: list[str]) -> None:
-    """Copy and transform behind each other on the side stream, while the step before is queued and not waited for."""
+    """The side stream has the copy and then the transform. It does not wait for the step before."""
 
     def transform(batch: Tensor) -> Tensor:
         assert torch.cuda.current_stream(batch.device).name == "side"  # type: ignore[attr-defined]
@@ -457,7 +457,7 @@ def test_what_is_queued_in_which_order(queued: list[str]) -> None:
 
 
 def test_the_step_waits_for_a_transform_that_failed(queued: list[str]) -> None:
-    """What it had queued may still read constants that are freed with the error."""
+    """The step waits, because the transform's kernels may still read constants that the error frees."""
 
     def fails(batch: Tensor) -> Tensor:
         raise ValueError("no")
@@ -469,7 +469,7 @@ def test_the_step_waits_for_a_transform_that_failed(queued: list[str]) -> None:
 
 @pytest.mark.cuda
 def test_transform_runs_while_the_step_does() -> None:
-    """Copy and transform are over while the step that was launched before still runs."""
+    """Copy and transform end while the step that was launched before still runs."""
     over = []
 
     def watched(batch: Tensor) -> Tensor:
@@ -491,7 +491,7 @@ def test_transform_runs_while_the_step_does() -> None:
 
 @pytest.mark.cuda
 def test_transformed_batches_survive_a_slow_consumer() -> None:
-    """Neither what was copied nor what was made of it is overwritten while somebody reads it, the device being busy."""
+    """On a busy device, neither a copied batch nor the transform's result is overwritten while it is read."""
     source = [(torch.full((256, 1024), i, dtype=torch.uint8).pin_memory(), i) for i in range(60)]
     busy = torch.randn(2048, 2048, device="cuda")
     sums, kept = [], []
@@ -514,14 +514,14 @@ def test_transformed_batches_survive_a_slow_consumer() -> None:
 
 @pytest.mark.cuda
 def test_batches_that_lie_on_the_device_are_transformed_when_they_are_there() -> None:
-    """The loader's kernels come first, and its memory is not given to others while transform reads it."""
+    """The transform runs after the loader's kernels, and the batch's memory is not reused while it reads it."""
     busy = torch.randn(4096, 4096, device="cuda")
 
     def loader() -> Iterator[Tensor]:
         for i in range(20):
             (busy @ busy).sum()
             yield torch.full((1 << 20,), float(i), device="cuda")
-            torch.full((1 << 20,), -1.0, device="cuda")  # would take the memory of the batch
+            torch.full((1 << 20,), -1.0, device="cuda")  # would be put in the memory of the batch if that were free
 
     sums = [batch.mean() for batch in ampkit.prefetch(loader(), "cuda", transform=lambda batch: batch * 2)]
     assert [float(mean) for mean in sums] == [2.0 * i for i in range(20)]
@@ -529,7 +529,7 @@ def test_batches_that_lie_on_the_device_are_transformed_when_they_are_there() ->
 
 @pytest.mark.cuda
 def test_nothing_waits_for_the_device() -> None:
-    """Neither the copy of pinned uint8 images nor their decoding."""
+    """Neither the copy of pinned uint8 images nor their decoding waits for the device."""
     source = [(images.pin_memory(), labels.pin_memory()) for images, labels in pixels(10)]
     batches = ampkit.prefetch(source, "cuda", depth=100, transform=decoder("cuda"))
     with no_sync():
@@ -538,7 +538,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 @pytest.mark.cuda
 def test_epochs_take_no_more_memory() -> None:
-    """A new prefetcher for each epoch copies on the same stream: freed batches of the last one are used again."""
+    """All prefetchers copy on one stream, so each epoch reuses the memory of the last one."""
     source = [torch.zeros(1 << 22, dtype=torch.uint8).pin_memory()] * 6  # 4 MiB each, 16 decoded
 
     def epoch() -> int:
@@ -555,7 +555,7 @@ def test_epochs_take_no_more_memory() -> None:
 
 @pytest.mark.cuda
 def test_a_captured_step_behind_a_random_transform_has_eager_bits() -> None:
-    """Dropout in the graph and augmentation beside it draw the numbers of an eager step behind the same loop."""
+    """Dropout in the graph and augmentation in the transform draw the same numbers as with an eager step."""
 
     def augment(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
@@ -584,7 +584,7 @@ def test_a_captured_step_behind_a_random_transform_has_eager_bits() -> None:
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5])
 def test_depth_must_be_positive(depth: int) -> None:
-    """A depth of 0 would never start."""
+    """A depth of 0 is refused, since such a loop would never start."""
     with pytest.raises(ValueError, match=r"prefetch\(depth="):
         ampkit.prefetch([], "cpu", depth=depth)
 
@@ -599,7 +599,7 @@ def test_cuda_without_cuda_says_so() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("pinned", [True, False])
 def test_batches_survive_a_slow_consumer(pinned: bool) -> None:
-    """Batches kept by the user are never overwritten by later copies, with the device busy all the time."""
+    """Later copies never overwrite batches that the user keeps, even if the device is always busy."""
     source = [torch.full((256, 1024), float(i)) for i in range(40)]
     if pinned:
         source = [batch.pin_memory() for batch in source]
@@ -615,7 +615,7 @@ def test_batches_survive_a_slow_consumer(pinned: bool) -> None:
 
 @pytest.mark.cuda
 def test_memory_of_waiting_batches_is_bounded() -> None:
-    """A host that outruns the device does not pile up batches there: depth bounds them."""
+    """`depth` bounds how many batches wait on the device if the host is faster."""
     source = [torch.zeros(1 << 20).pin_memory()] * 200  # 4 MiB each
     busy = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
@@ -624,4 +624,4 @@ def test_memory_of_waiting_batches_is_bounded() -> None:
     for batch in ampkit.prefetch(source, "cuda"):
         busy.matmul(busy)
         batch.add_(1)
-    assert torch.cuda.max_memory_allocated() - before < (64 + 6 * 4) << 20  # the product, and a handful of batches
+    assert torch.cuda.max_memory_allocated() - before < (64 + 6 * 4) << 20  # the product, and a few batches

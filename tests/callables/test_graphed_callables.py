@@ -1,4 +1,4 @@
-"""make_graphed_callables: bitwise the ungraphed callables, in any order of calls, and nothing left behind."""
+"""make_graphed_callables: bits of the callables without graphs, in any order of calls; nothing is left behind."""
 
 import copy
 import gc
@@ -49,7 +49,7 @@ def make_mlp(device: str, seed: int = 1) -> nn.Module:
 
 
 def graphed(engine: Engine, callables: Any, *sample: Any, **options: Any) -> Any:
-    """Graph one callable for these arguments; on a warning, fail (see pyproject.toml)."""
+    """Graph one callable for these arguments. A warning fails the test (see pyproject.toml)."""
     return make_graphed_callables(callables, sample, graph=engine[1], **options)
 
 
@@ -82,7 +82,7 @@ def autocast(device: str, kind: tuple[torch.dtype, bool] | None) -> torch.autoca
 
 
 def train(engine: Engine, kind: tuple[torch.dtype, bool] | None, optimizer: str, sample_in_autocast: bool) -> list[Any]:
-    """Return outputs and the whole state after each of ten steps, with modes, shapes and accumulation that vary."""
+    """Return outputs and state after each of ten steps. Modes, shapes and accumulation vary."""
     device, graph = engine
     if kind and kind[0] is torch.float16 and device == "cpu":
         pytest.skip("float16 on CUDA only")
@@ -128,7 +128,7 @@ def train(engine: Engine, kind: tuple[torch.dtype, bool] | None, optimizer: str,
 def test_g6_training_is_bitwise_ungraphed(
     engine: Engine, kind: tuple[torch.dtype, bool] | None, optimizer: str, sample_in_autocast: bool
 ) -> None:
-    """G6: outputs, gradients, parameters, buffers and random state of ten steps, autocast with and without cache."""
+    """G6: outputs, gradients, parameters, buffers and random state of ten steps, with and without autocast's cache."""
     expected = train((engine[0], "off"), kind, optimizer, sample_in_autocast)
     got = train(engine, kind, optimizer, sample_in_autocast)
     assert_same(expected, got)
@@ -138,7 +138,7 @@ def test_g6_training_is_bitwise_ungraphed(
 @pytest.mark.parametrize("shared", ["a tuple", "a handle", "nothing"])
 @pytest.mark.parametrize("kind", [None, (torch.bfloat16, True)])
 def test_g6_sections_of_a_network(engine: Engine, shared: str, kind: tuple[torch.dtype, bool] | None) -> None:
-    """G6: modules and a loss function in one call, in several calls with one pool, or on their own, with eager between.
+    """G6: modules and a loss function, made in one call, in several with one pool, or alone, with eager code between.
 
     The first module takes a dict with an unused input, as a function the loss has no parameters.
     """
@@ -222,7 +222,7 @@ def test_g6_no_parameters_and_no_gradients(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_nothing_is_aliased(engine: Engine) -> None:
-    """G6: outputs and gradients keep their values and their memory, and two backward passes add up, not double."""
+    """G6: later calls change neither outputs nor gradients. Two backward passes add their gradients once each."""
     device = engine[0]
     model, twin = make_mlp(device), make_mlp(device)
     graphed(engine, model, rows(device, 0, requires_grad=True))
@@ -250,7 +250,7 @@ def test_g6_nothing_is_aliased(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g4_a_second_call_before_backward_is_eager(engine: Engine) -> None:
-    """G4, G12: it would overwrite what the first saved. It is graphed again when the first is done, or dropped."""
+    """G4, G12: a replay would overwrite activations of the first call. Calls are replayed again when it is done."""
     device = engine[0]
     model, twin = make_mlp(device), make_mlp(device)
     graphed(engine, model, rows(device, 0))
@@ -265,13 +265,14 @@ def test_g4_a_second_call_before_backward_is_eager(engine: Engine) -> None:
     del dropped
     model(rows(device, 2)).sum().backward()
     assert counts(model) == (1, 4, {PENDING: 2})
-    assert_same(model(rows(device, 3)).detach(), twin(rows(device, 3)).detach())  # a loss of the past is still in scope
+    # The variable of an old loss is still in scope.
+    assert_same(model(rows(device, 3)).detach(), twin(rows(device, 3)).detach())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("shared", ["a tuple", "a handle"])
 def test_g4_any_order_of_calls_and_backward_passes(engine: Engine, shared: str) -> None:
-    """G4: graphs that share memory, called in every order and backpropagated in every order, two layouts included."""
+    """G4: graphs that share memory are called and backpropagated in every order, also in two layouts."""
     device = engine[0]
     models, twins = ([make_mlp(device, seed) for seed in (1, 2, 3)] for _ in range(2))
     samples = tuple((rows(device, 0, requires_grad=True),) for _ in models)
@@ -295,7 +296,7 @@ def test_g4_any_order_of_calls_and_backward_passes(engine: Engine, shared: str) 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(12))
 def test_g4_random_orders(engine: Engine, seed: int) -> None:
-    """G4, G6: calls, backward passes, some of them twice, dropped calls and steps of three modules, at random."""
+    """G4, G6: random calls, backward passes (some of them twice), dropped calls and steps of three modules."""
     device, draw = engine[0], random.Random(seed)
     models, twins = ([make_net(device) if i == 1 else make_mlp(device, i) for i in range(3)] for _ in range(2))
     samples = tuple((images(device, 0) if i == 1 else rows(device, 0),) for i in range(3))
@@ -335,7 +336,7 @@ def test_g4_random_orders(engine: Engine, seed: int) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g4_backward_twice(engine: Engine) -> None:
-    """G4: with retain_graph as often as wanted, and calls meanwhile are eager; without it after a call, an error."""
+    """G4: with retain_graph backward may run twice, and calls meanwhile are eager. Without it, an error is raised."""
     device = engine[0]
     model, twin = make_mlp(device), make_mlp(device)
     graphed(engine, model, rows(device, 0))
@@ -355,7 +356,7 @@ def test_g4_backward_twice(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g4_calls_within_a_backward_pass(engine: Engine) -> None:
-    """G4: reentrant checkpointing calls the module again in backward: a replay there is right, a capture is put off."""
+    """G4: reentrant checkpointing calls the module in backward. That call may be a replay, but is never captured."""
     device = engine[0]
     model, twin = make_mlp(device), make_mlp(device)
     graphed(engine, model, rows(device, 0, requires_grad=True))
@@ -370,7 +371,7 @@ def test_g4_calls_within_a_backward_pass(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("constant_grad", [False, True])
 def test_g6_double_backward_is_an_error(engine: Engine, constant_grad: bool) -> None:
-    """G6: first gradients are right under create_graph, but a gradient penalty on them raises, whatever the loss."""
+    """G6: under create_graph gradients are right, but a gradient penalty on them raises, for any loss."""
     device = engine[0]
     model, twin = make_mlp(device), make_mlp(device)
     graphed(engine, model, rows(device, 0, requires_grad=True))
@@ -387,7 +388,7 @@ def test_g6_double_backward_is_an_error(engine: Engine, constant_grad: bool) -> 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g12_parameters_changed_between_forward_and_backward(engine: Engine) -> None:
-    """G12: what backward reads is gone, as without graphs; what it does not read may change."""
+    """G12: as without graphs, parameters that backward reads must not change, and others may."""
     device = engine[0]
     for net in (make_mlp(device), graphed(engine, make_mlp(device), rows(device, 0))):
         for name in ("2.weight", "0.weight", "0.bias"):
@@ -404,7 +405,7 @@ def test_g12_parameters_changed_between_forward_and_backward(engine: Engine) -> 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g12_buffers_replaced_between_forward_and_backward(engine: Engine) -> None:
-    """G12: backward reads those of its forward pass, whose memory is not given to anyone else before."""
+    """G12: backward reads the buffers of its forward pass, whose memory is not reused before."""
     device = engine[0]
     model, twin = make_net(device).eval(), make_net(device).eval()
     graphed(engine, model, images(device, 0))
@@ -421,7 +422,7 @@ def test_g12_buffers_replaced_between_forward_and_backward(engine: Engine) -> No
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_backward_is_outside_of_autocast(engine: Engine) -> None:
-    """G6: captured from within an autocast region, it is the backward pass that follows the region, as torch asks."""
+    """G6: backward is captured without autocast, though the capture is made within an autocast region."""
     device = engine[0]
 
     class Precise(nn.Linear):
@@ -444,7 +445,7 @@ def test_g6_backward_is_outside_of_autocast(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_autocast_cache_is_part_of_the_layout(engine: Engine) -> None:
-    """G6: with it two uses of a weight share a cast and sum gradients in bfloat16, without it they do not."""
+    """G6: with the cache, two uses of a weight share a cast and add gradients in bfloat16; without it they do not."""
     device = engine[0]
 
     class Twice(nn.Linear):
@@ -473,9 +474,9 @@ def test_g6_autocast_cache_is_part_of_the_layout(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_warm_up_and_capture_leave_no_trace(engine: Engine) -> None:
-    """G6: buffers, random numbers, gradients, autocast's cache, at the sample as at a late capture with passes to come.
+    """G6: buffers, random numbers, gradients and autocast's cache stay the same, for the sample and a late capture.
 
-    A backward pass that is under way is not disturbed, either: restored buffers do not count as changed.
+    A backward pass that is still due works, too, because restored buffers do not count as changed.
     """
     device = engine[0]
     model, twin = make_net(device), make_net(device)
@@ -508,7 +509,7 @@ def test_g6_warm_up_and_capture_leave_no_trace(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("refused", [False, True])
 def test_g3_no_autograd_graph_is_left(engine: Engine, refused: bool) -> None:
-    """G3: those of warm-up and capture go at once, with their memory and accumulators of the capture's stream."""
+    """G3: autograd graphs of warm-up and capture are freed at once, with memory and gradient accumulators."""
     layer = nn.Linear(6, 6).to(engine[0])
     alive: list[weakref.ref[Any]] = []
 
@@ -534,7 +535,7 @@ def test_g3_no_autograd_graph_is_left(engine: Engine, refused: bool) -> None:
 
 
 def test_g3_a_pool_knows_which_graphs_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G3: torch forgets a pool with its last graph, also one that was dropped, so the next graph takes a new handle."""
+    """G3: torch frees a pool with its last graph, even one that was dropped, so the next graph takes a new handle."""
     handles = itertools.count()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
     pool, graphs = Pool(), [CudaGraph(Any, Pool()) for _ in range(3)]
@@ -547,7 +548,7 @@ def test_g3_a_pool_knows_which_graphs_live(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_casts_of_a_graph_are_not_seen_outside(engine: Engine) -> None:
-    """G6: within one autocast region a graphed module's weight is used outside of it, before and after it changes."""
+    """G6: an autocast region uses the weight of a graphed module outside of it, before and after it changes."""
     device = engine[0]
 
     def run(graph: str) -> list[Any]:
@@ -570,7 +571,7 @@ def test_g6_casts_of_a_graph_are_not_seen_outside(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g12_close_and_collection(engine: Engine) -> None:
-    """G12: graphs live as long as the module or a backward pass needs them; close restores what was."""
+    """G12: graphs live as long as the module or a backward pass needs them; close restores `forward`."""
     device = engine[0]
     model, twin = make_mlp(device), make_mlp(device)
     graphed(engine, model, rows(device, 0))
@@ -600,7 +601,7 @@ def test_g12_close_and_collection(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_close_then_backward_again_is_an_error(engine: Engine) -> None:
-    """G4: a backward pass through a call that had its own before close is told so."""
+    """G4: after close, a second backward pass through an earlier call raises an error that says why."""
     function = graphed(engine, torch.tanh, rows(engine[0], 0, requires_grad=True))
     out = function(rows(engine[0], 1, requires_grad=True))
     out.sum().backward()
@@ -611,7 +612,7 @@ def test_close_then_backward_again_is_an_error(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_close_restores_an_attribute(engine: Engine) -> None:
-    """A `forward` that was an attribute before, an earlier graphed one too, is put back."""
+    """A `forward` that was an attribute before is put back, an earlier graphed one too."""
     model = make_mlp(engine[0])
     graphed(engine, model, rows(engine[0], 0))
     first = model.forward
@@ -627,7 +628,7 @@ def test_close_restores_an_attribute(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), "torch.save"])
 def test_copies_are_ungraphed(engine: Engine, how: Any) -> None:
-    """A copy computes with its own parameters, not with those of the module that it was copied from."""
+    """A copy has no graphs, and computes with its own parameters."""
     model = graphed(engine, make_mlp(engine[0]), rows(engine[0], 0))
     if how == "torch.save":
         file = io.BytesIO()
@@ -658,7 +659,7 @@ class Containers(nn.Module):
     def forward(
         self, parts: dict[str, Any], *, factor: float = 1.0, mode: str | None = None, mask: Tensor | None = None
     ) -> dict[str, Any]:
-        x, (y, power) = parts.pop("x"), parts["rest"]  # warm-up and capture find it there again
+        x, (y, power) = parts.pop("x"), parts["rest"]  # though warm-up and capture call this several times
         out = (x * self.weight + y) ** power * factor
         if mask is not None:
             out = out * mask
@@ -667,7 +668,7 @@ class Containers(nn.Module):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_containers_keywords_and_constants(engine: Engine) -> None:
-    """G6: each layout and each value of a constant is a graph, captured at its first call; outputs keep their tree."""
+    """G6: each layout and each value of a constant is captured at its first call; outputs keep their tree."""
     device = engine[0]
     model, twin = Containers().to(device), Containers().to(device)
 
@@ -695,7 +696,7 @@ def test_g6_containers_keywords_and_constants(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_several_shapes(engine: Engine) -> None:
-    """G6: shapes, strides and requires_grad take turns, each with its graph; too many are eager, with one warning."""
+    """G6: each combination of shape, strides and requires_grad has a graph. Too many are eager, with one warning."""
     device = engine[0]
     model, twin = make_mlp(device), make_mlp(device)
     graphed(engine, model, rows(device, 0), num_warmup_iters=1)
@@ -721,7 +722,7 @@ def test_g6_several_shapes(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_modes_and_frozen_parameters(engine: Engine) -> None:
-    """G6: the mode that was graphed is replayed, the other is eager; a submodule's mode and requires_grad are keys."""
+    """G6: calls in the captured mode are replayed, others are eager. Modes of submodules and requires_grad are keys."""
     device = engine[0]
     model, twin = make_net(device).eval(), make_net(device).eval()
     graphed(engine, model, images(device, 0))
@@ -758,7 +759,7 @@ def test_g6_modes_and_frozen_parameters(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["lstm", "tied", "checkpoint", "embedding", "nested", "parametrized", "marked"])
 def test_kinds_of_modules(engine: Engine, kind: str) -> None:
-    """G6: parameters that are also in a list, shared, recomputed with, derived, marked, or have sparse gradients."""
+    """G6: parameters in a list, shared, checkpointed, parametrized, with attributes, or with sparse gradients."""
     device = engine[0]
 
     class Tied(nn.Module):
@@ -830,7 +831,7 @@ def test_kinds_of_modules(engine: Engine, kind: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lazy_modules(engine: Engine) -> None:
-    """A module whose parameters its first call makes is graphed from the second call on."""
+    """A module that creates its parameters in the first call is graphed from the second call on."""
     model = graphed(engine, nn.Sequential(nn.LazyLinear(4), nn.ReLU()).to(engine[0]), rows(engine[0], 0))
     for i in range(3):
         model(rows(engine[0], i)).sum().backward()
@@ -840,7 +841,7 @@ def test_lazy_modules(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("late", [False, True])
 def test_unused_inputs(engine: Engine, late: bool) -> None:
-    """G6: an error at the sample, as with torch; eager with a warning in a later layout; if allowed, no gradient."""
+    """G6: unused inputs in the sample raise, as in torch; in later layouts calls are eager. If allowed, no gradient."""
     device = engine[0]
 
     class Half(nn.Module):
@@ -869,7 +870,7 @@ def test_unused_inputs(engine: Engine, late: bool) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_outputs_that_the_loss_leaves_out(engine: Engine) -> None:
-    """G6: what only they depend on gets no gradient, rather than one of zeros, by which an optimizer would move it."""
+    """G6: a parameter that only they use gets no gradient. With zeros, an optimizer would move it."""
     device = engine[0]
 
     class Heads(nn.Module):
@@ -900,7 +901,7 @@ def test_outputs_that_the_loss_leaves_out(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("before", [True, False])
 def test_g6_hooks_of_the_module_run_around_the_graph(engine: Engine, before: bool) -> None:
-    """G6: hooks before forward, after it and in backward, and of parameters, registered before or after graphing."""
+    """G6: forward, backward and parameter hooks run, whether they are registered before or after graphing."""
     device = engine[0]
 
     def run(graph: str) -> list[Any]:
@@ -933,7 +934,7 @@ def test_g6_hooks_of_the_module_run_around_the_graph(engine: Engine, before: boo
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_hooks_of_submodules(engine: Engine) -> None:
-    """G6: those there are at capture are in the graph; a later one makes calls eager, until it is removed."""
+    """G6: hooks of submodules are captured. One that is registered later makes calls eager until it is removed."""
     device = engine[0]
 
     def register(net: nn.Module) -> Any:
@@ -951,7 +952,7 @@ def test_g6_hooks_of_submodules(engine: Engine) -> None:
 
     step()
     handles = [net[1].register_forward_hook(lambda _, args, out: out + 1) for net in (model, twin)]
-    with pytest.warns(ampkit.CaptureWarning, match="a hook was registered on a submodule since capture"):
+    with pytest.warns(ampkit.CaptureWarning, match="a hook was registered on a submodule since the capture"):
         step()
     step()
     for handle in handles:
@@ -963,7 +964,7 @@ def test_g6_hooks_of_submodules(engine: Engine) -> None:
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_g6_legacy_backward_hooks(engine: Engine) -> None:
-    """G6: a non-full backward hook sees an operation inside: refused before, eager with a warning after."""
+    """G6: a module with a non-full backward hook is refused; if it comes later, calls are eager with a warning."""
     model = make_mlp(engine[0])
     handle = model.register_backward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="Use register_full_backward_hook"):
@@ -983,7 +984,7 @@ def test_g6_legacy_backward_hooks(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", ["replaced", "wrapped", "moved", "assigned"])
 def test_g12_parameters_replaced_or_moved(engine: Engine, change: str) -> None:
-    """G12: graphs of the old memory are given up, with one warning, but for a backward pass that needs them."""
+    """G12: graphs of the old memory are freed with one warning, unless a backward pass needs them."""
     device = engine[0]
     model, twin = make_mlp(device), make_mlp(device)
     graphed(engine, model, rows(device, 0))
@@ -1019,7 +1020,7 @@ def test_g12_parameters_replaced_or_moved(engine: Engine, change: str) -> None:
 
 
 class Attribute(nn.Linear):
-    """Leaves something on itself in forward, or works on its input, in a way that a replay would not."""
+    """Changes itself or its input in forward, in a way that a replay would not."""
 
     runs = 0
 
@@ -1069,12 +1070,12 @@ class Attribute(nn.Linear):
     ],
 )
 def test_what_a_replay_would_not_do_is_eager(engine: Engine, kind: str, says: str) -> None:
-    """G6: noticed, named once, undone, and every call is the original, with its effects on the module and the input."""
+    """G6: one warning names the change and it is undone. Every call is eager, with its effects on module and input."""
     device = engine[0]
 
     def run(graph: str) -> list[Any]:
         torch.manual_seed(0)
-        with torch.device(device):  # what is in a list, too
+        with torch.device(device):  # for tensors in a list, too
             model = Attribute(kind)
         if graph == "off":
             make_graphed_callables(model, (rows(device, 0),), graph=graph)
@@ -1100,7 +1101,7 @@ def test_what_a_replay_would_not_do_is_eager(engine: Engine, kind: str, says: st
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_callable_that_fails(engine: Engine) -> None:
-    """At the sample its error comes through; in a later layout the call is eager, and fails where it would have."""
+    """An error in the sample is raised as it is. In a later layout the call is eager, and raises the same error."""
     device = engine[0]
     broken = Attribute("fails in backward").to(device)
     broken.calls = 10
@@ -1119,7 +1120,7 @@ def test_a_callable_that_fails(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_function_that_holds_parameters(engine: Engine) -> None:
-    """G6: torch's would lose their gradients in silence; here the function stays eager and says why."""
+    """G6: with torch's function their gradients are lost. Here the function stays eager, and a warning says why."""
     layer = nn.Linear(6, 6).to(engine[0])
     with pytest.warns(ampkit.CaptureWarning, match="its gradient would be lost"):
         function = graphed(engine, lambda x: layer(x).tanh(), rows(engine[0], 0))
@@ -1129,7 +1130,7 @@ def test_a_function_that_holds_parameters(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_inputs_that_no_graph_takes(engine: Engine) -> None:
-    """G6: a sparse tensor, an unhashable leaf: eager, one warning that has the leaf's path."""
+    """G6: calls with a sparse tensor or an unhashable leaf are eager, with one warning that has the leaf's path."""
     device = engine[0]
     function = graphed(engine, lambda x, more=None: x.to_dense() * 2, rows(device, 0))
     dense = torch.eye(3, device=device)
@@ -1143,7 +1144,7 @@ def test_inputs_that_no_graph_takes(engine: Engine) -> None:
 
 
 def test_on_a_cpu_callables_are_eager() -> None:
-    """G1: graph="auto" without CUDA says so once and returns callables that work; graph="off" says nothing."""
+    """G1: graph="auto" without CUDA warns once and returns eager callables; graph="off" does not warn."""
     model, function = make_mlp("cpu"), torch.tanh
     with pytest.warns(
         ampkit.CaptureWarning, match="the tensors are on cpu, and CUDA graphs need a CUDA device"
@@ -1179,14 +1180,14 @@ def test_on_a_cpu_callables_are_eager() -> None:
     ],
 )
 def test_wrong_arguments(arguments: Any, options: dict[str, Any], says: str) -> None:
-    """Each is refused with what came and what to pass instead."""
+    """The error says what came and what to pass instead."""
     with pytest.raises(ValueError, match=says):
         make_graphed_callables(*arguments, **{"graph": "emulate", **options})
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_call_of_torch_is_taken(engine: Engine) -> None:
-    """G6: torch's positional arguments, a list as sample, no warm-up, a tuple of one."""
+    """G6: torch's positional arguments, a list as sample, no warm-up, and a tuple with one callable work."""
     x = rows(engine[0], 0, requires_grad=True)
     (function,) = make_graphed_callables((torch.tanh,), ((x,),), 0, False, None, graph=engine[1])
     assert_same(function(x).detach(), x.detach().tanh())
@@ -1201,7 +1202,7 @@ def test_every_call_of_torch_is_taken(engine: Engine) -> None:
 
 @pytest.mark.cuda
 def test_no_call_waits_for_the_device() -> None:
-    """G6: forward, backward, accumulation and the eager fallback of a graphed module read nothing back."""
+    """G6: forward, backward, accumulation and eager calls of a graphed module do not wait for the device."""
     model = graphed(("cuda", "auto"), make_net("cuda"), images("cuda", 0))
     x, labels = images("cuda", 1), torch.arange(4, device="cuda")
     F.cross_entropy(model(x), labels).backward()
@@ -1215,7 +1216,7 @@ def test_no_call_waits_for_the_device() -> None:
 
 @pytest.mark.cuda
 def test_g4_streams_take_turns() -> None:
-    """G4: replays on one stream wait for those on another, which use the same inputs, outputs and scratch."""
+    """G4: replays on one stream wait for those on another, because both use the same static and temporary memory."""
     models, twins = ([make_mlp("cuda", seed) for seed in (1, 2)] for _ in range(2))
     big = tuple((rows("cuda", 0, size=20000),) for _ in models)
     make_graphed_callables(tuple(models), big)
@@ -1240,7 +1241,7 @@ def test_g4_streams_take_turns() -> None:
 
 @pytest.mark.cuda
 def test_g3_close_returns_the_memory() -> None:
-    """G3: what graphs, their inputs and their pools took is the device's again, time after time."""
+    """G3: close frees the memory of graphs, static inputs and pools, each time."""
     model = make_mlp("cuda")
     x = rows("cuda", 0, size=200000)
 
@@ -1263,7 +1264,7 @@ def test_g3_close_returns_the_memory() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("handle", ["torch's", "graph.pool()"])
 def test_g6_a_pool_is_shared(handle: str) -> None:
-    """G6: backward graphs of several calls with one handle of torch's have one scratch; a dead one's is used again."""
+    """G6: backward graphs with one handle of torch's share temporary memory, also with a graph that is freed."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.zeros(1, device="cuda")
@@ -1292,7 +1293,7 @@ def test_g6_a_pool_is_shared(handle: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("fault", ["item", "exception", "generator", "host tensor", "host buffer", "host output"])
 def test_g2_what_cuda_cannot_capture_is_eager(fault: str) -> None:
-    """G2: the line is named, the module is as before, other graphs go on, a module without the fault is captured."""
+    """G2: a warning names the line. The module is as before, other graphs work, and other modules are captured."""
 
     class Faulty(nn.Linear):
         def __init__(self) -> None:
@@ -1306,7 +1307,7 @@ def test_g2_what_cuda_cannot_capture_is_eager(fault: str) -> None:
             out = super().forward(F.dropout(x, 0.5)) * factor
             if fault == "item":
                 out = out * float(out.detach().sum() > 0)  # HERE
-            if fault == "exception" and torch._C._cuda_isCurrentStreamCapturing():  # which tells everyone the truth
+            if fault == "exception" and torch._C._cuda_isCurrentStreamCapturing():  # which user code can ask, too
                 raise ValueError("a mistake of the user")  # HERE
             if fault == "generator":
                 out = out + torch.rand(6, device="cuda", generator=self.generator)  # HERE
@@ -1349,7 +1350,7 @@ def test_g2_what_cuda_cannot_capture_is_eager(fault: str) -> None:
 
 @pytest.mark.cuda
 def test_within_another_capture_it_is_eager() -> None:
-    """A graphed step captures a model with a graphed part: the part's forward, not a launch of its graph."""
+    """A graphed step captures the operations of a graphed part, not a launch of its graph."""
 
     def run(graph: str) -> dict[str, Tensor]:
         model = make_mlp("cuda")
@@ -1362,7 +1363,7 @@ def test_within_another_capture_it_is_eager() -> None:
             step(rows("cuda", i))
         if graph == "auto":
             assert step.replays == 3
-            assert part.forward.eager == {"in the capture of another graph": 2}  # and in the rehearsal of it
+            assert part.forward.eager == {"in the capture of another graph": 2}  # once in the rehearsal
         return dict(model.state_dict())
 
     assert_same(run("off"), run("auto"))

@@ -64,7 +64,7 @@ class Mixed(nn.Module):
 def make_pair(
     device: str, function: str, use_buffers: bool, integers: bool
 ) -> tuple[nn.Module, AveragedModel, AveragedModel]:
-    """Return a model and two equal averages of it, whose values the first update must forget."""
+    """Return a model and two equal averages of it. The first update must overwrite the averages' values."""
     torch.manual_seed(5)
     # Complex numbers have no floor division.
     model = Mixed(integers, complexes=function != "custom multi").to(device)
@@ -77,7 +77,7 @@ def make_pair(
 
 
 def drift(model: nn.Module, seed: int) -> None:
-    """Change everything in the model, as a training step would, in place and without random numbers of the device."""
+    """Change every tensor of the model in place, as a training step would. Draws no random numbers on the device."""
     made = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -100,7 +100,7 @@ def state(averaged: AveragedModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_updates_equal_those_of_torch(device: str, function: str, use_buffers: bool) -> None:
-    """The copy of the first update, the averages of later ones, buffers and the count: the same bits, in place."""
+    """The first update (a copy), later averages, buffers and count have torch's bits. Tensors change in place."""
     integers = takes_integers(device, function) or not use_buffers
     model, averaged, reference = make_pair(device, function, use_buffers, integers)
     addresses = {name: tensor.data_ptr() for name, tensor in state(averaged).items()}
@@ -115,7 +115,7 @@ def test_updates_equal_those_of_torch(device: str, function: str, use_buffers: b
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_count_that_was_set_back_copies_again(device: str) -> None:
-    """Whether an update is the first is read on the device each time: a checkpoint may say that it is."""
+    """The device decides in each update whether it is the first one, because a checkpoint may set the count back."""
     model, averaged, reference = make_pair(device, "ema", True, True)
     for seed in range(4):
         if seed == 2:
@@ -129,7 +129,7 @@ def test_a_count_that_was_set_back_copies_again(device: str) -> None:
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_where_torch_takes_the_foreach_kernel(monkeypatch: pytest.MonkeyPatch, use_buffers: bool) -> None:
-    """On a GPU the default is another formula than on the CPU. Here it is chosen on the CPU."""
+    """The default average on a GPU is computed by another formula than on the CPU. This test runs it on the CPU."""
     monkeypatch.setattr("torch.optim.swa_utils._get_foreach_kernels_supported_devices", lambda: ["cpu"])
     monkeypatch.setattr("ampkit._optimizer.average.devices_with_foreach", lambda: ["cpu"])
     model, averaged, reference = make_pair("cpu", "default", use_buffers, integers=not use_buffers)
@@ -147,7 +147,7 @@ def test_where_torch_takes_the_foreach_kernel(monkeypatch: pytest.MonkeyPatch, u
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_an_average_in_another_dtype(dtype: torch.dtype, use_buffers: bool) -> None:
-    """A wider or narrower average, one tensor at a time, rounds as torch's does, in the copy and in buffers too."""
+    """An average in a wider or narrower dtype is rounded as torch rounds it, in the first copy and in buffers too."""
     model = nn.BatchNorm1d(9)
     averaged = AveragedModel(model, avg_fn=get_ema_avg_fn(0.7), use_buffers=use_buffers).to(dtype)
     reference = copy.deepcopy(averaged)
@@ -169,7 +169,7 @@ def test_integers_under_torchs_swa_kernel_raise_as_in_torch() -> None:
 
 
 def test_an_empty_or_parameterless_model() -> None:
-    """A model of buffers alone, or of nothing, is counted as in torch."""
+    """For a model with buffers alone, or with no tensors, updates are counted as in torch."""
     for model in (nn.BatchNorm1d(3, affine=False), nn.Identity()):
         averaged = AveragedModel(model)
         update_average(averaged, model)
@@ -178,7 +178,7 @@ def test_an_empty_or_parameterless_model() -> None:
 
 
 class _Reads(TorchDispatchMode):
-    """Counts reads of a tensor's value by the host."""
+    """Counts how often the host reads the value of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_nothing_is_read_on_the_host(function: str) -> None:
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_no_sync(function: str, use_buffers: bool) -> None:
-    """An update waits for nothing, the first one neither."""
+    """No update waits for the device, not even the first one."""
     model, averaged, _ = make_pair("cuda", function, use_buffers, takes_integers("cuda", function) or not use_buffers)
     with no_sync():
         update_average(averaged, model)
@@ -219,7 +219,7 @@ def test_no_sync(function: str, use_buffers: bool) -> None:
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_graph_holds_the_update(function: str, use_buffers: bool) -> None:
-    """One update is captured behind one eager one; replays average, and copy where the count was set back to 0."""
+    """After an eager update one is captured. Replays average, and copy if the count was set back to 0."""
     integers = takes_integers("cuda", function) or not use_buffers
     model, averaged, reference = make_pair("cuda", function, use_buffers, integers)
     stream = torch.cuda.Stream()
@@ -243,7 +243,7 @@ def test_a_graph_holds_the_update(function: str, use_buffers: bool) -> None:
 
 @pytest.mark.cuda
 def test_the_count_follows_the_model_to_the_gpu() -> None:
-    """torch leaves the count on the CPU, from where no graph can read it; a state_dict still fits both ways."""
+    """torch leaves the count on the CPU, where a graph cannot read it. Either loads the other's state_dict."""
     model = nn.Linear(3, 3, device="cuda")
     averaged, reference = AveragedModel(model), AveragedModel(model)
     assert averaged.n_averaged.device.type == "cpu"
@@ -272,7 +272,7 @@ class Renamed(AveragedModel):
 
 
 class Clamp(nn.Module):
-    """Has state, and a method to be called behind the optimizer."""
+    """Has state, and a method to be called after the optimizer."""
 
     def keep(self, model: nn.Module) -> None:
         """Do nothing."""
@@ -280,7 +280,7 @@ class Clamp(nn.Module):
 
 @pytest.mark.parametrize("kind", [AveragedModel, Renamed])
 def test_torchs_update_is_replaced(kind: type[AveragedModel]) -> None:
-    """`averaged.update_parameters` becomes the update without host reads, with the average as what it changes."""
+    """`averaged.update_parameters` is replaced by the update without host reads, which changes the average."""
     model = nn.Linear(2, 2)
     averaged = kind(model)
     run, owner = capturable(averaged.update_parameters)
@@ -292,7 +292,7 @@ def test_torchs_update_is_replaced(kind: type[AveragedModel]) -> None:
 
 
 def test_other_callables_are_left_alone() -> None:
-    """A method gives its module, as a module does; an overridden update is the user's own."""
+    """Other callables are returned as they are, with the module that they belong to. So is an overridden update."""
     watched, clamp = Watched(nn.Linear(2, 2)), Clamp()
     assert capturable(watched.update_parameters) == (watched.update_parameters, watched)
     assert capturable(clamp.keep) == (clamp.keep, clamp)
@@ -302,7 +302,7 @@ def test_other_callables_are_left_alone() -> None:
 
 
 def test_the_count_is_moved_before_the_first_step() -> None:
-    """Within a captured step it would be too late."""
+    """The count is moved before the first step, because a captured step cannot move it."""
     averaged = AveragedModel(nn.Linear(2, 2, device="meta"))
     assert averaged.n_averaged.device.type == "cpu"
     capturable(averaged.update_parameters)

@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim in every form, in a step: captured with eager's bits, or said to be eager."""
+"""Every optimizer of torch.optim in every form: its step is captured with eager's bits, or a warning says why not."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from harness import ENGINES, assert_same, deterministic, training_state
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._optimizer.device_step import why_not_capturable
+from ampkit._optimizer.step_kind import why_not_capturable
 
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -42,7 +42,7 @@ def boosted(model: nn.Module, x: Tensor, boost: Tensor) -> Tensor:
 
 
 def trajectory(engine: tuple[str, str], name: str, form: str, scaled: bool) -> tuple[list[Any], ampkit.GraphedStep]:
-    """Return the state after each of 10 steps, with a rate that falls in each, set to 0 in the last but one."""
+    """Return the state after each of 10 steps. The learning rate falls in each step, and is 0 in the last but one."""
     device, graph = engine
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False)).to(device)
@@ -67,7 +67,7 @@ def trajectory(engine: tuple[str, str], name: str, form: str, scaled: bool) -> t
 @pytest.mark.parametrize(("name", "form"), list(optimizers()))
 @pytest.mark.parametrize("scaled", [False, True])
 def test_every_optimizer_in_every_form(engine: tuple[str, str], name: str, form: str, scaled: bool) -> None:
-    """S1, G5, G7: whether it can be captured or not, each step has the bits of the eager one, and its rate."""
+    """S1, G5, G7: captured or not, each step has the bits of the eager step and uses the present learning rate."""
     cls = getattr(torch.optim, name)
     if (engine[0], name, form) == ("cuda", "Adagrad", "fused"):
         pytest.skip("torch refuses fused Adagrad on CUDA")
@@ -87,7 +87,7 @@ def test_every_optimizer_in_every_form(engine: tuple[str, str], name: str, form:
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["RMSprop", "Adadelta"])
 def test_loops_that_read_the_rate_are_named(name: str) -> None:
-    """S1: the step runs other kernels than were asked for, which is said; `foreach` is as it was behind it."""
+    """S1: a warning says that the step runs other kernels than the user asked for. `foreach` is put back afterwards."""
     model = nn.Linear(6, 3).cuda()
     optimizer = getattr(torch.optim, name)(model.parameters(), foreach=False)
     with pytest.warns(ampkit.AmpkitWarning, match=rf"{name}\(foreach=False\) reads its learning rate on the host"):

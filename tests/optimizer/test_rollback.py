@@ -1,4 +1,4 @@
-"""Skipping with steps that are not torch.optim's: what they were seen to change is undone; else the host is asked."""
+"""Skipping with steps that are not torch.optim's: their changes are undone if they are known, else the host decides."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 import ampkit
-from ampkit._optimizer.device_step import is_one_pass, is_revocable, torch_class, why_not_capturable
+from ampkit._optimizer.step_kind import can_be_undone, scales_in_kernel, torch_class, why_not_capturable
 
 on_the_host = pytest.mark.filterwarnings("ignore:GradScaler.step:ampkit.AmpkitWarning")  # which is said on CUDA
 
@@ -44,7 +44,7 @@ class Averaging(SGD):
 
 
 class FusedAveraging(AdamW):
-    """The same over a fused kernel, which is given the scale."""
+    """The same with a fused kernel, which takes the scale."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01, fused=True)
@@ -58,7 +58,7 @@ class FusedAveraging(AdamW):
 
 
 class Lion(Optimizer):
-    """Of another maker: foreach kernels, a step count on the device in an attribute, a change of the gradients."""
+    """Not torch's: foreach kernels, a step count in an attribute on the device, and changed gradients."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
@@ -77,7 +77,7 @@ class Lion(Optimizer):
 
 
 class Flat(SGD):
-    """Parameters are views of one tensor, which is what the step changes."""
+    """Its parameters are views of one tensor, which the step changes."""
 
     def __init__(self, params: Any) -> None:
         params = list(params)
@@ -93,7 +93,7 @@ class Flat(SGD):
 
 
 class Elsewhere(SGD):
-    """Changes a tensor that only a closure has, and an object below an attribute."""
+    """Changes a tensor that only a closure refers to, and an object in an attribute."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
@@ -126,7 +126,7 @@ UNDONE: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Counting(SGD):
-    """Counts on the host, and looks ahead every other step."""
+    """Counts steps on the host, and averages the weights in every second one."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -158,7 +158,7 @@ class Moving(SGD):
 
 
 class Sparse(SGD):
-    """Keeps a sparse tensor, which no arithmetic on bits undoes."""
+    """Keeps a sparse tensor, which arithmetic on bits cannot restore."""
 
     def step(self, closure: Any = None) -> Any:
         for param in params_of(self):
@@ -167,7 +167,7 @@ class Sparse(SGD):
 
 
 class Reading(SGD):
-    """Decides by a number that it reads."""
+    """Reads a number from the device and decides by it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -182,7 +182,7 @@ kept: list[Tensor] = []
 
 
 class Keeping(SGD):
-    """Keeps what it makes where nobody looks."""
+    """Keeps the tensors that it creates in a global variable."""
 
     def step(self, closure: Any = None) -> Any:
         kept[:] = [param.grad * 2 for param in params_of(self)]
@@ -256,30 +256,30 @@ def trained(
 @pytest.mark.parametrize("name", [*UNDONE, *REFUSED])
 @pytest.mark.parametrize("bad_at", [(0,), (1, 2), (0, 3, 7), (4, 5, 6)])
 def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad_at: tuple[int, ...]) -> None:
-    """S1: whatever a step changes has its bits behind an overflow, and goes on as if that step had not been."""
+    """S1: after an overflow every tensor has the bits from before, and later steps are as without that step."""
     make = UNDONE[name] if name in UNDONE else functools.partial(REFUSED[name][0], lr=0.1, momentum=0.9)
     with_skips, optimizer, scaler = trained(make, device, bad_at, skips=True)
     without, _, _ = trained(make, device, bad_at, skips=False)
     assert_same(with_skips, without)
-    writes = scaler._writes_of(optimizer)
-    assert (writes.incomplete == "") == (name in UNDONE)
+    changes = scaler._scaled_step.changes_of(optimizer)
+    assert (changes.incomplete == "") == (name in UNDONE)
 
 
 @on_the_host
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", REFUSED)
 def test_why_a_step_is_not_undone(device: str, name: str) -> None:
-    """S1: what a watched step does beside changing tensors in place is named."""
+    """S1: the reason names what a watched step does besides changing tensors in place."""
     kind, says = REFUSED[name]
     _, optimizer, scaler = trained(functools.partial(kind, lr=0.1), device, (), skips=True)
-    assert re.search(says, scaler._writes_of(optimizer).incomplete)
+    assert re.search(says, scaler._scaled_step.changes_of(optimizer).incomplete)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", UNDONE)
 @pytest.mark.parametrize("bad", [None, math.inf])
 def test_a_watched_step_waits_no_more(name: str, bad: float | None) -> None:
-    """S1: two watched steps wait; the ones behind them do not, overflow or not."""
+    """S1: two watched steps wait for the device. Later ones do not, with an overflow or without."""
     model = nn.Linear(6, 3).cuda()
     optimizer, scaler = UNDONE[name](model.parameters()), ampkit.GradScaler("cuda", init_scale=8.0)
     infinite = torch.full_like(model.weight, math.inf)
@@ -306,7 +306,7 @@ def test_a_watched_step_waits_no_more(name: str, bad: float | None) -> None:
 
 @pytest.mark.cuda
 def test_a_step_that_is_not_undone_says_so_once() -> None:
-    """S1: every step waits for the device, which is said once, with the reason and what to write."""
+    """S1: every step waits for the device. One warning says so, with the reason and what to write."""
     model = nn.Linear(6, 3).cuda()
     optimizer, scaler = Counting(model.parameters(), lr=0.1), ampkit.GradScaler("cuda", init_scale=8.0)
     for i in range(2):
@@ -324,7 +324,7 @@ def test_a_step_that_is_not_undone_says_so_once() -> None:
 
 
 def test_whose_step_it_is() -> None:
-    """S1: it goes by the code that runs: subclasses with a step of their own, replaced methods, wrapped steps."""
+    """S1: the code that runs decides, for subclasses with their own step, replaced methods and wrapped steps."""
 
     class Renamed(SGD):
         pass
@@ -346,19 +346,19 @@ def test_whose_step_it_is() -> None:
             assert torch_class(kind([torch.ones(2, 2, requires_grad=True)])) is kind  # type: ignore[call-arg]
     for made in (Wrapped(params, lr=0.1), OtherState(params), Averaging(params, lr=0.1), Lion(params)):
         assert torch_class(made) is None
-        assert not is_revocable(made)
-        assert not is_one_pass(made)
+        assert not can_be_undone(made)
+        assert not scales_in_kernel(made)
     scheduled = SGD(params, lr=0.1, fused=True)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     assert torch_class(scheduled) is SGD
-    assert is_one_pass(scheduled)
+    assert scales_in_kernel(scheduled)
     original = scheduled.step
     scheduled.step = lambda *args: original(*args)  # type: ignore[method-assign]
     assert torch_class(scheduled) is None
 
 
 def test_a_step_that_was_replaced_on_torchs_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S1: neither torch's class nor its subclasses then have torch's step, whatever its name says."""
+    """S1: then neither torch's class nor its subclasses have torch's step, though it has the same name."""
 
     @functools.wraps(SGD.step)
     def step(self: Any, closure: Any = None) -> None:
@@ -368,11 +368,11 @@ def test_a_step_that_was_replaced_on_torchs_class(monkeypatch: pytest.MonkeyPatc
     assert torch_class(optimizer) is SGD
     monkeypatch.setattr(SGD, "step", step)
     assert torch_class(optimizer) is None
-    assert not is_revocable(optimizer)
+    assert not can_be_undone(optimizer)
 
 
 def test_state_that_is_replaced_is_looked_at_anew() -> None:
-    """S1, S6: after load_state_dict, a new param group and a parameter's first gradient, overflows leave no trace."""
+    """S1, S6: overflows leave no trace after load_state_dict, a new param group, or a parameter's first gradient."""
     used, later = (torch.ones(3, requires_grad=True) for _ in range(2))
     optimizer = Averaging([used], lr=0.1, momentum=0.9)
     scaler = ampkit.GradScaler("cpu", init_scale=8.0, dynamic=False)
@@ -401,11 +401,11 @@ def test_state_that_is_replaced_is_looked_at_anew() -> None:
         one_step(*params, bad=True)
         assert_same(before, all_bits())
         one_step(*params)
-    assert scaler._writes_of(optimizer).known(optimizer) is not None
+    assert scaler._scaled_step.changes_of(optimizer).known(optimizer) is not None
 
 
 def test_a_scaler_with_records_is_copied_and_pickled() -> None:
-    """S6: what it knows of optimizers is its own affair."""
+    """S6: a copy of a scaler does not have what the scaler knows of its optimizers."""
     _, _, scaler = trained(UNDONE["averaging"], "cpu", (), skips=True)
     for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert other.state_dict() == scaler.state_dict()
@@ -422,7 +422,7 @@ def train(step: ampkit.GraphedStep, batches: list[Any]) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_subclass_in_a_graph(engine: tuple[str, str]) -> None:
-    """S1, G7: a subclass with state of its own is captured with its skips, and has eager's bits."""
+    """S1, G7: a subclass with its own state is captured, skips steps, and has eager's bits."""
     device, graph = engine
     histories = []
     with deterministic():
@@ -449,7 +449,7 @@ def test_a_subclass_in_a_graph(engine: tuple[str, str]) -> None:
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:GradScaler.step:ampkit.AmpkitWarning")
 def test_a_step_that_is_not_undone_stays_eager() -> None:
-    """S1: a graph that would have to ask the host is not captured, and nothing is skipped wrongly."""
+    """S1: a step that must read the host's decision is not captured, and no step is skipped by mistake."""
 
     class FusedCounting(AdamW):
         count = 0
@@ -469,7 +469,7 @@ def test_a_step_that_is_not_undone_stays_eager() -> None:
 
 
 def test_step_hooks_are_not_captured() -> None:
-    """S1: a replay would not call them; a step without knows when one comes."""
+    """S1: a replay would not call step hooks. A captured step notices when a hook is registered later."""
     model = nn.Linear(3 * 64, 10)
     optimizer = AdamW(model.parameters(), fused=True)
     assert why_not_capturable(optimizer) == ""
@@ -490,7 +490,7 @@ def test_step_hooks_are_not_captured() -> None:
 
 @pytest.mark.cuda
 def test_step_hooks_that_come_later_are_called() -> None:
-    """S1: a hook that is registered behind the capture is called in every step from then on."""
+    """S1: a hook that is registered after the capture is called in every step from then on."""
     model = nn.Linear(3 * 64, 10).cuda()
     optimizer = AdamW(model.parameters(), fused=True)
     step = ampkit.graphed_step(boosted, model, optimizer)

@@ -1,4 +1,4 @@
-"""GradScaler: torch's contract, one pass over the gradients, no host read, and the upstream defects it guards."""
+"""GradScaler: torch's contract, one pass over the gradients, no host read, and defects of torch that it avoids."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ def make(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_s1_growth_backoff_skip(device: str, name: str) -> None:
-    """S1: the scale grows after the interval and backs off on overflow; a skipped step leaves all else as it was."""
+    """S1: the scale grows after the interval and backs off on overflow. A skipped step changes nothing else."""
     model, optimizer, scaler = make(device, name, init_scale=8.0, growth_interval=2)
     scales, trackers = [], []
     for i, bad in enumerate([None, None, math.inf, None, math.nan, None, None]):
@@ -50,7 +50,7 @@ def test_s1_growth_backoff_skip(device: str, name: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_s1_skip_in_the_very_first_step(device: str, name: str) -> None:
-    """S1: an overflow in step one leaves no trace in the moments that the later steps start from."""
+    """S1: an overflow in the first step leaves no trace in the moments."""
     histories = []
     for overflow_first in (True, False):
         model, optimizer, scaler = make(device, name, init_scale=16.0 if overflow_first else 8.0)
@@ -71,7 +71,7 @@ def test_s1_skip_in_the_very_first_step(device: str, name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("max_norm", [None, 0.01, 1e6])
 def test_one_pass_agrees_with_torch(device: str, name: str, max_norm: float | None) -> None:
-    """S1: parameters agree with torch's unscale, clip, step within float32 rounding; scale and tracker exactly."""
+    """S1: parameters are torch's after unscale, clip and step, within float32 rounding. The scale equals torch's."""
     results = []
     for ours in (True, False):
         model, optimizer, scaler = make(device, name, init_scale=1024.0, growth_interval=3)
@@ -97,7 +97,7 @@ def test_one_pass_agrees_with_torch(device: str, name: str, max_norm: float | No
 @pytest.mark.parametrize("unscale_first", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_s3_preset_grad_scale(device: str, name: str, unscale_first: bool) -> None:
-    """S3: a user's optimizer.grad_scale divides the gradient too, after unscale_ and without it: 15 / 5 / 3 = 1."""
+    """S3: optimizer.grad_scale of the user divides the gradient too, with and without unscale_: 15 / 5 / 3 = 1."""
     skip_without_kernel(device, name)
     weight = torch.ones(1, device=device, requires_grad=True)
     weight.grad = torch.full_like(weight, 15.0)
@@ -115,7 +115,7 @@ def test_s3_preset_grad_scale(device: str, name: str, unscale_first: bool) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_grad_norm_is_unscaled_and_unclipped(device: str) -> None:
-    """The norm that is reported is the one that clip_grad_norm_ would return."""
+    """`grad_norm` is the norm that clip_grad_norm_ would return."""
     model, optimizer, scaler = make(device, init_scale=512.0)
     scaled_backward(model, scaler, 0)
     expected = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm() / 512
@@ -125,7 +125,7 @@ def test_grad_norm_is_unscaled_and_unclipped(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_user_may_unscale_and_clip_before_step(device: str) -> None:
-    """After unscale_ the user's own clipping stands, and a skip is still decided on the device."""
+    """After unscale_ the user may clip the gradients. The device still decides whether the step is skipped."""
     model, optimizer, scaler = make(device, init_scale=4.0)
     for bad in (None, math.inf):
         scaled_backward(model, scaler, 0, bad)
@@ -140,7 +140,7 @@ def test_user_may_unscale_and_clip_before_step(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_float16_gradients(device: str) -> None:
-    """S8: gradients in float16, whose squares overflow in float16, are unscaled, clipped and checked all the same."""
+    """S8: float16 gradients are unscaled, clipped and checked, also if their squares overflow in float16."""
     weight = torch.ones(4, dtype=torch.float16, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
     scaler = ampkit.GradScaler(device, init_scale=8.0)
@@ -153,7 +153,7 @@ def test_float16_gradients(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_found_inf_is_one_after_several_infinities(device: str) -> None:
-    """torch sums found_inf and its kernels test for 1; two infinite gradient tensors must still skip."""
+    """torch sums found_inf, but its kernels test for 1. Two infinite gradient tensors must still skip the step."""
     model, optimizer, scaler = make(device, "adamw", init_scale=2.0)
     scaled_backward(model, scaler, 0)
     scaler.step(optimizer)
@@ -174,7 +174,7 @@ def test_found_inf_is_one_after_several_infinities(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_skipped_first_step_leaves_no_garbage_momentum(device: str) -> None:
-    """A fused SGD whose first step overflows must not move a parameter with zero gradient later (torch: by 6.3)."""
+    """After an overflow in its first step, fused SGD must not move a parameter with zero gradient (torch: by 6.3)."""
     junk = [torch.full((1000,), 7.0, device=device) for _ in range(50)]
     del junk  # what an uninitialised buffer would find
     weight = torch.zeros(1000, device=device, requires_grad=True)
@@ -191,7 +191,7 @@ def test_skipped_first_step_leaves_no_garbage_momentum(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_dampening_keeps_torchs_first_step(device: str) -> None:
-    """With dampening the first step is another formula than the later ones; a skipped one before it changes nothing."""
+    """With dampening the first step has another formula than later ones. A skipped step before it changes nothing."""
     weights = []
     for overflow_first in (True, False):
         weight = torch.ones(4, device=device, requires_grad=True)
@@ -208,7 +208,7 @@ def test_dampening_keeps_torchs_first_step(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_dampening_honours_a_preset_grad_scale(device: str) -> None:
-    """S3: the first step of SGD with dampening divides by the user's grad_scale once, and uses it up."""
+    """S3: the first step of SGD with dampening divides by the user's grad_scale once, and removes it."""
     weight = torch.ones(1, device=device, requires_grad=True)
     weight.grad = torch.full_like(weight, 15.0)
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, dampening=0.5, fused=True)
@@ -221,7 +221,7 @@ def test_dampening_honours_a_preset_grad_scale(device: str) -> None:
 
 
 def test_dampening_counts_the_skip() -> None:
-    """The first step that is skipped on the host is counted as the others are."""
+    """A first step that is skipped on the host is counted like other skipped steps."""
     weight = torch.ones(4, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, dampening=0.5, fused=True)
     scaler = ampkit.GradScaler("cpu", init_scale=2.0)
@@ -234,7 +234,7 @@ def test_dampening_counts_the_skip() -> None:
 @pytest.mark.filterwarnings(r"ignore:GradScaler.step\(RMSprop\)")  # on CUDA, see test_scaler_optimizers.py
 @pytest.mark.parametrize("device", DEVICES)
 def test_other_optimizers_step_as_torch_does(device: str) -> None:
-    """An optimizer without a fused kernel takes torch's path: same bits, a skip included."""
+    """An optimizer without a fused kernel has the bits that it has under torch's scaler, with a skipped step."""
     results = []
     for cls in (ampkit.GradScaler, torch.amp.GradScaler):
         torch.manual_seed(1)
@@ -252,7 +252,7 @@ def test_other_optimizers_step_as_torch_does(device: str) -> None:
 
 
 def test_other_optimizers_clip() -> None:
-    """max_norm also works where the kernel cannot do it."""
+    """max_norm also works if the kernel cannot clip."""
     weight = torch.zeros(4, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = ampkit.GradScaler("cpu", init_scale=64.0)
@@ -265,7 +265,7 @@ def test_other_optimizers_clip() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_s7_disabled_is_an_identity(device: str, max_norm: float | None) -> None:
-    """S7: a disabled scaler scales by nothing, steps as the optimizer does (clipped if asked), and has no state."""
+    """S7: a disabled scaler does not scale, steps like the optimizer (and clips if asked), and has no state."""
     model, optimizer, scaler = make(device, enabled=False)
     twin, twin_optimizer, _ = make(device)
     loss = torch.ones((), device=device)
@@ -287,7 +287,7 @@ def test_s7_disabled_is_an_identity(device: str, max_norm: float | None) -> None
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_s6_state_goes_both_ways(device: str) -> None:
-    """S6: torch's scaler loads our state and we load torch's, in mid-training, without moving the scale tensor."""
+    """S6: either scaler loads the other's state during training, and the scale tensor stays where it is."""
     model, optimizer, scaler = make(device, init_scale=32.0, growth_interval=5)
     for i in range(3):
         scaled_backward(model, scaler, i, math.inf if i == 0 else None)
@@ -307,7 +307,7 @@ def test_s6_state_goes_both_ways(device: str) -> None:
 
 
 def test_s6_pickles() -> None:
-    """S6: pickling keeps scale, tracker and count, also of a scaler that was never used."""
+    """S6: a pickled scaler keeps scale, tracker and counts, even if it was never used."""
     model, optimizer, scaler = make("cpu", init_scale=32.0)
     fresh = pickle.loads(pickle.dumps(scaler))
     assert fresh.state_dict() == scaler.state_dict()
@@ -324,14 +324,14 @@ def test_s6_pickles() -> None:
 
 
 def test_takes_torchs_arguments_by_position() -> None:
-    """The constructor is torch's, so that replacing the name is enough."""
+    """The constructor takes torch's arguments, so it is enough to replace the name."""
     ours, theirs = (cls("cpu", 8.0, 3.0, 0.25, 7, True) for cls in (ampkit.GradScaler, torch.amp.GradScaler))
     assert theirs.state_dict().items() <= ours.state_dict().items()
     assert isinstance(ours, torch.amp.GradScaler)
 
 
 def test_s5_clear_errors() -> None:
-    """S5: no gradient at all, unscale_ twice, step twice, a closure: each says what is wrong."""
+    """S5: the error for no gradient, a second unscale_, a second step and a closure says what is wrong."""
     model, optimizer, scaler = make("cpu")
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)  # fused: another optimizer may have gradients
@@ -353,7 +353,7 @@ def test_s5_clear_errors() -> None:
 
 @pytest.mark.parametrize("max_norm", [0, -1.0, math.nan, "1"])
 def test_max_norm_must_be_positive(max_norm: Any) -> None:
-    """A clip of zero or less would stop training in silence."""
+    """With a norm of zero or less, training would stop without a word."""
     _, optimizer, scaler = make("cpu")
     with pytest.raises(ValueError, match=r"GradScaler.step\(max_norm=.*must be a number > 0, or None"):
         scaler.step(optimizer, max_norm=max_norm)
@@ -363,7 +363,7 @@ def test_max_norm_must_be_positive(max_norm: Any) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [None, math.inf])
 def test_no_host_sync(name: str, bad: float | None) -> None:
-    """scale, step and update with clipping wait for nothing, overflow or not."""
+    """scale, step with clipping, and update do not wait for the device, with an overflow or without."""
     model, optimizer, scaler = make("cuda", name)
     infinite = torch.full_like(model.weight, math.inf)
 
@@ -388,7 +388,7 @@ def test_no_host_sync(name: str, bad: float | None) -> None:
 
 @pytest.mark.cuda
 def test_torch_refuses_fused_adagrad_on_cuda() -> None:
-    """torch 2.11 has the kernel but not the way to it. When this fails, Adagrad can be captured: drop the skips."""
+    """torch 2.11 has the kernel but refuses to run it. If this fails, Adagrad can be captured: remove the skips."""
     weight = torch.ones(1, device="cuda", requires_grad=True)
     weight.grad = torch.ones_like(weight)
     with pytest.raises(RuntimeError, match="`fused=True` requires all the params"):

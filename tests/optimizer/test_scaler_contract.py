@@ -1,4 +1,4 @@
-"""GradScaler.step takes what torch's takes: float64, arguments, amp support of other makers, hooks, no gradients."""
+"""GradScaler.step accepts what torch's accepts: float64, arguments, optimizers with amp support, hooks, no gradient."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ on_the_host = pytest.mark.filterwarnings("ignore:GradScaler.step:ampkit.AmpkitWa
 
 
 def unscaled_step(scaler: Any, optimizer: torch.optim.Optimizer, params: list[Tensor], max_norm: float | None) -> None:
-    """Unscale, clip and step, by arguments of ours or by hand."""
+    """Unscale, clip and step, with the arguments of `step` or with torch's functions."""
     if isinstance(scaler, ampkit.GradScaler):
         scaler.step(optimizer, max_norm=max_norm)
     else:
@@ -42,7 +42,7 @@ def unscaled_step(scaler: Any, optimizer: torch.optim.Optimizer, params: list[Te
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("others", [(), (torch.float32,)])
 def test_float64_gradients(device: str, name: str, max_norm: float | None, others: tuple[torch.dtype, ...]) -> None:
-    """S8: float64 gradients, alone and beside others, are stepped as torch does in float64, and skipped."""
+    """S8: steps with float64 gradients, alone or among others, compute in float64 as torch's, and are skipped."""
     results = []
     for cls in BOTH:
         made = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ def test_float64_gradients(device: str, name: str, max_norm: float | None, other
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex128])
 def test_a_norm_over_float64_and_less(device: str, dtype: torch.dtype) -> None:
-    """S8: gradients of float64 and of 16 bits, or complex ones, have one norm, in float64."""
+    """S8: gradients in float64 and in 16 bits, or complex ones, have one norm, which is computed in float64."""
     params = [torch.ones(4, dtype=kind, device=device, requires_grad=True) for kind in (torch.float64, dtype)]
     scaler = ampkit.GradScaler(device, init_scale=8.0)
     scaler.scale(torch.zeros((), device=device))
@@ -85,7 +85,7 @@ def test_a_norm_over_float64_and_less(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["fused sgd", "fused adamw"])
 def test_float64_in_a_graphed_step(device: str, name: str) -> None:
-    """S8: clipping works in a step of a float64 model, captured or not, without a scaler."""
+    """S8: without a scaler, a step of a float64 model clips, captured or not."""
     states = []
     for graph in ("off", "auto" if device == "cuda" else "emulate"):
         torch.manual_seed(0)
@@ -106,7 +106,7 @@ def test_float64_in_a_graphed_step(device: str, name: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["sgd", "fused sgd", "fused adamw"])
 def test_float64_as_the_default_dtype(device: str, name: str) -> None:
-    """S8: what the scaler hands to kernels is float32, whatever new tensors are made in."""
+    """S8: the scaler passes float32 tensors to kernels, whatever the default dtype is."""
     torch.set_default_dtype(torch.float64)
     try:
         model = nn.Linear(6, 3).to(device)
@@ -123,7 +123,7 @@ def test_float64_as_the_default_dtype(device: str, name: str) -> None:
 
 
 class Scalable(torch.optim.Optimizer):
-    """Plain gradient descent whose step takes a factor, as optimizers of other makers do."""
+    """Plain gradient descent whose step takes an argument."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -141,7 +141,7 @@ class Scalable(torch.optim.Optimizer):
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("cls", BOTH)
 def test_arguments_go_to_the_optimizer(device: str, enabled: bool, cls: Any) -> None:
-    """S1: positional and named arguments reach `optimizer.step`, and its result comes back."""
+    """S1: positional and keyword arguments reach `optimizer.step`, and its result is returned."""
     model = nn.Linear(6, 3).to(device)
     scaler = cls(device, init_scale=8.0, enabled=enabled)
     scaled_backward(model, scaler, 0)
@@ -156,7 +156,7 @@ def test_arguments_go_to_the_optimizer(device: str, enabled: bool, cls: Any) -> 
 
 
 def test_a_positional_closure_is_refused() -> None:
-    """S5: a closure would compute gradients that nobody unscales."""
+    """S5: a closure is refused, because it would compute gradients that are never unscaled."""
     model = nn.Linear(6, 3)
     scaler = ampkit.GradScaler("cpu")
     scaled_backward(model, scaler, 0)
@@ -165,7 +165,7 @@ def test_a_positional_closure_is_refused() -> None:
 
 
 class TakesScaler(Scalable):
-    """Amp support of the first kind: `step` is given the scaler."""
+    """Amp support of the first kind: `step` takes the scaler."""
 
     _step_supports_amp_scaling = True
 
@@ -176,7 +176,7 @@ class TakesScaler(Scalable):
 
 
 class TakesTensors(Scalable):
-    """Amp support of the second kind: the optimizer is given what divides and what skips."""
+    """Amp support of the second kind: the optimizer reads grad_scale and found_inf from its attributes."""
 
     _step_supports_amp_scaling = True
 
@@ -190,7 +190,7 @@ class TakesTensors(Scalable):
 @pytest.mark.parametrize("cls", BOTH)
 @pytest.mark.parametrize("bad", [None, math.inf])
 def test_amp_support_of_other_makers(device: str, cls: Any, bad: float | None) -> None:
-    """S4: an optimizer that is given the scaler, and one that is given tensors, under one scale."""
+    """S4: an optimizer with amp support of the first kind and one with the second kind share a scale."""
     model = nn.Linear(6, 3).to(device)
     scaler = cls(device, init_scale=8.0)
     scaled_backward(model, scaler, 0, bad)
@@ -208,7 +208,7 @@ def test_amp_support_of_other_makers(device: str, cls: Any, bad: float | None) -
 @pytest.mark.parametrize("kind", ["fused sgd", "fused adamw"])
 @pytest.mark.parametrize("bad", [None, math.inf])
 def test_a_fused_optimizer_without_gradients(device: str, cls: Any, first: bool, kind: str, bad: float | None) -> None:
-    """S5: beside one that has gradients it steps and changes nothing; so does a param group without."""
+    """S5: if another optimizer has gradients, one without them steps and changes nothing. So does a param group."""
     used, unused, alone = (torch.ones(3, device=device, requires_grad=True) for _ in range(3))
     optimizers = [OPTIMIZERS[kind]([{"params": [used]}, {"params": [unused]}]), OPTIMIZERS[kind]([alone])]
     scaler = cls(device, init_scale=8.0)
@@ -224,7 +224,7 @@ def test_a_fused_optimizer_without_gradients(device: str, cls: Any, first: bool,
 
 @contextmanager
 def counting(optimizer: torch.optim.Optimizer, where: str) -> Iterator[list[str]]:
-    """Context in which the list grows with each call of a step hook."""
+    """Context in which each call of a step hook appends to the list."""
     called: list[str] = []
     register = {
         "pre": optimizer.register_step_pre_hook,
@@ -244,7 +244,7 @@ def counting(optimizer: torch.optim.Optimizer, where: str) -> Iterator[list[str]
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("where", ["pre", "post", "pre of all", "post of all"])
 def test_step_hooks_run_when_torchs_do(device: str, name: str, where: str) -> None:
-    """S1: in a skipped step hooks run where torch calls `optimizer.step` all the same, and nowhere else."""
+    """S1: in a skipped step hooks run if torch calls `optimizer.step` there too, and otherwise do not."""
     calls = []
     for cls in BOTH:
         model = nn.Linear(6, 3).to(device)
@@ -263,7 +263,7 @@ def test_step_hooks_run_when_torchs_do(device: str, name: str, where: str) -> No
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "fused subclass"])
 def test_a_replaced_step_runs_when_torchs_does(device: str, name: str) -> None:
-    """S1: a step that was replaced on the object is called in a skipped step where torch calls it, and nowhere else."""
+    """S1: in a skipped step, a step that was replaced on the object is called only if torch calls it there too."""
     calls = []
     for cls in BOTH:
         model = nn.Linear(6, 3).to(device)
@@ -288,7 +288,7 @@ def test_a_replaced_step_runs_when_torchs_does(device: str, name: str) -> None:
 
 
 class FusedSubclass(torch.optim.SGD):
-    """Its step is its own, and its kernel the fused one."""
+    """Has a step of its own, which calls the fused kernel."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -296,7 +296,7 @@ class FusedSubclass(torch.optim.SGD):
 
 @pytest.mark.cuda
 def test_a_step_with_hooks_says_that_it_waits() -> None:
-    """S1: hooks cost a wait per step, which is said once, with what to write."""
+    """S1: because of hooks each step waits for the device. One warning says so, and what to write."""
     model = nn.Linear(6, 3).cuda()
     optimizer, scaler = OPTIMIZERS["sgd"](model.parameters()), ampkit.GradScaler("cuda", init_scale=8.0)
     with counting(optimizer, "pre"):

@@ -1,4 +1,4 @@
-"""Skipping with every optimizer: the bits of a skipped step, agreement with torch, no host read, odd gradients."""
+"""Skipping with every optimizer: bits after a skipped step, agreement with torch, no host read, unusual gradients."""
 
 import copy
 import inspect
@@ -13,13 +13,13 @@ from harness import DEVICES, assert_same, no_sync, scaled_backward
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._optimizer.device_step import revocable_step
+from ampkit._optimizer.device_step import changed_by_step, step_or_undo
 
 Make = Callable[[Any, bool], torch.optim.Optimizer]
 
 
 def plain(name: str, **options: Any) -> Make:
-    """Return how to build an optimizer without a fused kernel; `capturable` where torch allows it, on CUDA."""
+    """Return a function that makes an optimizer without a fused kernel; on CUDA with `capturable` if torch has it."""
     cls = getattr(torch.optim, name)
 
     def make(params: Any, on_cuda: bool) -> torch.optim.Optimizer:
@@ -54,7 +54,7 @@ def make(name: str, device: str) -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 
 def initialised(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return its state without the entries that are still empty."""
+    """Return the state of an optimizer without entries that are still empty."""
     return {"state": {i: s for i, s in optimizer.state_dict()["state"].items() if s}}
 
 
@@ -62,7 +62,7 @@ def initialised(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 def test_agrees_with_torch(device: str, name: str, max_norm: float | None) -> None:
-    """S1: parameters within 1e-6 of torch's unscale, clip, step over 12 steps with overflows; the scale exactly."""
+    """S1: over 12 steps with overflows, parameters are within 1e-6 of torch's, and the scale is equal."""
     results = []
     for cls in (ampkit.GradScaler, torch.amp.GradScaler):
         model, optimizer = make(name, device)
@@ -89,7 +89,7 @@ def test_agrees_with_torch(device: str, name: str, max_norm: float | None) -> No
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad: float) -> None:
-    """S1: parameters, moments, step counts and step sizes have the bits that they had."""
+    """S1: parameters, moments, step counts and step sizes have the bits from before the step."""
     model, optimizer = make(name, device)
     scaler = ampkit.GradScaler(device, init_scale=8.0)
     for i in range(2):
@@ -106,15 +106,15 @@ def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad: float) -> 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith("fused")])
 @pytest.mark.parametrize("found", [0.0, 1.0])
-def test_revocable_step_on_the_host(name: str, found: float) -> None:
-    """S1: undone it leaves every bit, also in the very first step and with nan; else it is the optimizer's own step."""
+def test_a_step_is_undone_on_the_host(name: str, found: float) -> None:
+    """S1: undoing a step restores every bit, after the first step and after nan too. Other steps are unchanged."""
     model, optimizer = make(name, "cpu")
     twin, twin_optimizer = make(name, "cpu")
     for i in range(3):
         for one in (model, twin):
             scaled_backward(one, torch.amp.GradScaler("cpu", enabled=False), i, math.nan if found else None)
         before = copy.deepcopy(model.state_dict())
-        revocable_step(optimizer, torch.tensor(found))
+        step_or_undo(optimizer, torch.tensor(found), changed_by_step(optimizer))
         twin_optimizer.step()
         if found:
             assert_same(before, model.state_dict())
@@ -127,7 +127,7 @@ def test_revocable_step_on_the_host(name: str, found: float) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [None, math.inf])
 def test_fifty_steps_without_a_host_read(name: str, bad: float | None) -> None:
-    """S1: scale, step and update wait for nothing, from the first step on, with max_norm, overflow or not."""
+    """S1: scale, step with max_norm, and update never wait for the device, in the first step and on overflow too."""
     model, optimizer = make(name, "cuda")
     if name == "ASGD":  # torch itself copies the learning rate from the host where it makes ASGD's state
         model(torch.zeros(1, 6, device="cuda")).sum().backward()
@@ -151,7 +151,7 @@ def test_fifty_steps_without_a_host_read(name: str, bad: float | None) -> None:
 
 @pytest.mark.cuda
 def test_others_warn_once_on_cuda() -> None:
-    """An optimizer that keeps its step count on the host is read every step: said once, with what to write."""
+    """With a step count on the host, each step reads found_inf. One warning says so, and what to write."""
     model = nn.Linear(6, 3).cuda()
     optimizer = torch.optim.RMSprop(model.parameters())
     scaler = ampkit.GradScaler("cuda", init_scale=8.0)
@@ -169,7 +169,7 @@ def test_others_warn_once_on_cuda() -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("fused", [True, False])
 def test_norm_type(device: str, norm_type: float, fused: bool) -> None:
-    """The clip takes torch's orders of the norm, and any of them finds what is not finite."""
+    """Clipping takes the same norms as torch, and each of them finds gradients that are not finite."""
     ours, theirs = (torch.zeros(5, device=device, requires_grad=True) for _ in range(2))
     gradient = torch.tensor([1.0, -2.0, 3.0, 0.0, 0.5], device=device)
     optimizer = torch.optim.SGD([ours], lr=1.0, fused=fused)
@@ -189,7 +189,7 @@ def test_norm_type(device: str, norm_type: float, fused: bool) -> None:
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
 def test_norm_type_must_be_positive(value: float) -> None:
-    """The 0-norm counts elements, which says nothing of their being finite."""
+    """The 0-norm counts elements, so it does not tell whether they are finite."""
     _, optimizer = make("SGD", "cpu")
     with pytest.raises(ValueError, match=r"GradScaler.step\(norm_type=.*must be a number > 0, or inf"):
         ampkit.GradScaler("cpu").step(optimizer, norm_type=value)
@@ -198,7 +198,7 @@ def test_norm_type_must_be_positive(value: float) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fused", [True, False])
 def test_s5_empty_and_missing_gradients(device: str, fused: bool) -> None:
-    """S5: a parameter without elements and one without gradient neither stop the step nor hide an overflow."""
+    """S5: with an empty parameter and one without gradient, the step still works and finds an overflow."""
     used, empty, unused = (torch.ones(n, device=device, requires_grad=True) for n in (3, 0, 2))
     optimizer = torch.optim.SGD([used, empty, unused], lr=1.0, momentum=0.9, fused=fused)
     scaler = ampkit.GradScaler(device, init_scale=4.0)
@@ -218,7 +218,7 @@ def test_s5_empty_and_missing_gradients(device: str, fused: bool) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [None, math.inf])
 def test_s5_sparse_gradients(device: str, bad: float | None) -> None:
-    """S5: sparse gradients take torch's path: SparseAdam steps, and skips."""
+    """S5: with sparse gradients SparseAdam steps and skips as under torch's scaler."""
     embedding = nn.Embedding(5, 2, sparse=True).to(device)
     optimizer = torch.optim.SparseAdam(embedding.parameters())
     scaler = ampkit.GradScaler(device, init_scale=4.0)

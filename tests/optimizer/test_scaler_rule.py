@@ -57,7 +57,7 @@ def modelled(overflows: list[bool], scale: float, interval: int, patience: int, 
 def test_trajectory_is_the_models(
     overflows: list[bool], exponent: int, interval: int, hysteresis: int, down: int | None, up: int | None
 ) -> None:
-    """S1: for any sequence of good and overflowing steps, hysteresis and limits, the scale is the Python model's."""
+    """S1: for any hysteresis, limits and sequence of overflows, the scale is that of a model in Python."""
     start = 2.0**exponent
     low, high = (None if down is None else start / 2**down), (None if up is None else start * 2**up)
     got, scaler = scale_after(
@@ -74,7 +74,7 @@ def test_trajectory_is_the_models(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_hysteresis_waits_for_the_second_overflow(device: str) -> None:
-    """S1: with hysteresis=2 the first overflow is skipped without backing off; growth restores the patience."""
+    """S1: with hysteresis=2 the scale backs off at the second overflow. When it grows, the count starts again."""
     pattern = [True, True, True, False, False, True, True]
     scales, _ = scale_after(pattern, device, init_scale=64.0, growth_interval=2, hysteresis=2)
     assert scales == [64.0, 32.0, 16.0, 16.0, 32.0, 32.0, 16.0]
@@ -82,20 +82,20 @@ def test_hysteresis_waits_for_the_second_overflow(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_constant_scale_skips_but_stays(device: str) -> None:
-    """S1: dynamic=False never moves the scale, and still skips what overflows."""
+    """S1: with dynamic=False the scale never moves, and steps that overflow are still skipped."""
     scales, scaler = scale_after([True, False, False, True], device, init_scale=8.0, growth_interval=1, dynamic=False)
     assert scales == [8.0] * 4
     assert scaler.stats() == (4, 2, 8.0, math.inf)
 
 
 def test_stats_of_a_new_and_of_a_disabled_scaler() -> None:
-    """The one documented read works before anything was scaled, and where nothing ever will be."""
+    """`stats` works before the first `scale`, and for a disabled scaler."""
     assert ampkit.GradScaler("cpu", init_scale=4.0).stats() == (0, 0, 4.0, None)
     assert ampkit.GradScaler("cpu", enabled=False).stats() == (0, 0, 1.0, None)
 
 
 def test_the_whole_rule_survives_a_checkpoint() -> None:
-    """S6: hysteresis in use, limits and counters come back, into a scaler that was built without them."""
+    """S6: hysteresis, limits and counters are loaded into a scaler that was made without them."""
     options = {"init_scale": 64.0, "growth_interval": 3, "hysteresis": 3, "min_scale": 16.0, "max_scale": 128.0}
     overflows = [True, False, True, True, True, False, False, False]
     whole, _ = scale_after(overflows, **options)
@@ -126,7 +126,7 @@ def test_the_whole_rule_survives_a_checkpoint() -> None:
     ],
 )
 def test_contradictory_rules(options: dict[str, Any], says: str) -> None:
-    """A rule that cannot be followed is a ValueError that names its arguments."""
+    """Arguments that contradict each other raise a ValueError that names them."""
     with pytest.raises(ValueError, match=says):
         ampkit.GradScaler("cpu", **options)
 
@@ -166,7 +166,7 @@ def test_s2_captured_forward_and_backward(engine: tuple[str, str], kind: dict[st
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_s4_several_losses_and_optimizers(device: str) -> None:
-    """S4: two losses and two optimizers under one scale: one skips, the other does not, the scale backs off once."""
+    """S4: two losses and two optimizers share a scale. One step is skipped, and the scale backs off once."""
     first, second = (torch.ones(4, device=device, requires_grad=True) for _ in range(2))
     fused = torch.optim.AdamW([first], lr=0.1, fused=True)
     plain = torch.optim.SGD([second], lr=0.1)
@@ -184,7 +184,7 @@ def test_s4_several_losses_and_optimizers(device: str) -> None:
 
 @pytest.mark.multigpu
 def test_s4_parameters_over_two_devices() -> None:
-    """S4: an overflow on the second device skips the first device's parameters too."""
+    """S4: after an overflow on the second device, parameters on the first device are not changed either."""
     params = [torch.ones(4, device=f"cuda:{i}", requires_grad=True) for i in range(2)]
     optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
     scaler = ampkit.GradScaler("cuda", init_scale=16.0)

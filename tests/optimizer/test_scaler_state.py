@@ -1,5 +1,4 @@
-"""What a loss scale is made of: arguments and state dicts that are impossible are refused whole; a floor; every step
-skipped."""
+"""The state of a loss scale: impossible arguments and state dicts, its floor, a warning if every step is skipped."""
 
 import copy
 import json
@@ -25,7 +24,7 @@ OWN = ("hysteresis", "min_scale", "max_scale", "dynamic", "steps", "skipped", "_
 
 
 def used_scaler(device: str = "cpu", **rule: Any) -> ampkit.GradScaler:
-    """Return a scaler in mid-training, whose tensors exist."""
+    """Return a scaler that was used, so that its tensors exist."""
     scaler = ampkit.GradScaler(device, init_scale=64.0, growth_interval=3, **rule)
     weight = torch.zeros(3, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
@@ -62,7 +61,7 @@ BAD: dict[str, list[Any]] = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
 def test_an_impossible_entry_changes_nothing(device: str, key: str, value: Any) -> None:
-    """S6: the key and its value are named, and the scaler, used or new, is what it was."""
+    """S6: the error names the key and its value, and the scaler, used or new, is unchanged."""
     bad = {**used_scaler(device, max_scale=1e6).state_dict(), key: value}
     for scaler in (used_scaler(device), ampkit.GradScaler(device)):
         before = whole(scaler)
@@ -74,7 +73,7 @@ def test_an_impossible_entry_changes_nothing(device: str, key: str, value: Any) 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_missing_entry_changes_nothing(key: str) -> None:
-    """S6: what torch's state has must be there."""
+    """S6: an entry that torch's state has must not be missing."""
     state = used_scaler().state_dict()
     del state[key]
     scaler = used_scaler()
@@ -85,7 +84,7 @@ def test_a_missing_entry_changes_nothing(key: str) -> None:
 
 
 def test_what_is_no_state_dict() -> None:
-    """S6: an empty dict is torch's error, anything else a ValueError."""
+    """S6: an empty dict raises torch's error, and an object that is no dict a ValueError."""
     with pytest.raises(RuntimeError, match="empty"):
         ampkit.GradScaler("cpu").load_state_dict({})
     with pytest.raises(ValueError, match="expected the dict that state_dict"):
@@ -94,7 +93,7 @@ def test_what_is_no_state_dict() -> None:
 
 
 def test_what_torch_accepts_is_accepted() -> None:
-    """S6: entries out of torch, out of JSON, as tensors and fractions, and a factor that was set to stand still."""
+    """S6: entries may come from torch or JSON, and may be tensors, fractions, or a factor of 1."""
     theirs = torch.amp.GradScaler("cpu", init_scale=8.0)
     theirs.set_growth_factor(1.0)
     for scaler in (used_scaler(min_scale=16.0), ampkit.GradScaler("cpu")):
@@ -130,14 +129,14 @@ def test_what_torch_accepts_is_accepted() -> None:
     ],
 )
 def test_impossible_arguments(options: dict[str, Any], says: str) -> None:
-    """An argument that makes no scale is a ValueError that names it; a disabled scaler takes anything, as torch's."""
+    """An impossible argument raises a ValueError that names it. A disabled scaler takes any value, as torch's does."""
     with pytest.raises(ValueError, match=says):
         ampkit.GradScaler("cpu", **options)
     ampkit.GradScaler("cpu", enabled=False, **options)
 
 
 def test_arguments_that_torch_refuses() -> None:
-    """Factors that do not grow or back off are named with their value; an unknown name is torch's own error."""
+    """The error for a factor of 1 names it and its value. An unknown argument raises torch's own error."""
     with pytest.raises(ValueError, match=r"growth_factor=1\.0\): expected a finite number above 1"):
         ampkit.GradScaler("cpu", growth_factor=1.0)
     with pytest.raises(ValueError, match=r"backoff_factor=1\.0\): expected a number above 0 and below 1"):
@@ -157,7 +156,7 @@ def test_arguments_that_torch_refuses() -> None:
     ],
 )
 def test_impossible_numbers_later(call: Callable[[Any], None], says: str) -> None:
-    """What is set is checked as what is loaded, so that every state_dict loads."""
+    """Setters check numbers as load_state_dict does, so that every state_dict can be loaded."""
     scaler = used_scaler()
     before = whole(scaler)
     with pytest.raises(ValueError, match=says):
@@ -179,16 +178,16 @@ ANYTHING = st.one_of(
 
 
 def outcome(call: Callable[[], Any]) -> Exception | None:
-    """Return what a call raises."""
+    """Return the exception that a call raises, None if it raises none."""
     try:
         call()
-    except Exception as error:  # looked at by the caller
+    except Exception as error:  # the caller decides whether it is the right one
         return error
     return None
 
 
 def survives(scaler: ampkit.GradScaler) -> None:
-    """Assert that a scaler which was made or loaded does what one must: scale, skip, step, and write its state."""
+    """Assert that a scaler scales, steps, skips, and returns its state."""
     weight = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
     for bad in (False, True, False):
@@ -210,7 +209,7 @@ def survives(scaler: ampkit.GradScaler) -> None:
     st.dictionaries(st.sampled_from([*KEYS, *OWN]), ANYTHING, max_size=4), st.sets(st.sampled_from(KEYS), max_size=1)
 )
 def test_any_state_dict_is_loaded_or_refused_whole(changes: dict[str, Any], missing: set[str]) -> None:
-    """S6: a state dict with any values leaves a scaler that works, or a clear error and the scaler of before."""
+    """S6: with any values in the state dict, the scaler works afterwards, or a clear error leaves it unchanged."""
     state = {**used_scaler().state_dict(), **changes}
     state = {key: value for key, value in state.items() if key not in missing}
     scaler = used_scaler()
@@ -234,7 +233,7 @@ def test_any_state_dict_is_loaded_or_refused_whole(changes: dict[str, Any], miss
     )
 )
 def test_any_arguments_make_a_scaler_or_a_clear_error(options: dict[str, Any]) -> None:
-    """S1: any arguments make a scaler that works, or a ValueError that names one."""
+    """S1: with any arguments the scaler works, or a ValueError names one of them."""
     error = outcome(lambda: ampkit.GradScaler("cpu", **options))
     if error is None:
         survives(ampkit.GradScaler("cpu", **options))
@@ -250,7 +249,7 @@ def test_any_arguments_make_a_scaler_or_a_clear_error(options: dict[str, Any]) -
 @pytest.mark.parametrize("rule", [{}, {"hysteresis": 2}, {"min_scale": 1e-300}, {"max_scale": 8.0}])
 @pytest.mark.filterwarnings("ignore:GradScaler. the last:ampkit.AmpkitWarning")
 def test_the_scale_never_falls_to_zero(device: str, rule: dict[str, Any]) -> None:
-    """S1: after 200 overflows the scale is 2**-126, still skips, and a good step behind them leaves numbers."""
+    """S1: after 200 overflows the scale is 2**-126, steps are still skipped, and a good step gives finite weights."""
     weight = torch.ones(3, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
     scaler = ampkit.GradScaler(device, init_scale=8.0, **rule)
@@ -266,7 +265,7 @@ def test_the_scale_never_falls_to_zero(device: str, rule: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_floor_changes_no_bit_of_torchs_rule(device: str) -> None:
-    """S1: the scale is torch's, bit by bit, as long as torch's is no smaller than the floor."""
+    """S1: the scale has the bits of torch's as long as that is not below the floor."""
     scales: list[list[float]] = []
     for cls in (ampkit.GradScaler, torch.amp.GradScaler):
         scaler = cls(device, init_scale=3.7, growth_factor=1.3, backoff_factor=0.6, growth_interval=2)
@@ -278,7 +277,7 @@ def test_the_floor_changes_no_bit_of_torchs_rule(device: str) -> None:
             weight.grad = torch.full_like(weight, math.inf if i % 3 or i > 40 else 1.0)
             scaler.step(optimizer)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that all of the last are skipped
+                warnings.simplefilter("ignore")  # the one that says that all steps were skipped
                 scaler.update()
             history.append(scaler.get_scale())
         scales.append(history)
@@ -295,7 +294,7 @@ def told(caught: Any) -> list[str]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("good_at", [None, 30, 60])
 def test_fifty_skipped_steps_are_said_once(device: str, good_at: int | None) -> None:
-    """S1: one warning when 50 steps in a row were skipped, none before, none for 49."""
+    """S1: one warning comes when 50 steps in a row were skipped, and none for 49."""
     weight = torch.ones(3, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
     scaler = ampkit.GradScaler(device, init_scale=8.0)
@@ -319,7 +318,7 @@ def test_fifty_skipped_steps_are_said_once(device: str, good_at: int | None) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_skips_that_are_not_in_a_row_are_no_news(device: str) -> None:
-    """S1: half of the steps skipped, or 49 at a time, warn of nothing (warnings are errors here)."""
+    """S1: no warning comes if every second step is skipped, or 49 in a row (warnings are errors here)."""
     weight = torch.ones(3, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
     scaler = ampkit.GradScaler(device, init_scale=8.0)
@@ -337,7 +336,7 @@ def always_infinite(model: nn.Module, images: Tensor, labels: Tensor, boost: Ten
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["graphed_step", "graphed"])
 def test_replays_that_are_all_skipped_are_said_once(engine: tuple[str, str], kind: str) -> None:
-    """S1: the same where no Python of the step runs any more, and the graphs are captured all the same."""
+    """S1: the warning comes in replays too, though no Python of the step runs there."""
     device, graph = engine
     model = nn.Linear(3 * 64, 10).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -374,7 +373,7 @@ def test_replays_that_are_all_skipped_are_said_once(engine: tuple[str, str], kin
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:GradScaler. the last:ampkit.AmpkitWarning")
 def test_counts_are_read_without_a_wait() -> None:
-    """S1: copies of the counts are queried: the host runs ahead of a device that is busy."""
+    """S1: the host does not wait for copies of the counts, even if the device is busy."""
     weight = torch.ones(3, device="cuda", requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
     scaler = ampkit.GradScaler("cuda", init_scale=8.0)
@@ -383,7 +382,7 @@ def test_counts_are_read_without_a_wait() -> None:
     with no_sync():
         for i in range(70):
             if i == 48:
-                torch.cuda._sleep(2_000_000_000)  # about a second: whoever waits for what is behind it is seen below
+                torch.cuda._sleep(2_000_000_000)  # about a second, so that the time below shows a wait for later work
             weight.grad = infinite.clone()
             scaler.step(optimizer)
             scaler.update()

@@ -1,4 +1,4 @@
-"""Contexts that undo what they changed, however they are interrupted."""
+"""Contexts that undo their changes, wherever an interrupt comes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from ampkit._undo import Undo, call
 
 
 class Setting:
-    """Something that is on for a while."""
+    """A value that a context changes."""
 
     value = 0
 
@@ -23,7 +23,7 @@ class Setting:
 
 
 def test_the_end_undoes_the_last_note_first() -> None:
-    """R8: also where an exception ends the context."""
+    """R8: so it is, too, if an exception ends the context."""
     done: list[int] = []
 
     def fails() -> None:
@@ -48,7 +48,7 @@ def test_what_went_well_stays() -> None:
 
 
 def test_a_context_that_is_never_left_ends_with_the_call() -> None:
-    """R8: as when an interrupt comes between the end of `__enter__` and the body."""
+    """R8: an interrupt may come between the end of `__enter__` and the body."""
     setting = Setting()
     kept = []
 
@@ -68,7 +68,7 @@ def test_a_context_that_is_never_left_ends_with_the_call() -> None:
 
 
 def test_a_context_around_the_call_stays() -> None:
-    """R8: a call ends what was entered in it, and nothing else."""
+    """R8: a call ends the contexts that were entered in it, and no others."""
     setting = Setting()
     with setting.on():
         assert call(lambda: setting.value) == 1
@@ -84,7 +84,7 @@ def _interrupt() -> None:
 
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_an_interrupt_while_something_is_undone(interrupts: int) -> None:
-    """R8: what was stopped is done again, by the context around it or by the call."""
+    """R8: the context around it, or the call, undoes again what the interrupt stopped."""
     done: list[str] = []
 
     def slow() -> None:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..._batches.prefetch import prefetch
 from ..._capture.inputs import Spec, path, read_batch
 from ..._capture.preflight import Preflight
-from ..._optimizer.device_step import why_not_capturable
+from ..._optimizer.step_kind import why_not_capturable
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._step.graphed_step import GraphedStep, graphed_step
 from ..._text import dtype_name

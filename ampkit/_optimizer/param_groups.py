@@ -1,0 +1,112 @@
+"""What a captured step reads from `optimizer.param_groups`: the learning rate as a tensor on the device, and flags."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adadelta, Optimizer, RMSprop
+
+from .._errors import AmpkitWarning, CaptureError
+from .._torch.optimizers import step_hooks
+from .._torch.streams import is_capturing
+from .._undo import Undo
+from .step_kind import STEP_HOOKS
+
+_REPLACED = ("lr", "capturable", "foreach")  # entries of a group that have other values during the step
+
+
+@dataclass
+class _Rate:
+    """The learning rate of a group.
+
+    Attributes:
+        tensor: the tensor that the step reads.
+        filled: the number that was written into it last, None if that is not known.
+    """
+
+    tensor: Tensor
+    filled: float | None = None
+
+
+class CapturableGroups:
+    """The param groups of an optimizer in the form that a CUDA graph needs. They have this form during a step only.
+
+    `group["lr"]` stays as the user made it: schedulers, checkpoints and assignments see a float and need no device.
+    During a step it is a tensor of shape () on the device, and `refresh` writes a changed float into that tensor before
+    the step. (A graph would hold a float as a constant: when the rate was set to 0 later, a replay still moved the
+    parameter by 1.0.) A group without a rate, or whose rate is None, is left alone: its optimizer computes the rate
+    itself.
+
+    On CUDA the loops of RMSprop and Adadelta (`foreach=False`) would read that tensor on the host in every step. Their
+    foreach kernels do not, so these run instead, and a warning says so once.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._rates: list[_Rate] = []
+        if device.type == "cuda" and any(map(self._reads_rate, optimizer.param_groups)):
+            name = type(optimizer).__name__
+            warnings.warn(
+                f"{name}(foreach=False) reads its learning rate on the host, which a graph cannot hold: the step runs "
+                f"its foreach kernels, which may differ in the last bit. Write {name}(..., foreach=True).",
+                AmpkitWarning,
+                stacklevel=4,
+            )
+
+    def _reads_rate(self, group: dict[str, Any]) -> bool:
+        """Return whether the step turns a tensor rate into a float: `param.add_(..., alpha=-lr)` in torch 2.11."""
+        return isinstance(self._optimizer, (RMSprop, Adadelta)) and group.get("foreach") is False
+
+    def refresh(self) -> None:
+        """Bring the tensors up to date with `group["lr"]`. One kernel per group whose rate changed; no sync."""
+        groups = self._optimizer.param_groups
+        del self._rates[len(groups) :]
+        for i, group in enumerate(groups):
+            if i == len(self._rates):
+                # CUDA kernels read the rate as float32. CPU kernels take any dtype, and a Python float is a float64.
+                dtype = torch.float32 if self._device.type == "cuda" else torch.float64
+                with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
+                    self._rates.append(_Rate(torch.empty((), dtype=dtype, device=self._device)))
+            rate = group.get("lr")
+            if rate is None:
+                continue
+            if isinstance(rate, Tensor) and rate.device.type != "cpu":
+                self._rates[i].filled = None
+                self._rates[i].tensor.copy_(rate.detach().reshape(()))
+            elif float(rate) != self._rates[i].filled:
+                self._rates[i].tensor.fill_(float(rate))
+                self._rates[i].filled = float(rate)  # after the fill, because an interrupt may come between the two
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context for a step: groups have a tensor learning rate, and the flag that Adam must have to be captured."""
+        groups = self._optimizer.param_groups
+        on_cuda = self._device.type == "cuda"
+        if is_capturing() and step_hooks(self._optimizer):  # registered after `why_not_capturable` was asked
+            raise CaptureError(f"{type(self._optimizer).__name__} {STEP_HOOKS}")
+        if on_cuda:
+            self._move_step_counts()
+        given: list[dict[str, Any]] = [{k: group[k] for k in _REPLACED if k in group} for group in groups]
+        with Undo() as undo:
+            for group, values in zip(groups, given, strict=True):
+                undo.note(group.update, values)
+            for group, rate in zip(groups, self._rates, strict=True):
+                # On the CPU, torch takes a tensor in a loop or in a fused kernel, and not in a foreach kernel.
+                if group.get("lr") is not None and (on_cuda or not group.get("foreach")):
+                    group["lr"] = rate.tensor
+                if on_cuda and self._reads_rate(group):
+                    group["foreach"] = True
+                if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
+                    group["capturable"] = True
+            yield
+
+    def _move_step_counts(self) -> None:
+        """Move step counts to the device that were made or loaded without the flag. They are float32 either way."""
+        for state in self._optimizer.state.values():
+            if isinstance(step := state.get("step"), Tensor) and step.device != self._device:
+                state["step"] = step.to(self._device)

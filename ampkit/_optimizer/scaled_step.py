@@ -1,0 +1,136 @@
+"""How an optimizer steps under a loss scale: it unscales, clips and skips in its kernel, or somebody does so for it."""
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._errors import AmpkitWarning, CaptureError
+from .._torch.streams import is_capturing
+from .._user_line import users_level
+from .device_step import changed_by_step, kernel_scaling, multiply_, seed_momentum, step_or_undo
+from .rollback import StepChanges
+from .step_kind import can_be_undone, runs_beside_step, scales_in_kernel, takes_scale, torch_class
+
+_IN_PLACE = "Keep its state in tensors on the device, and change them in place (copy_, add_)"
+
+
+class ScaledStep:
+    """The optimizer steps of one scaler, each of them skipped where a gradient is not finite.
+
+    Attributes:
+        undecided: whether the last step waited for the device only to learn what the optimizer changes.
+    """
+
+    def __init__(self) -> None:
+        self.undecided = False
+        self._warned = False
+        # What steps change whose code is not torch.optim's.
+        self._changes: weakref.WeakKeyDictionary[Optimizer, StepChanges] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_changes": None}  # a copy of the scaler gets to know copies of the optimizers anew
+
+    def changes_of(self, optimizer: Optimizer) -> StepChanges:
+        """Return what is known of the tensors that an optimizer's step changes."""
+        if self._changes is None:
+            self._changes = weakref.WeakKeyDictionary()
+        return self._changes.setdefault(optimizer, StepChanges())
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        grads: Sequence[Tensor],
+        found_inf: Tensor,
+        divisor: Tensor | None,
+        clip: Tensor | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> float | None:
+        """Divide the gradients, clip them and step. Change nothing where `found_inf` is 1.
+
+        Args:
+            optimizer: what steps.
+            grads: its gradients. Where its kernel divides them, these stay as they are.
+            found_inf: 0.0 or 1.0, float32, shape (), on the device.
+            divisor: what the gradients are still to be divided by, shape (); None if they are unscaled.
+            clip: what unscaled gradients are to be multiplied by, shape (); None does not clip.
+            args: passed on to `optimizer.step`.
+            kwargs: passed on to `optimizer.step`.
+
+        Returns:
+            What `optimizer.step` returned, None if it was not called.
+        """
+        if clip is not None:
+            # nan or 0 comes from a norm that is not finite: the step is skipped, but the divisor must stay a number.
+            coefficient = torch.where(clip > 0, clip, 1.0)
+            divisor = coefficient.reciprocal() if divisor is None else divisor / coefficient
+        in_step = takes_scale(optimizer) and (scales_in_kernel(optimizer) or clip is None)
+        if divisor is not None and (not in_step or divisor.dtype is not torch.float32):  # kernels take float32 only
+            multiply_(grads, divisor.reciprocal())
+            divisor = None
+        if not takes_scale(optimizer):
+            return self._skip_or_step(optimizer, grads, found_inf, args, kwargs)
+        stepped: float | None = None
+        with kernel_scaling(optimizer, divisor, found_inf):
+            if not scales_in_kernel(optimizer):
+                stepped = self._skip_or_step(optimizer, grads, found_inf, args, kwargs)
+            elif seed_momentum(optimizer) or not found_inf.item():  # sync: only for a first step with dampening
+                stepped = optimizer.step(*args, **kwargs)
+        return stepped
+
+    def _skip_or_step(
+        self,
+        optimizer: Optimizer,
+        grads: Sequence[Tensor],
+        found_inf: Tensor,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> float | None:
+        """Step, and undo the step on the device if it must be skipped. Where it cannot be undone, read `found_inf`."""
+        changes: StepChanges | None = None
+        changed: list[Tensor] | None = None
+        if not takes_scale(optimizer) and (hidden := runs_beside_step(optimizer)):
+            reason = f"has {hidden}, which must not run in a skipped step"
+        elif torch_class(optimizer) is None:
+            changes = self.changes_of(optimizer)
+            changed, reason = changes.known(optimizer), changes.incomplete
+            self.undecided = changed is None and not reason
+        elif not seed_momentum(optimizer):
+            reason = ""  # In its first step SGD ignores dampening, so it can be undone from the second step on.
+        elif can_be_undone(optimizer):
+            changed = changed_by_step(optimizer)
+        else:
+            reason = "keeps its step count on the host"
+        if changed is not None:
+            return step_or_undo(optimizer, found_inf, changed, *args, **kwargs)
+        if is_capturing():
+            reason = reason or "has not been watched enough to know what it changes"
+            raise CaptureError(f"GradScaler.step: {type(optimizer).__name__} {reason}. {_IN_PLACE}.")
+        if reason and any(grad.is_cuda for grad in grads):
+            self._warn_of_read(optimizer, reason)
+        stepped: float | None = None
+        if not found_inf.item():  # sync
+            stepped = optimizer.step(*args, **kwargs) if changes is None else changes.watch(optimizer, args, kwargs)
+        return stepped
+
+    def _warn_of_read(self, optimizer: Optimizer, reason: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        name = type(optimizer).__name__
+        can = [word for word in ("fused", "capturable") if all(word in group for group in optimizer.param_groups)]
+        remedy = f"Write {name}(..., {can[0]}=True)" if can else "Use AdamW(..., fused=True), which can"
+        if not takes_scale(optimizer) and runs_beside_step(optimizer):
+            remedy = "Call after the step what should run there"
+        elif torch_class(optimizer) is None:
+            remedy = _IN_PLACE
+        message = (
+            f"GradScaler.step({name}): {name} {reason}; it cannot be skipped on the device, so every step waits for it."
+            f" {remedy}."
+        )
+        warnings.warn(message, AmpkitWarning, stacklevel=users_level())

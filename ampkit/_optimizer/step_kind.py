@@ -1,0 +1,143 @@
+"""What kind of step an optimizer has: torch.optim's or another, in which kernel, and whether a graph can hold it."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
+
+from .._torch.optimizers import can_init_optimizer_state, class_step, step_hooks, supports_amp_scaling
+from .._user_line import TORCH
+
+# Their fused kernels divide gradients by `optimizer.grad_scale`, return at once if `optimizer.found_inf` is 1, and take
+# a learning rate that is a tensor.
+_FUSED = (Adam, AdamW, SGD, Adagrad)
+# Methods of the optimizer that a step of torch.optim calls, and the wrapper that calls hooks.
+_CALLED_BY_STEP = ("_init_group", "_accelerator_graph_capture_health_check", "_optimizer_step_code")
+STEP_HOOKS = "has step hooks, which a replay would not call. Call after the step what they do."
+
+
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters of an optimizer, in its order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients that `optimizer.step()` will read, in its order."""
+    return [param.grad for param in parameters(optimizer) if param.grad is not None]
+
+
+def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Return the class of torch.optim whose code runs in this optimizer's step, None if there is other code in it.
+
+    Inheritance does not decide this, because the step of a subclass may do anything.
+    """
+    cls = type(optimizer)
+    base = next((base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer)
+    if base is Optimizer or _is_step_replaced(optimizer) or class_step(cls) is not class_step(base):
+        return None
+    code = getattr(class_step(base), "__code__", None)
+    if code is None or not code.co_filename.startswith(TORCH):  # somebody replaced the step of torch's own class
+        return None
+    is_replaced = any(
+        name in vars(optimizer) or getattr(cls, name, None) is not getattr(base, name, None) for name in _CALLED_BY_STEP
+    )
+    return None if is_replaced else base
+
+
+def _is_step_replaced(optimizer: Optimizer) -> bool:
+    """Return whether the object has a `step` of its own. A learning-rate scheduler's wrapper does not count as one."""
+    own: Any = vars(optimizer).get("step")
+    if own is None:
+        return False
+    wrapped: Any = getattr(own, "__wrapped__", None)
+    return wrapped is not type(optimizer).step or own.__code__.co_filename != lr_scheduler.__file__
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether each group asks for the fused kernel, of an optimizer of torch or of a subclass of one."""
+    return isinstance(optimizer, _FUSED) and all(group["fused"] for group in optimizer.param_groups)
+
+
+def scales_in_kernel(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's own kernel can unscale, clip and skip."""
+    # `_step_supports_amp_scaling` does not tell: torch does not set it for Adagrad, whose kernel can do all the same.
+    return torch_class(optimizer) in _FUSED and is_fused(optimizer)
+
+
+def takes_scale(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer.step` reads `optimizer.grad_scale` and `optimizer.found_inf`."""
+    return scales_in_kernel(optimizer) or supports_amp_scaling(optimizer)
+
+
+def runs_beside_step(optimizer: Optimizer) -> str:
+    """Return what `optimizer.step()` runs beside the step of its class, "" if nothing.
+
+    Such code may do anything, so a step that it belongs to cannot be undone. torch's scaler does not run it in a
+    skipped step.
+    """
+    if step_hooks(optimizer):
+        return "step hooks"
+    return "a step that was replaced on the object" if _is_step_replaced(optimizer) else ""
+
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Return whether unscaling and skipping must be left to the optimizer's own step, as torch's scaler leaves them.
+
+    An optimizer that is not torch's says so by an attribute. A subclass of a fused optimizer inherits the attribute,
+    but its own code may ignore the scale, so such a class counts only if its step takes the scaler as an argument.
+    """
+    if not supports_amp_scaling(optimizer) or torch_class(optimizer) is not None:
+        return False
+    return not isinstance(optimizer, _FUSED) or "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def can_be_undone(optimizer: Optimizer) -> bool:
+    """Return whether a step of torch.optim can be undone on the device, since it changes nothing on the host."""
+    cls = torch_class(optimizer)
+    if cls is SGD:
+        return True  # momentum is all its state
+    on_device = all(group.get("capturable") for group in optimizer.param_groups)
+    return cls is not None and on_device and can_init_optimizer_state(optimizer)
+
+
+def why_not_capturable(optimizer: Optimizer) -> str:
+    """Return why a graph cannot hold `optimizer.step()` and what to write instead, or "" if it can."""
+    name = type(optimizer).__name__
+    if step_hooks(optimizer):
+        return f"{name} {STEP_HOOKS}"
+    if is_fused(optimizer) or all("capturable" in group for group in optimizer.param_groups):
+        return ""
+    # torch 2.11 has the fused kernel of Adagrad for CUDA, but refuses to run it.
+    is_refused = isinstance(optimizer, Adagrad) and any(param.is_cuda for param in parameters(optimizer))
+    if isinstance(optimizer, _FUSED) and not is_refused:
+        return f"{name} reads its learning rate or its step count on the host. Write {name}(..., fused=True)."
+    return f"{name} has no form that a graph can hold. Use one that has: AdamW, Adam or SGD with fused=True."
+
+
+def why_not_called(optimizer: Optimizer) -> str:
+    """Return why `optimizer.step()` cannot be called without a closure and what to use instead, or "" if it can."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return ""
+    name = type(optimizer).__name__
+    return f"{name} computes the loss several times in a step. Use AdamW, Adam or SGD with fused=True."
+
+
+def broken_kernel(optimizer: Optimizer) -> str:
+    """Return which fused kernel computes wrong values here and what to write instead, or "".
+
+    On the CPU, torch 2.11's fused SGD updates only the last few elements of a float16 or bfloat16 parameter
+    (pytorch#191763, fixed by #192545). A small step shows whether this version of torch does so.
+    """
+    if not (isinstance(optimizer, SGD) and is_fused(optimizer)):
+        return ""
+    cpu_dtypes = {param.dtype for param in parameters(optimizer) if param.device.type == "cpu"}
+    for dtype in cpu_dtypes & {torch.float16, torch.bfloat16}:
+        param = torch.ones(64, dtype=dtype, requires_grad=True)  # more elements than a vector register takes
+        param.grad = torch.ones_like(param)
+        SGD([param], lr=1.0, fused=True).step()
+        if param.any():
+            return f"torch {torch.__version__} does not update {dtype} parameters with fused SGD on the CPU. Use AdamW."
+    return ""

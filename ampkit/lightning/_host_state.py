@@ -23,7 +23,7 @@ _CHANGING = {
 }
 _SCALARS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set)
-_MAX_CHANGES = 16  # an attribute that changed in so many calls in a row is taken to change in every call
+_MAX_CHANGES = 16  # after this many changes in a row, an attribute is assumed to change in every call
 
 
 class HostReads:

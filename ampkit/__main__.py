@@ -1,4 +1,4 @@
-"""The commands of `python -m ampkit`, and the one place that decides how each error of theirs ends the process."""
+"""The arguments of `python -m ampkit`, and the exit code and message that each error of a command leads to."""
 
 import argparse
 import shutil
@@ -41,17 +41,17 @@ from ._text import type_text
 from ._user_line import user_line, users_traceback
 
 _CALL = "(model, inputs) or (model, inputs, keyword arguments): a torch.nn.Module, a tuple or one tensor, a dict"
-_JSON = "also write it to this file; -: print the JSON in place of the text"
+_JSON = "also write the result to this file; -: print the JSON instead of the text"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv` (default: the process's arguments) names, and return its exit code.
+    """Run the command that `argv` names (default: the process's arguments), and return its exit code.
 
-    No error leaves this function: what went wrong is said on standard error. The exit codes are in `_command.py`.
+    This function raises nothing. It prints each error to standard error. `_commands/output.py` lists the exit codes.
     """
     try:
         args = _arguments(argv)
-    except SystemExit as ended:  # behind --help and --version, and what is wrong with the arguments was said
+    except SystemExit as ended:  # of --help, of --version, or after a message about wrong arguments
         return int(ended.code or DONE)
     try:
         with Output(args.json) as output:
@@ -61,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m ampkit", epilog=exit_codes("the answer is a bad one, which each command explains"))
+    parser = Parser(
+        prog="python -m ampkit", epilog=exit_codes("the command found something bad, which its own help describes")
+    )
     parser.add_argument("--version", action="version", version=f"ampkit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for add in (add_bench, _add_doctor, _add_ops, _add_explain, _add_env):
@@ -74,19 +76,19 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _ended_by(error: BaseException, command: str) -> int:
-    """Say what ended a command early, and return the exit code that says whose error it is."""
-    if any(isinstance(part, KeyboardInterrupt) for part in _chain(error)):  # Lightning makes a SystemExit of it
+    """Print what ended a command early, and return the exit code for it."""
+    if any(isinstance(part, KeyboardInterrupt) for part in _chain(error)):  # Lightning turns it into a SystemExit
         say(command, "interrupted.")
         return INTERRUPTED
     for part in _chain(error, implicit=False):
-        if told := users_traceback(part):
-            print(f"Your lines that the error came through, the innermost last:\n{told}", end="", file=sys.stderr)
+        if traceback_text := users_traceback(part):
+            print(f"Your lines in the traceback, the innermost last:\n{traceback_text}", end="", file=sys.stderr)
             where = f" ({line})" if (line := user_line(part)) else ""
             complain(command, f"your code raised {type(part).__name__}: {_first_line(part)}{where}")
             return USERS_ERROR
     if isinstance(error, BrokenPipeError):
         return NO_READER
-    # A ValueError of ampkit's says what is wrong with an argument; only an optional package can be missing here.
+    # These messages are complete: a ValueError of ampkit names a wrong argument, an ImportError an optional package.
     if isinstance(error, (AmpkitError, ValueError, OSError, ImportError)):
         complain(command, _text(error))
     elif is_out_of_memory(error):
@@ -98,7 +100,7 @@ def _ended_by(error: BaseException, command: str) -> int:
 
 
 def _chain(error: BaseException | None, implicit: bool = True) -> Iterator[BaseException]:
-    """Yield an error and its causes; if `implicit`, also what was being handled when each of them was raised."""
+    """Yield an error and its causes; if `implicit`, also the errors that were being handled when these were raised."""
     while error is not None:
         yield error
         error = error.__cause__ or (error.__context__ if implicit else None)
@@ -120,10 +122,10 @@ def _first_line(error: BaseException) -> str:
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="what keeps a training step from being captured, makes it slow or imprecise, by line",
-        description="Train what the function returns for a few eager steps, and say which lines keep the step from "
-        "being captured, make it slow or imprecise, and what to write instead.",
-        epilog=exit_codes("something was found"),
+        help="find the lines that keep a training step from being captured, or make it slow or imprecise",
+        description="Train the loop that the function returns for a few eager steps. Report the lines that keep the "
+        "step from being captured, or make it slow or imprecise, and what to write instead.",
+        epilog=exit_codes("there are findings"),
     )
     doctor.add_argument("call", metavar="module:function", help=f"function that returns {DOCTOR_RETURNED}")
     doctor.add_argument("--lightning", action="store_true", help=f"the function returns {RETURNED_LIGHTNING}")
@@ -144,18 +146,21 @@ def _run_doctor(args: argparse.Namespace, output: Output) -> int:
 def _add_ops(commands: Any) -> None:
     ops = commands.add_parser(
         "ops",
-        help="what autocast does to each operation in this torch",
-        description="Print the autocast rule of every operation. With --diff, only what is different in another table.",
+        help="print the rule of autocast for each operation in this torch",
+        description="Print the autocast rule of every operation. With --diff, print only what differs from another "
+        "table.",
         epilog=exit_codes("--diff finds a difference"),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    ops.add_argument("--device", choices=sorted(DEVICE_TYPES), default="cuda", help="no such device is needed")
+    ops.add_argument("--device", choices=sorted(DEVICE_TYPES), default="cuda", help="type of device; none is needed")
     ops.add_argument("--json", type=json_file, default=None, metavar="FILE", help=_JSON)
-    ops.add_argument("--diff", type=_table, default=None, metavar="JSON", help="file that --json wrote, elsewhere")
+    ops.add_argument(
+        "--diff", type=_op_table_file, default=None, metavar="JSON", help="file that --json wrote with another torch"
+    )
     ops.set_defaults(run=_run_ops, parser=ops)
 
 
-def _table(path: str) -> OpTable:
+def _op_table_file(path: str) -> OpTable:
     try:
         return OpTable.from_json(Path(path).read_text())
     except OSError as error:
@@ -179,7 +184,7 @@ def _run_ops(args: argparse.Namespace, output: Output) -> int:
 
 
 def _how_to_keep(pins: dict[str, str]) -> str:
-    """Return the policy that keeps these rules, those aside whose operation no function of torch is named after."""
+    """Return the policy that keeps these rules. Operations that are not named like a function of torch are left out."""
     kept = {}
     for op, rule in pins.items():
         with suppress(ValueError):
@@ -194,15 +199,15 @@ def _how_to_keep(pins: dict[str, str]) -> str:
 def _add_explain(commands: Any) -> None:
     explaining = commands.add_parser(
         "explain",
-        help="in which dtype each module's operations run, without a GPU",
+        help="show the dtypes in which each module's operations run, without a GPU",
         epilog=exit_codes(),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     explaining.add_argument("call", metavar="module:function", help=f"function that returns {_CALL}")
     explaining.add_argument("--policy", type=policy, default="float16", help="dtypes, see ampkit.Policy")
-    explaining.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="no such device is needed")
+    explaining.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="type of device; none is needed")
     explaining.add_argument("--json", type=json_file, default=None, metavar="FILE", help=_JSON)
-    explaining.add_argument("--all", action="store_true", help="every row: repeated blocks too, any number of lines")
+    explaining.add_argument("--all", action="store_true", help="show every row, also those of repeated blocks")
     explaining.set_defaults(run=_run_explain, parser=explaining)
 
 
@@ -210,14 +215,14 @@ def _run_explain(args: argparse.Namespace, output: Output) -> int:
     model, inputs, kwargs = _call(args.call)
     try:
         explanation = explain(model, *inputs, policy=args.policy, device_type=args.device, **kwargs)
-    except Exception as error:  # whatever the user's model raises
+    except Exception as error:  # of the user's model
         raise UsageError(f"{args.call}: {type(error).__name__}: {error}") from error
     output.show(explanation.table(all=args.all), explanation.to_json())
     return DONE
 
 
 def _call(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return what the function returns that `module:function` names, checked."""
+    """Return model, arguments and keyword arguments from the function that `module:function` names, checked."""
     made = users_function(text, _CALL)()
     wrong = UsageError(f"{text!r} returned {type_text(made)}, expected {_CALL}.")
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
@@ -235,9 +240,9 @@ def _call(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
 def _add_env(commands: Any) -> None:
     env = commands.add_parser(
         "env",
-        help="what a bug report needs: versions, GPUs, driver, variables and settings that decide kernels",
-        description="Print what ampkit runs on, for a bug report. Of the environment a fixed list of variables is "
-        "read; names of users, hosts and folders are not.",
+        help="print what a bug report needs: versions, GPUs, driver, variables and settings that decide kernels",
+        description="Print the machine and software that ampkit runs on, for a bug report. Only a fixed list of "
+        "environment variables is read, and no names of users, hosts or folders.",
         epilog=exit_codes(),
     )
     env.add_argument("--json", type=json_file, metavar="FILE", help=_JSON)

@@ -1,1 +1,1 @@
-"""What `python -m ampkit` does."""
+"""The commands of `python -m ampkit`."""

@@ -1,4 +1,4 @@
-"""What a bug report needs to know of the machine and the installation. Reads a fixed list of variables, no secrets."""
+"""The command `env`: the facts about machine and installation that a bug report needs, and no secrets."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from .._text import size_text
 from .._torch.settings import SETTINGS, settings
 
 _PACKAGES = ("numpy", "triton", "lightning", "torchvision", "matplotlib")
-# Which kernels run, how memory is allocated, how ranks talk to each other. None of them names a person or a secret.
+# Environment variables that decide which kernels run, how memory is allocated and how ranks communicate. None of them
+# contains a personal name or a secret.
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"),
@@ -34,12 +35,12 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Environment:
-    """What ampkit runs on. Prints as text.
+    """The machine and software that ampkit runs on. Prints as text.
 
     Args:
-        ampkit: its version.
+        ampkit: the version of ampkit.
 
-    Sync: none. Starts CUDA as far as reading the properties of the devices does; allocates nothing there.
+    Sync: none. Reading the properties of the devices initialises CUDA, but allocates no memory there.
     """
 
     def __init__(self, ampkit: str) -> None:
@@ -75,16 +76,16 @@ class Environment:
             ("packages", ", ".join(f"{name} {version or '-'}" for name, version in facts["packages"].items())),
             ("environment", " ".join(f"{key}={value}" for key, value in facts["environment"].items()) or "-"),
         ]
-        told = [f"{name:<12} {value}" for name, value in lines]
-        told += ["", "Settings of torch that decide which kernels run, as a new process has them:"]
-        return "\n".join([*told, *(f"  {name}: {value}" for name, value in facts["settings"].items())])
+        text = [f"{name:<12} {value}" for name, value in lines]
+        text += ["", "Settings of torch that decide which kernels run, in a new process:"]
+        return "\n".join([*text, *(f"  {name}: {value}" for name, value in facts["settings"].items())])
 
 
 _BUILT = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
 
 
 def _torch_build() -> dict[str, Any]:
-    """Return the version of torch, and those of the libraries that it was built with; None for one that it has not."""
+    """Return the version of torch and of the libraries it was built with, None for a library that it lacks."""
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return {
         "version": str(torch.__version__),
@@ -97,10 +98,10 @@ def _torch_build() -> dict[str, Any]:
 
 
 def _cuda() -> dict[str, Any]:
-    """Return what the devices are, or why there are none. Whatever is wrong with them, the report is to go on."""
+    """Return the devices, or why there are none. No fault of theirs ends the report."""
     gpus, why_not = [], None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's warning of an old driver is in the error as well
+        warnings.simplefilter("ignore")  # the error repeats torch's warning of an old driver
         try:
             torch.cuda.init()
             gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
@@ -127,7 +128,7 @@ def _gpu_text(gpu: dict[str, Any] | None, why_not: str | None) -> str:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, None where Linux does not tell it; no process is started to ask."""
+    """Return the version of NVIDIA's driver from a file of Linux, None without that file. Starts no process."""
     with suppress(OSError):
         if match := re.search(r"\d+\.\d[\d.]*", _DRIVER.read_text()):
             return match[0]
@@ -141,5 +142,5 @@ def _version(package: str) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON has: its text, if it has no such value."""
+    """Return the value if JSON can express it, otherwise its text."""
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,4 +1,4 @@
-"""What the commands of `python -m ampkit` share: exit codes, arguments that name files, and where results go."""
+"""What all commands of `python -m ampkit` share: exit codes, arguments that name files, and the output of results."""
 
 import argparse
 import os
@@ -11,16 +11,16 @@ from typing import NoReturn
 from .._precision.policy import Policy
 
 DONE = 0
-FOUND = 1  # the command did its work, and the answer is the bad one
-TROUBLE = 2  # it could not do its work; argparse and diff(1) say 2 as well
-USERS_ERROR = 3  # code of the user's raised an exception
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-NO_READER = 141  # 128 + SIGPIPE: the program that was to read the output has ended
+FOUND = 1  # the command did its work and found something bad, which its help describes
+TROUBLE = 2  # the command could not do its work; argparse and diff(1) use 2 too
+USERS_ERROR = 3  # the user's code raised an exception
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
+NO_READER = 141  # 128 + SIGPIPE: the program that reads the output has ended
 STDOUT = "-"
 
 
 def exit_codes(found: str = "") -> str:
-    """Return the sentence about exit codes for the help of a command; `found` says what code 1 means, if it has it."""
+    """Return the sentence about exit codes for a command's help. `found` says what code 1 means, "" if it has none."""
     return (
         f"Exit code: {DONE} if all went well; {f'{FOUND} if {found}; ' if found else ''}{TROUBLE} if the command could "
         f"not do its work, and a line on standard error says why; {USERS_ERROR} if your code raised an exception, and "
@@ -29,26 +29,26 @@ def exit_codes(found: str = "") -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the arguments, without the usage in front of it."""
+    """Prints one line about wrong arguments, without the usage that argparse prints before it."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and end with the code of a command that could not do its work."""
+        """Print what is wrong with the arguments, and exit with code 2."""
         complain(self.prog, f"{message} (`{self.prog} --help` lists what is legal)")
         raise SystemExit(TROUBLE)
 
 
 def complain(command: str, message: str) -> None:
-    """Say on standard error why a command could not do its work."""
+    """Print to standard error why a command could not do its work."""
     say(command, f"error: {message}")
 
 
 def say(command: str, message: str) -> None:
-    """Say something on standard error."""
+    """Print a message of a command to standard error."""
     print(f"{command}: {message}", file=sys.stderr)
 
 
 def policy(text: str) -> Policy:
-    """Return the policy that an argument spells."""
+    """Return the policy that an argument names."""
     try:
         return Policy.parse(text)
     except ValueError as error:
@@ -56,21 +56,22 @@ def policy(text: str) -> Policy:
 
 
 def json_file(text: str) -> str:
-    """Return what was given to `--json`: "-", or the path of a file that can be written later."""
+    """Return the argument of `--json`: "-", or the path of a file that can be written later."""
     return text if text == STDOUT else str(output_file(text))
 
 
 def output_file(text: str) -> Path:
-    """Return the path of a file that can be written later, when hours of work depend on it.
+    """Return the absolute path of a file after checking that it can be written, before hours of work depend on it.
 
-    It is absolute, since the user's code may change the current folder.
+    It is absolute because the user's code may change the current folder.
     """
     path = Path(text).absolute()
     try:
         if path.is_dir():
             raise argparse.ArgumentTypeError(f"{text!r} is a folder, expected a file")
         if not path.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(Path(text).parent)!r}; make it first")
+            folder = str(Path(text).parent)
+            raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {folder!r}; create it first")
         if path.exists() and not os.access(path, os.W_OK):
             raise argparse.ArgumentTypeError(f"{text!r} is read-only")
         if not _is_special(path):
@@ -82,7 +83,7 @@ def output_file(text: str) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether a path leads to a device or a pipe, which are written to and not replaced."""
+    """Return whether a path names a device or a pipe, which must be written to and not replaced by a file."""
     return path.exists() and not path.is_file()
 
 
@@ -92,7 +93,7 @@ def _part(path: Path) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file so that it holds either all of its old text or all of the new one, whenever the process ends."""
+    """Write a file. If the process ends meanwhile, the file has all of its old text or all of the new one."""
     if _is_special(path):
         path.write_text(text)
         return
@@ -105,18 +106,18 @@ def _write(path: Path, text: str) -> None:
 
 
 class Output:
-    """Where the results of a command go: text to standard output, JSON to the file that `--json` names.
+    """Context that writes the results of a command: text to standard output, JSON to the file that `--json` names.
 
-    With `--json -` standard output gets the JSON and nothing else: all that is printed until the context ends, by the
-    user's code too, goes to standard error, and the text is left out.
+    With `--json -` standard output gets nothing but the JSON. Until the context ends, all that is printed goes to
+    standard error, also by the user's code, and the text is left out.
 
     Args:
-        json: what `--json` was given: a path, "-" or None.
+        json: the argument of `--json`: a path, "-" or None.
     """
 
     def __init__(self, json: str | None) -> None:
         self._json = json
-        self._told = ""
+        self._json_text = ""
         self._redirected = ExitStack()
 
     def __enter__(self) -> "Output":
@@ -127,33 +128,33 @@ class Output:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._redirected.close()
         try:
-            print(self._told, end="", flush=True)
+            print(self._json_text, end="", flush=True)
         except OSError:
-            # Python would try once more at its end, and report that in its own words and with its own exit code.
+            # At exit Python would flush stdout again, and end with a message and an exit code of its own.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             if error is None:
                 raise
 
     def save(self, json: str) -> None:
-        """Write the file, or keep the JSON for standard output, in place of what was saved before."""
+        """Write the JSON to the file, or keep it for standard output. It replaces what was saved before."""
         json = json.rstrip() + "\n"
         if self._json == STDOUT:
-            self._told = json
+            self._json_text = json
         elif self._json is not None:
             _write(Path(self._json), json)
 
     def show(self, text: str, json: str) -> None:
-        """Save the JSON, and print the text unless standard output is to have the JSON."""
+        """Save the JSON, and print the text unless standard output gets the JSON."""
         try:
             self.save(json)
-        finally:  # where the file cannot be written any more, there is the text at least
+        finally:  # if the file can no longer be written, the text is still printed
             if self._json != STDOUT:
                 print(text)
 
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Context in which all that goes to standard output goes to standard error, from child processes and C++ too."""
+    """Context that redirects standard output to standard error, also that of child processes and C++ code."""
     print(end="", flush=True)
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Which function `module:function` names, and what is said where there is none that the command can call."""
+"""Imports the function that `module:function` names, and says what is wrong if the command cannot call it."""
 
 import importlib
 import inspect
@@ -16,14 +16,14 @@ def users_function(text: str, returned: str, arguments: Sequence[str] = ()) -> C
     """Return the function that `module:function` names.
 
     Args:
-        text: what the user wrote.
-        returned: what the function is to return, for messages.
-        arguments: what the function may be called with, if anything, for messages. It may take fewer.
+        text: the argument of the user.
+        returned: what the function must return, in words for messages.
+        arguments: the arguments that the function gets, in words for messages. It may take fewer.
 
     Raises:
-        UsageError: there is no such function, or it needs other arguments.
-        Exception: what the user's module raises when it is imported. If it imports a module that is missing, that is
-            an ImportError whose traceback has the user's line, and not a UsageError.
+        UsageError: if there is no such function, or it needs other arguments.
+        Exception: what the user's module raises when it is imported. If that module imports a missing one, this is an
+            ImportError whose traceback has the user's line, not a UsageError.
     """
     path, _, name = text.partition(":")
     if not name or not all(part.isidentifier() for part in path.split(".")):
@@ -43,14 +43,14 @@ def users_function(text: str, returned: str, arguments: Sequence[str] = ()) -> C
         raise UsageError(f"{text!r} is {type_text(function)}, expected a function that returns {returned}.")
     if not any(takes(function, count) for count in range(len(arguments) + 1)):
         legal = " or ".join([*(f"with {argument}" for argument in arguments), "without arguments"])
-        raise UsageError(f"{text!r} cannot be called {legal}. Expected a function that can, and returns {returned}.")
-    return function  # type: ignore[no-any-return]  # what the user wrote
+        raise UsageError(f"{text!r} cannot be called {legal}, as it must be. It must return {returned}.")
+    return function  # type: ignore[no-any-return]  # the user's function
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function can be called with so many positional arguments."""
+    """Return whether a function can be called with this number of positional arguments."""
     try:
         inspect.signature(function).bind(*range(count))
-    except (TypeError, ValueError):  # ValueError: a builtin, which does not say what it takes
+    except (TypeError, ValueError):  # ValueError: a builtin without a signature
         return False
     return True

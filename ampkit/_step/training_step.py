@@ -44,15 +44,18 @@ class Phase(NamedTuple):
         last: whether the optimizer steps in it.
         held: indices of the parameters that have a gradient from earlier micro-batches.
         observed: whether an observer measures in it: a graph of its own, so that all others hold none of its kernels.
+        others: what else decides which graph may serve the call.
     """
 
     last: bool
     held: tuple[int, ...]
     observed: bool = False
+    others: tuple[Part, ...] = ()
 
     def parts(self) -> list[Part]:
         """Return what messages name if it varies from call to call. `last` and `observed` cannot vary much."""
-        return [Part("the set of parameters with gradients from earlier micro-batches", self.held, _SAME_PARAMETERS)]
+        own = Part("the set of parameters with gradients from earlier micro-batches", self.held, _SAME_PARAMETERS)
+        return [own, *self.others]
 
 
 class TrainingStep:

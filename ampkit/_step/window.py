@@ -1,16 +1,31 @@
 """The window of micro-batches that make up one optimizer step: what it has so far, and what follows from its end."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._capture.engine import StepDoneError
+from .._capture.variation import Part
 from .._errors import CaptureError, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .observer import Observer
 from .training_step import Phase, StepOutput, TrainingStep
+
+
+class Place(NamedTuple):
+    """Where a micro-batch stands, for a caller that knows.
+
+    Attributes:
+        first: whether it begins a window.
+        last: whether the optimizer steps behind it.
+        parts: what else decides which graph may serve the call.
+    """
+
+    first: bool
+    last: bool
+    parts: tuple[Part, ...]
 
 
 class NoStepError(Exception):
@@ -25,11 +40,11 @@ class Window:
             parameters that have a gradient from this window behind it.
         run: `run(reason, fn)` returns what `fn` returns, called eagerly and counted under this reason.
         step: what is done.
-        size: micro-batches in a window; 0 where a call is not the last one, and it is not known how many will come.
+        size: micro-batches in a window, for callers that do not say where one stands.
         after: called behind each optimizer step.
 
     Attributes:
-        size: may be set before each call.
+        call: as passed; may be replaced between two calls.
         count: micro-batches so far.
     """
 
@@ -41,34 +56,33 @@ class Window:
         size: int,
         after: Callable[[], object] | None = None,
     ) -> None:
-        self._call = call
+        self.call = call
         self._run = run
         self._step = step
         self._scaler: GradScaler = step.scaler
         self._observer: Observer | None = step.observer
         self._after = after
-        self.size = size
+        self._size = size
         self.count = 0
         self._accumulated: tuple[int, ...] = ()
         self._observed = False
 
-    def restart(self) -> None:
-        """Drop what it has accumulated."""
-        self.count, self._accumulated = 0, ()
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None = None) -> StepOutput:
         """Do one micro-batch; step the optimizer if it is the last one of the window.
 
         An exception or an interrupt ends the window, for a part of the micro-batch may be in it, unless the exception
         tells that nothing was done.
         """
+        if place is not None and place.first:
+            self.count, self._accumulated = 0, ()
         if self._observer is not None and not self.count:
             self._observed = self._observer.begin()
-        last = self.count + 1 == self.size
+        last = self.count + 1 == self._size if place is None else place.last
+        parts = () if place is None else place.parts
         before, failure = (self.count, self._accumulated), None
         self.count, self._accumulated = 0, ()
         try:
-            out, accumulated = self._call(args, kwargs, Phase(last, before[1], self._observed))
+            out, accumulated = self.call(args, kwargs, Phase(last, before[1], self._observed, parts))
         except StepDoneError as error:
             (out, accumulated), failure = error.outputs, error
         except (InputMismatch, CaptureError, NoStepError):
@@ -92,8 +106,7 @@ class Window:
         """
         if not self.count:
             return
-        accumulated = self._accumulated
-        self.restart()
+        accumulated, self.count, self._accumulated = self._accumulated, 0, ()
         norm, _ = self._run(reason, lambda: self._step.flush(accumulated, self._observed))
         torch.clear_autocast_cache()
         self._stepped(norm)

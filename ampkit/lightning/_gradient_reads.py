@@ -1,4 +1,4 @@
-"""Which hooks of a fit use gradients, seen while they run: a captured step leaves none for them."""
+"""Which hooks of a fit use gradients. A captured step leaves no gradients, so hooks are watched while they run."""
 
 import functools
 import inspect
@@ -16,28 +16,29 @@ from .._errors import CaptureError, CaptureWarning
 from .._user_line import line_text, running_place
 
 # Lightning calls these between backward and the optimizer's step.
-_AMID_A_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_BEFORE_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 # When it calls these, the gradients of the last step are still there.
-_BEHIND_A_STEP = ("on_train_batch_end", "on_train_epoch_end")
+_AFTER_STEP = ("on_train_batch_end", "on_train_epoch_end")
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "ampkit.")  # their callbacks use no gradients
-_SLOT: Any = Tensor.grad  # of the class: the descriptor, whose methods a mode is given
-_USES = {_SLOT.__get__, _SLOT.__set__, _SLOT.__delete__}
+_GRAD: Any = Tensor.grad  # the descriptor; a function mode receives its methods as the function that is called
+_GRAD_METHODS = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
 
 
 class GradientUses(TorchFunctionMode):
-    """Runs the hooks of a fit so that each use of a parameter's gradient is noticed, however deep in what a hook calls.
+    """Runs the hooks of a fit and notices each use of a parameter's gradient, also in functions that a hook calls.
 
     Args:
         module: the LightningModule.
         callbacks: those of the Trainer.
-        strict: as the attribute.
+        strict: see the attribute.
 
     Attributes:
-        strict: whether a use behind a step of ampkit is an error. Else it is a warning, and the hook ends there.
-        amid: the hooks that Lightning calls between backward and the optimizer's step.
-        there: whether Lightning does the steps, so that there are gradients to use.
-        problem: which hook uses gradients, on which line, and what to write instead; "" if none has.
-        late: whether it used them behind a step of ampkit, which was said.
+        strict: whether a use of gradients after a step of ampkit is an error. If not, it is a warning, and the hook
+            ends at that line.
+        hooks_before_step: names of the hooks that Lightning calls between backward and the optimizer's step.
+        gradients_exist: whether Lightning does the steps, so that hooks find gradients.
+        problem: which hook uses gradients, on which line, and what to write instead; "" if none does.
+        after_captured_step: whether a hook used gradients after a step of ampkit. The user was warned then.
     """
 
     def __init__(self, module: nn.Module, callbacks: Sequence[Any], strict: bool) -> None:
@@ -45,25 +46,25 @@ class GradientUses(TorchFunctionMode):
         self._module = module
         self.strict = strict
         self._hooks = [
-            _Hook(owner, name, self)
+            _WatchedHook(owner, name, self)
             for owner in (module, *callbacks)
             if not type(owner).__module__.startswith(_LIBRARIES)
-            for name in (*_AMID_A_STEP, *_BEHIND_A_STEP)
+            for name in (*_BEFORE_STEP, *_AFTER_STEP)
             if is_overridden(name, owner)
         ]
-        self._running: _Hook | None = None
-        self.amid = [str(hook) for hook in self._hooks if hook.name in _AMID_A_STEP]
-        self.there = True
+        self._running: _WatchedHook | None = None
+        self.hooks_before_step = [str(hook) for hook in self._hooks if hook.name in _BEFORE_STEP]
+        self.gradients_exist = True
         self.problem = ""
-        self.late = False
+        self.after_captured_step = False
 
-    def leave(self) -> None:
-        """Put the hooks back as they were."""
+    def restore_hooks(self) -> None:
+        """Give all objects their own hooks back."""
         for hook in self._hooks:
-            hook.put_back()
+            hook.restore()
         self._hooks = []
 
-    def run(self, hook: "_Hook", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, hook: "_WatchedHook", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a hook and return what it returns."""
         outer, self._running = self._running, hook
         try:
@@ -72,52 +73,52 @@ class GradientUses(TorchFunctionMode):
         except _NoGradientError as error:
             if self.strict:
                 raise CaptureError(f"AmpkitCallback: {self.problem}") from error
-            if not self.late:
-                warnings.warn(f"AmpkitCallback: {self.problem} {_FROM_NOW_ON}", CaptureWarning, stacklevel=3)
-            self.late = True
+            if not self.after_captured_step:
+                warnings.warn(f"AmpkitCallback: {self.problem} {_HOOK_ENDED}", CaptureWarning, stacklevel=3)
+            self.after_captured_step = True
             return None
         finally:
             self._running = outer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _USES and not (self.problem and self.there) and id(args[0]) in self._parameters:
-            self._used(sys._getframe(1))
+        if func in _GRAD_METHODS and not (self.problem and self.gradients_exist) and id(args[0]) in self._parameters:
+            self._on_use(sys._getframe(1))
         return func(*args, **(kwargs or {}))
 
     @functools.cached_property
     def _parameters(self) -> set[int]:
         return {id(param) for param in self._module.parameters()}  # a callback may train a model of its own
 
-    def _used(self, frame: FrameType) -> None:
+    def _on_use(self, frame: FrameType) -> None:
         hook = self._running
         assert hook is not None  # the mode is on while a hook runs
-        if hook.name in _BEHIND_A_STEP and _in_zero_grad(frame):
-            return  # it does what the next step would do
+        in_zero_grad = frame.f_code.co_name == "zero_grad" and frame.f_globals.get("__name__", "").startswith("torch.")
+        if in_zero_grad and hook.name in _AFTER_STEP:
+            return  # the next step clears the gradients anyway
         self.problem = f"{hook} uses gradients, which a captured step does not leave: {hook.line(frame)}. {_ADVICE}"
-        if not self.there:
+        if not self.gradients_exist:
             raise _NoGradientError
 
 
 class _NoGradientError(Exception):
-    """Ends a hook that uses a gradient which is not there."""
+    """Ends a hook that uses a gradient which does not exist."""
 
 
 _ADVICE = (
-    "Log ampkit/grad_norm in its place. What changes gradients belongs into training_step, as a hook of the tensor "
-    "(tensor.register_hook)."
+    "To log the norm of the gradients, use ampkit/grad_norm. To change a gradient, use tensor.register_hook in "
+    "training_step."
 )
-_FROM_NOW_ON = (
-    "There was none this time, so the hook was ended there. From the next optimizer step on, training goes on as "
-    "Lightning does it."
+_HOOK_ENDED = (
+    "There was no gradient this time, so the hook was ended there. From the next optimizer step on, Lightning trains "
+    "without ampkit."
 )
 
 
-def _in_zero_grad(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "zero_grad" and frame.f_globals.get("__name__", "").startswith("torch.")
+class _WatchedHook:
+    """Replaces a hook of an object, and calls it through `GradientUses.run`.
 
-
-class _Hook:
-    """Stands in the place of a hook of an object. A copy of the object has the hook itself."""
+    A copy of the object gets the hook itself.
+    """
 
     def __init__(self, owner: Any, name: str, uses: GradientUses) -> None:
         self.function = getattr(owner, name)
@@ -137,14 +138,14 @@ class _Hook:
     def __str__(self) -> str:
         return f"{type(self._owner).__name__}.{self.name}"
 
-    def put_back(self) -> None:
-        """Give the object its own hook again."""
+    def restore(self) -> None:
+        """Give the object its own hook back."""
         del vars(self._owner)[self.name]
         if self._before is not None:
             vars(self._owner)[self.name] = self._before
 
     def line(self, frame: FrameType) -> str:
-        """Return the line of the hook that a frame was called from."""
+        """Return the line of the hook from which, over any number of calls, this frame was called."""
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         outer: FrameType | None = frame
         while outer is not None and outer.f_code is not code:

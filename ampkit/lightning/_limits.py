@@ -1,4 +1,4 @@
-"""What of a Lightning fit is left to Lightning, why, and what to write instead. Imported by lightning.py alone."""
+"""The fits whose training step ampkit leaves to Lightning: why, and what to write instead."""
 
 import inspect
 
@@ -14,18 +14,18 @@ from .._optimizer.step_kind import broken_kernel, why_not_called, why_not_captur
 from .._torch.compile import cudagraphs_of_its_own
 from ._host_state import HostReads
 
-# Every private name of Lightning that is used, with the reason; a test fails when one goes.
+# Every private name of Lightning that is used, with the reason. A test fails if Lightning removes one.
 PRIVATE_NAMES = {
     "DDPStrategy._ddp_comm_state": "communication hooks with state (PowerSGD, post-local SGD) count steps on the host",
 }
 
 
 def why_not(trainer: Trainer, module: LightningModule, plugin: Precision) -> str:
-    """Return why this fit is left to Lightning and what to write instead, "" if it need not be."""
+    """Return why ampkit cannot do the steps of this fit and what to write instead, "" if it can."""
     if not module.automatic_optimization:
         return (
-            "automatic_optimization is False: the step is written in training_step, where a graph cannot find it. In a "
-            "loop of your own ampkit.graphed captures such a step."
+            "automatic_optimization is False, so training_step steps the optimizers itself, and the callback cannot "
+            "capture that. Write a training loop of your own and capture the step with ampkit.graphed."
         )
     return (
         _why_not_strategy(trainer.strategy)
@@ -45,9 +45,9 @@ def _why_not_strategy(strategy: Strategy) -> str:
         or kind.optimizer_step not in (Strategy.optimizer_step, DDPStrategy.optimizer_step)
         or strategy.root_device.type not in ("cpu", "cuda")
     ):
-        return f"{name} trains by a step of its own. Use one device, or Trainer(strategy='ddp')."
+        return f"{name} has a training step of its own. Use one device, or Trainer(strategy='ddp')."
     if getattr(strategy, "_ddp_comm_state", None) is not None:
-        return f"{name}(ddp_comm_state=...): such a communication hook counts steps on the host. Leave it out."
+        return f"{name}(ddp_comm_state=...): this communication hook counts steps on the host. Leave it out."
     return ""
 
 
@@ -55,12 +55,13 @@ def _why_not_precision(plugin: Precision) -> str:
     if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
         return ""
     return (
-        f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}: ampkit knows "
+        f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}: ampkit supports "
         "32-true, bf16-mixed, 16-mixed, bf16-true and 16-true."
     )
 
 
-_STEPS = {
+# Methods of a module that are parts of the step, and what to write instead of overriding them.
+_PARTS_OF_STEP = {
     "optimizer_step": "For a warm-up of the learning rate use a scheduler with interval='step'.",
     "backward": "Return the loss whose gradient you want.",
     "configure_gradient_clipping": "Use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...).",
@@ -70,34 +71,34 @@ _STEPS = {
 
 def _why_not_hooks(trainer: Trainer, module: LightningModule) -> str:
     name = type(module).__name__
-    for hook, advice in _STEPS.items():
+    for hook, advice in _PARTS_OF_STEP.items():
         if is_overridden(hook, module):
-            return f"{name}.{hook} changes what a step does, where a graph would not call it. {advice}"
+            return f"{name}.{hook} changes what a step does, and a replay would not call it. {advice}"
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return f"{name}.training_step takes its batches from dataloader_iter. Write training_step(self, batch)."
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
-        return "StochasticWeightAveraging ends with an epoch without backward. EMAWeightAveraging can be captured."
+        return "StochasticWeightAveraging ends with an epoch without backward. Use EMAWeightAveraging."
     return ""
 
 
 def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return why a step of this optimizer is left to Lightning, "" if it need not be."""
+    """Return why ampkit cannot step this optimizer, "" if it can."""
     if not any(group["params"] for group in optimizer.param_groups):
         return "configure_optimizers returned no optimizer with parameters."
     return why_not_called(optimizer) or broken_kernel(optimizer) or why_not_capturable(optimizer)
 
 
 def why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    """Return why these parameters keep the step with Lightning, "" if they do not."""
+    """Return why ampkit cannot train these parameters, "" if it can."""
     if problem := why_not_sharded(module):
         return problem
     for name, param in module.named_parameters():
         if param.device != device:
-            return f"parameter {name} is on {param.device}, not on {device}: a graph is of one device."
+            return f"parameter {name} is on {param.device}, not on {device}, and a graph runs on one device."
     if cudagraphs_of_its_own(module):
         return "the model is compiled with CUDA graphs of its own. Compile it in the default mode."
     known = set(module.parameters())
     if any(param not in known for group in optimizer.param_groups for param in group["params"]):
-        return "the optimizer has parameters that are not the module's. Make them parameters of the module."
+        return "the optimizer has parameters that do not belong to the module. Make them parameters of the module."
     return ""

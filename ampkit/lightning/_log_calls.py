@@ -1,5 +1,9 @@
-"""What `training_step` returned and logged, taken apart into tensors, which a graph computes, and what it freezes."""
+"""What `training_step` returns and logs: split into tensors, which each replay computes, and values that never change.
 
+The calls of `self.log` are recorded at capture, and made after each replay with that replay's tensors.
+"""
+
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -7,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._errors import AmpkitWarning
 from .._torch.tree import tree_flatten, tree_unflatten
 from .._undo import Undo
 
@@ -21,38 +26,38 @@ class LogCall(NamedTuple):
 
 
 class Template:
-    """A tree without its tensors, to be filled with others. Compares by identity, so that it can be a key of a dict."""
+    """A pytree without its tensors, to be filled with those of another replay. A dict key, compared by identity."""
 
     def __init__(self, tree: Any) -> None:
         leaves, self._tree = tree_flatten(tree)
-        self._leaves = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def take_tensors(self) -> list[Tensor]:
-        """Return the tensors and forget them: a template outlives the graph whose memory they are."""
+        """Return the tensors and forget them: they are memory of a graph, which the template may outlive."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def filled(self, tensors: list[Tensor]) -> Any:
-        """Return the tree with these tensors in their places."""
+        """Return the pytree with these tensors at the places of its own."""
         left = iter(tensors)
-        return tree_unflatten([next(left) if leaf is _HOLE else leaf for leaf in self._leaves], self._tree)
+        return tree_unflatten([next(left) if leaf is _TENSOR else leaf for leaf in self._leaves], self._tree)
 
     def __repr__(self) -> str:
         return "training_step"
 
 
-_HOLE = object()
+_TENSOR = object()  # the place of a tensor
 
 
 @contextmanager
 def recorded(module: nn.Module) -> Iterator[list[LogCall]]:
-    """Context in which `module.log` makes an entry in the list it yields, and does nothing else.
+    """Context in which `module.log` only appends to the list that the context yields.
 
-    Lightning's own must not be captured: it rebinds the tensors that it sums in, and means over an epoch would be wrong
-    without a word. A tensor is cloned, as Lightning does: the step may change it later.
+    Lightning's own `log` must not be captured: it replaces the tensors in which it sums, so means over an epoch would
+    be wrong without any message. A tensor is cloned, as Lightning does, since the step may change it later.
     """
-    recorder = _Recorder()
+    recorder = _LogRecorder()
     before = vars(module).get("log")
     with Undo() as undo:
         if before is None:
@@ -63,24 +68,62 @@ def recorded(module: nn.Module) -> Iterator[list[LogCall]]:
         yield recorder.calls
 
 
-class _Recorder:
+class _LogRecorder:
     def __init__(self) -> None:
         self.calls: list[LogCall] = []
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # not traced, as Lightning's own is not
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Lightning's own log is not traced either
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        kept = value.detach().clone() if isinstance(value, Tensor) else value
-        self.calls.append(LogCall(name, kept, args, kwargs))
+        value = value.detach().clone() if isinstance(value, Tensor) else value
+        self.calls.append(LogCall(name, value, args, kwargs))
+
+
+class LogForwarder:
+    """Makes recorded calls of `module.log`, after the step.
+
+    Args:
+        module: the LightningModule.
+        device: where the step computes.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._constants: dict[float, Tensor] = {}  # tensors on the device, by the number that they contain
+        self._warned = device.type != "cuda"  # elsewhere reading a value waits for nothing
+
+    def __call__(self, log_calls: list[LogCall]) -> None:
+        """Call `module.log`; warn once if Lightning will read the value from the device for each batch."""
+        for name, value, args, kwargs in log_calls:
+            if isinstance(value, (bool, int, float)):
+                value = self._on_device(value)
+            if not self._warned and isinstance(value, Tensor) and (kwargs.get("prog_bar") or (args and args[0])):
+                self._warned = True
+                warnings.warn(_READ_BY_THE_BAR.format(name), AmpkitWarning, stacklevel=2)
+            self._module.log(name, value, *args, **kwargs)  # type: ignore[operator]  # a LightningModule's
+
+    def _on_device(self, value: float) -> Tensor:
+        """Return the tensor that Lightning makes of a number. Made once only, since the copy waits for the device."""
+        tensor = self._constants.get(value)
+        if tensor is None:
+            default = torch.get_default_dtype()
+            dtype = default if default in (torch.float32, torch.float64) else torch.float32
+            tensor = torch.tensor(value, dtype=dtype, device=self._device)
+            if len(self._constants) < _MAX_CONSTANTS:
+                self._constants[value] = tensor
+        return tensor
+
+
+_MAX_CONSTANTS = 64  # eager steps may log a new number each time, which must not fill the memory
+_READ_BY_THE_BAR = (
+    "AmpkitCallback: self.log({0!r}, ..., prog_bar=True) makes Lightning read the value on every batch, so that each "
+    "one waits for the device, even if no bar is shown. Leave prog_bar out, or pass on_step=False, on_epoch=True."
+)
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in what `training_step` returned, None where Lightning skips the step or raises an error."""
+    """Return the loss in what `training_step` returned, None if Lightning would skip the step or raise an error."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     return None
-
-
-def numbers(calls: list[LogCall]) -> dict[str, float]:
-    """Return the Python numbers that were logged, by name."""
-    return {call.name: call.value for call in calls if isinstance(call.value, (bool, int, float))}

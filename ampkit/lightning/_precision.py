@@ -1,7 +1,7 @@
-"""What stands in the place of a Trainer's precision plugin, and leaves out what a step of ampkit has done."""
+"""The precision plugin that replaces a Trainer's own, and leaves out what a step of ampkit has already done."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,137 +12,121 @@ from torch.amp import grad_scaler as upstream
 
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy
-from .._undo import Undo
 
 
-class Fit(Protocol):
-    """What a plugin asks of the fit that it is in.
-
-    Attributes:
-        policy: of the user, None if there is none.
-        device: of parameters and batches.
-        scaler: takes the place of Lightning's.
-        in_optimizer_step: Lightning is within the optimizer's step, which it enters for the last batch of a window.
-        looking: Lightning does the first step.
-    """
+class FitProtocol(Protocol):
+    """What the plugin reads and sets of the fit that it belongs to. `_fit.Fit` explains each name."""
 
     policy: Policy | None
     device: torch.device
     scaler: GradScaler
     in_optimizer_step: bool
-    looking: bool
+    first_step_by_lightning: bool
+    backward_done: bool
 
     @property
-    def plain(self) -> bool:
-        """Whether Lightning does everything."""
+    def left_to_lightning(self) -> bool: ...
 
-    @property
-    def stepped(self) -> bool:
-        """Whether the batch under way had its backward, so that Lightning's must do nothing."""
-
-    def begin(self) -> bool:
-        """Return whether ampkit does the step of this batch."""
+    def prepare_step(self) -> bool: ...
 
 
 class StepPrecision(Precision):
-    """Stands in front of the class of a Trainer's precision plugin: does nothing in a batch that was stepped."""
+    """First base of a subclass of the Trainer's plugin class. Does nothing in a batch whose step ampkit has done."""
 
-    ampkit: Fit
+    fit: FitProtocol
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # as upstream
-        """Call the hooks of on_before_backward; leave out the loss scale."""
-        if self.ampkit.stepped:
+        """Call the on_before_backward hooks. Do not scale the loss if ampkit has done the backward."""
+        if self.fit.backward_done:
             return Precision.pre_backward(self, tensor, module)
         return super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # Lightning has it positional
-        """Do nothing."""
-        if not self.ampkit.stepped:
+        """Do nothing if ampkit has done the backward."""
+        if not self.fit.backward_done:
             super().backward(tensor, model, *args, **kwargs)
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, nor refuse to clip the gradients of a fused optimizer."""
-        if not self.ampkit.stepped:
+        """Do nothing if ampkit has clipped. Upstream would refuse to clip the gradients of a fused optimizer."""
+        if not self.fit.backward_done:
             super().clip_gradients(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # as above
-        """Call the closure, in which the step is done, and the hooks of on_before_optimizer_step."""
-        if not self.ampkit.begin():
+        """Call the on_before_optimizer_step hooks and the closure, which does the whole step."""
+        if not self.fit.prepare_step():
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-            self.ampkit.looking = False
+            self.fit.first_step_by_lightning = False
             return result
-        self.ampkit.in_optimizer_step = True
-        try:
-            with _next_step_is_the_closure(optimizer):
-                return Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
-        finally:
-            self.ampkit.in_optimizer_step = False
+        original = vars(optimizer).get("step")  # schedulers replace it to count steps
 
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Enter the policy's rules for operations, too."""
-        policy = self.ampkit.policy
-        if policy is None or not policy.ops:
-            return super().forward_context()
-        return self._under(policy, super().forward_context())
+        def step(closure: Callable[[], Any], **kwargs: Any) -> Any:
+            """Only call the closure, which steps the optimizer itself."""
+            _put_back(optimizer, step, original)
+            return closure()
+
+        try:  # twice, so that one interrupt at any moment leaves nothing behind
+            try:
+                self.fit.in_optimizer_step = True
+                optimizer.step = step
+                return Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
+            finally:
+                _put_back(optimizer, step, original)
+                self.fit.in_optimizer_step = False
+        finally:
+            _put_back(optimizer, step, original)
+            self.fit.in_optimizer_step = False
 
     @contextmanager
-    def _under(self, policy: Policy, context: AbstractContextManager[None]) -> Iterator[None]:
-        with context, policy.autocast(self.ampkit.device.type):
+    def forward_context(self) -> Iterator[None]:
+        """Enter the autocast of the policy too, if it has rules for operations."""
+        policy = self.fit.policy
+        rules = nullcontext() if policy is None or not policy.ops else policy.autocast(self.fit.device.type)
+        with super().forward_context(), rules:
             yield
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Apply the policy's rules for modules, too."""
+        """Apply the policy's rules for modules too."""
         module = super().convert_module(module)
-        policy = self.ampkit.policy
+        policy = self.fit.policy
         return policy.apply(module) if policy is not None and policy.modules else module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Lightning's own plugin would, and more only where the rule of the loss scale says more."""
-        scaler = self.ampkit.scaler
-        if self.ampkit.plain or not scaler.is_enabled():
+        """Return what Lightning's plugin would return, unless the loss scale has settings that torch's has not."""
+        scaler = self.fit.scaler
+        if self.fit.left_to_lightning or not scaler.is_enabled():
             return super().state_dict()
-        as_in_torch = scaler.rule().items() >= _RULE_OF_TORCH.items()
-        return upstream.GradScaler.state_dict(scaler) if as_in_torch else scaler.state_dict()
+        works_like_torch = scaler.rule().items() >= _RULE_OF_TORCH.items()
+        return upstream.GradScaler.state_dict(scaler) if works_like_torch else scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the loss scale, of this plugin or of Lightning's."""
-        if self.ampkit.plain or not self.ampkit.scaler.is_enabled():
+        """Load the loss scale from a state dict of this plugin or of Lightning's."""
+        if self.fit.left_to_lightning or not self.fit.scaler.is_enabled():
             super().load_state_dict(state_dict)
         else:
-            self.ampkit.scaler.load_state_dict(state_dict)
+            self.fit.scaler.load_state_dict(state_dict)
 
 
 _RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
 
 
-def plugin_for(fit: Fit, plugin: Precision) -> Precision:
-    """Return the plugin as an object of a subclass of the same name, which checkpoints key the loss scale by."""
+def plugin_for(fit: FitProtocol, plugin: Precision) -> Precision:
+    """Return a copy of the plugin that leaves out what ampkit has done.
+
+    Its class is a subclass of the same name, because checkpoints store the loss scale under the name of the class.
+    """
     kind = type(plugin)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     new: StepPrecision = object.__new__(type(kind.__name__, (StepPrecision, kind), names))
     vars(new).update(vars(plugin))
-    new.ampkit = fit
+    new.fit = fit
     if isinstance(new, MixedPrecision) and fit.scaler.is_enabled():
         new.scaler = fit.scaler
     return new
 
 
-@contextmanager
-def _next_step_is_the_closure(optimizer: Any) -> Iterator[None]:
-    """Context in which the next `optimizer.step(closure)` only calls the closure, in which the step is the real one."""
-    own = vars(optimizer).get("step")  # a scheduler's, that counts
-
-    def step(closure: Callable[[], Any], **kwargs: Any) -> Any:
-        put_back()
-        return closure()
-
-    def put_back() -> None:
-        if vars(optimizer).get("step") is step:
-            del optimizer.step
-            if own is not None:
-                optimizer.step = own
-
-    with Undo() as undo:
-        undo.note(put_back)
-        optimizer.step = step
-        yield
+def _put_back(optimizer: Any, replacement: Any, original: Any) -> None:
+    """Give an optimizer its own `step` back if it has the replacement."""
+    if vars(optimizer).get("step") is replacement:
+        del optimizer.step
+        if original is not None:
+            optimizer.step = original

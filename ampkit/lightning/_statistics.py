@@ -1,4 +1,4 @@
-"""Loss scale, skipped steps, gradient norm and speed in mid-training: read when the device has long passed them."""
+"""Loss scale, skipped steps, gradient norm and speed for the loggers, read late enough that nothing waits."""
 
 import math
 import time
@@ -10,79 +10,81 @@ from torch import Tensor
 from .._optimizer.scaler import GradScaler
 
 
-class Reading(NamedTuple):
-    """What `Meter.take` returns: the state behind one optimizer step.
+class TrainingStatistics(NamedTuple):
+    """The statistics after one optimizer step.
 
     Attributes:
         step: the number of that step.
-        values: by name; what is not known is left out.
+        values: by name. A value that is not known is left out.
     """
 
     step: int
     values: dict[str, float]
 
 
-class Meter:
-    """Takes readings every so many steps without waiting for the device: each is handed out when the next is taken.
+class StatisticsReader:
+    """Copies statistics from the device in the background: `start` begins a copy and returns the previous statistics.
 
     Args:
         device: where the step computes.
-        processes: how many train on batches of this size.
+        processes: how many processes train on batches of this size.
+
+    Attributes:
+        samples: how many samples this process has trained on since the interval began. The caller counts them.
+        interval_start: when the interval began; None while the time does not count.
     """
 
     def __init__(self, device: torch.device, processes: int) -> None:
         self._device = device
         self._processes = processes
-        self._samples = 0  # since the mark
-        self._mark: _Mark | None = None
-        self._taken: _Taken | None = None
+        self.samples = 0
+        self.interval_start: _Timestamp | None = None
+        self._pending: _PendingStatistics | None = None
 
-    def count(self, samples: int) -> None:
-        """Count the samples of a batch, at its end."""
-        if self._mark is None:
-            self._mark, self._samples = _Mark(self._device), 0
-        else:
-            self._samples += samples
+    def start_timing(self) -> None:
+        """Begin an interval now."""
+        self.interval_start, self.samples = _Timestamp(self._device), 0
 
-    def restart(self) -> None:
-        """Leave what comes now out of the speed: validation, or the time between epochs."""
-        self._mark = None
+    def restart_timing(self) -> None:
+        """Exclude the time until the end of the next batch from the speed."""
+        self.interval_start = None
 
-    def take(
+    def start(
         self, step: int, scaler: GradScaler, grad_norm: Tensor | None, numbers: dict[str, float]
-    ) -> Reading | None:
-        """Start a reading, in which `numbers` are known, and return the one before, None if there is none.
+    ) -> TrainingStatistics | None:
+        """Begin to read the statistics of a step, `numbers` among them. Return the previous ones, None if none.
 
         Sync: none that takes time.
         """
-        before = self.finish()
-        now = _Mark(self._device)
+        previous = self.finish()
+        now = _Timestamp(self._device)
         known = scaler.tensors() if scaler.is_enabled() else {}
         tensors = {"loss_scale": known.get("scale"), "skipped_steps": known.get("skipped"), "grad_norm": grad_norm}
-        self._taken = _Taken(
+        start = self.interval_start
+        self._pending = _PendingStatistics(
             step,
             {name: tensor for name, tensor in tensors.items() if tensor is not None},
             numbers,
-            (self._mark, now, self._samples * self._processes) if self._mark is not None else None,
+            (start, now, self.samples * self._processes) if start is not None else None,
         )
-        self._mark, self._samples = now, 0
-        return before
+        self.interval_start, self.samples = now, 0
+        return previous
 
-    def finish(self) -> Reading | None:
-        """Return the last reading that was started. Waits for the device to get there, which it mostly has."""
-        taken, self._taken = self._taken, None
-        return None if taken is None else taken.read()
+    def finish(self) -> TrainingStatistics | None:
+        """Return the statistics that `start` began last, None if none. Waits for their copy, mostly done by then."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.read()
 
 
-class _Taken:
-    """A reading under way."""
+class _PendingStatistics:
+    """Statistics on their way from the device."""
 
     def __init__(
         self,
         step: int,
         tensors: dict[str, Tensor],
         numbers: dict[str, float],
-        interval: "tuple[_Mark, _Mark, int] | None",
+        interval: "tuple[_Timestamp, _Timestamp, int] | None",
     ) -> None:
         self._step = step
         self._names = list(tensors)
@@ -97,18 +99,18 @@ class _Taken:
         if self._copied is not None:
             self._copied.record()
 
-    def read(self) -> Reading:
+    def read(self) -> TrainingStatistics:
         if self._copied is not None:
             self._copied.synchronize()
         values = dict(zip(self._names, self._values.tolist(), strict=True))
         if self._interval is not None:
             start, end, samples = self._interval
             values["samples_per_second"] = samples / max(end.seconds_since(start), 1e-9)
-        return Reading(self._step, {**values, **self._numbers})
+        return TrainingStatistics(self._step, {**values, **self._numbers})
 
 
-class _Mark:
-    """A point in time: on a GPU when it gets there, not when the host asked it to."""
+class _Timestamp:
+    """A point in time. On a GPU it is when the GPU gets there, not when the host queued it."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -116,7 +118,7 @@ class _Mark:
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(device))
 
-    def seconds_since(self, before: "_Mark") -> float:
+    def seconds_since(self, before: "_Timestamp") -> float:
         if self._event is None or before._event is None:
             return self._seconds - before._seconds
         self._event.synchronize()

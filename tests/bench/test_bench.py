@@ -234,7 +234,7 @@ def test_images_survive_uint8() -> None:
 def test_uint8_needs_images(capsys: pytest.CaptureFixture[str]) -> None:
     """A model without images says so; nothing else is measured in its place."""
     said = refused(capsys, "--model", "mine:tiny", "--input", "uint8", "--variants", "amp")
-    assert re.search(r"mine:tiny: --input uint8: there are no images, .* \(N, 3, H, W\)", said)
+    assert re.search(r"mine:tiny: --input uint8: the batches contain no images, .* \(N, 3, H, W\)", said)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -321,7 +321,7 @@ def test_a_loss_that_is_off_is_marked(
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("planted")]
     assert line.endswith(" !")
-    assert "! off: on the way there it differs by more than 5% of what the expected loss falls by, and by m" in printed
+    assert "more than 5% of the expected fall, and by m" in printed
     (row,) = [row for row in result["rows"] if row["off"]]
     assert row["compared"] == 20, "this model is compared to the end"
     assert wrong is diverges or row["difference"] > row["tolerance"] >= 0.05
@@ -564,7 +564,10 @@ def test_noise_cannot_hide_a_wrong_loss_unseen() -> None:
     figures.results[0].rows = [row]
     printed = _bench_report.table(figures)
     assert "- (1.0000) ?" in printed
-    assert "? mlp, batch 64: beyond step 10 of 20 rounding alone moves losses too far to tell much." in printed
+    assert (
+        "? mlp, batch 64: after step 10 of 20, rounding alone changes losses so much that comparing them proves little."
+        in printed
+    )
     assert judged(REFERENCE, [9.0, 9.0, 9.0, 9.0]).compared == 0
 
 
@@ -730,9 +733,9 @@ def test_a_model_that_is_none(model: str, message: str, capsys: pytest.CaptureFi
     [
         (3, r"f returned int, expected \(loss_fn, model, optimizer, batches\)"),
         ((1, 2), r"returned \(int, int\), expected"),
-        ((3, nn.Linear(1, 1), torch.optim.SGD, [()]), "a loss_fn or an optimizer that is not a function"),
+        ((3, nn.Linear(1, 1), torch.optim.SGD, [()]), "a loss_fn or an optimizer that cannot be called"),
         ((loss_fn, 3, torch.optim.SGD, [()]), "returned int for the model"),
-        ((loss_fn, nn.Linear(1, 1), torch.optim.SGD, []), "list for the batches, or none of them"),
+        ((loss_fn, nn.Linear(1, 1), torch.optim.SGD, []), "an empty sequence for the batches"),
         ((loss_fn, nn.Linear(1, 1), torch.optim.SGD, [torch.ones(1)]), "a batch that is not a tuple"),
         (
             (loss_fn, nn.Linear(1, 1), torch.optim.SGD, [(torch.ones(1, device="meta"),)]),
@@ -842,9 +845,9 @@ def test_the_table() -> None:
     cells = "2.000 [1.900, 8.500] 4.00x 1.800 90% 85 1.6% 0.3% 0.2% 150 60 0.30 104 2.5000 (2.0000) !"
     assert graphed.split() == ["graphed_step", *cells.split()]
     assert "Lightning         failed: ValueError: no" in lines
-    assert "(*) one batch that lies on the device, without clipping and schedule: the kernels alone." in lines
+    assert "(*) only the kernels: one batch that is on the device already, no clipping, no schedule." in lines
     assert lines[-1].startswith(
-        "! off: on the way there it differs by more than 3% of what the expected loss falls by, "
+        "! off: in one of the passes over the batches the loss differs from the expected one by more than 3% of the "
     )
 
 
@@ -853,7 +856,7 @@ def test_noise_is_told_of() -> None:
     figures = saved()
     figures.results[0].rows[2] = replace(figures.results[0].rows[2], tolerance=0.12, noise=0.03)
     printed = _bench_report.table(figures)
-    assert "mlp, batch 64: rounding alone moves losses by 3.0% of their fall; up to 12% passes." in printed
+    assert "mlp, batch 64: rounding alone changes losses by 3.0% of their fall, so 12% is tolerated." in printed
     assert "rounding alone" not in _bench_report.table(saved())
 
 
@@ -874,7 +877,7 @@ def test_where_a_capture_stops_paying() -> None:
     """The null region: batch sizes at which a step saves less than 5% of the eager one, with memory beside speed."""
     figures = swept((64, 10.0, 9.4), (8, 8.0, 2.0), (16, 8.0, 7.61), (32, 8.0, 4.0), (128, 20.0, 20.2))
     lines = _bench_report.table(figures).splitlines()
-    at = lines.index("mlp: graphed beside amp-fused")
+    at = lines.index("mlp: graphed compared with amp-fused")
     assert [line.split() for line in lines[at + 1 : at + 7]] == [
         ["batch", "eager", "ms", "graphed", "ms", "saves", "eager", "MiB", "graphed", "MiB"],
         ["8", "8.000", "2.000", "75%", "1000", "1100"],
@@ -887,8 +890,10 @@ def test_where_a_capture_stops_paying() -> None:
     assert json.loads(figures.to_json())["null_regions"] == {"mlp": [16, 128]}
     assert Figures.from_json(figures.to_json()) == figures
     printed = _bench_report.table(swept((8, 8.0, 2.0), (16, 8.0, 4.0), base="amp"))
-    assert "mlp: graphed beside amp\n" in printed, "where the fused optimizer was not measured"
-    assert "No null region: the capture saves 5% of a step or more at each batch size with both times." in printed
+    assert "mlp: graphed compared with amp\n" in printed, "where the fused optimizer was not measured"
+    assert (
+        "No null region: the capture saves 5% of a step or more at each batch size where both have a time." in printed
+    )
     assert "beside" not in _bench_report.table(swept((8, 8.0, 2.0)))
 
 
@@ -898,7 +903,7 @@ def test_nothing_is_said_of_a_null_region_that_nobody_knows() -> None:
     for result in figures.results:
         result.rows[1].error = "CaptureError: no"
     printed = _bench_report.table(figures)
-    assert "mlp: graphed beside amp-fused\n" in printed
+    assert "mlp: graphed compared with amp-fused\n" in printed
     assert "failed" in printed
     assert "null region" not in printed.lower()
     assert json.loads(figures.to_json())["null_regions"] == {}
@@ -1106,7 +1111,7 @@ def test_a_curve_that_ends_in_nan_is_json(
 def test_curves_are_of_one_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Two batch sizes are refused, not one of them dropped in silence."""
     said = refused(capsys, "--curves", "5", "--model", "mine:tiny", "-b", "4", "8")
-    assert "one model and one batch size, not 2 of both" in said
+    assert "one model and one batch size, not 2 combinations" in said
 
 
 def test_curves_are_smoothed_over_a_window() -> None:

@@ -652,7 +652,7 @@ IN_A_TRAINER: dict[str, tuple[Any, Any, str, str]] = {
         Weighted,
         dicts,
         "self.weight kept changing (it was 14.0, then 15.0, then 16.0)",
-        "Keep what training_step reads in a buffer, and change that in place.",
+        "Make it a buffer, and change the buffer in place.",
     ),
     "betas": (cycled, dicts, "param_groups[0]['betas'] kept changing (it was (0.9", CYCLED),
 }

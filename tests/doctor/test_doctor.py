@@ -332,8 +332,8 @@ def test_what_varies_is_told_with_both_values(script):
     )
     (fault,) = found.findings
     values = r"(0\.5 in one step and 1\.0|1\.0 in one step and 1\.5)"  # a step less where dynamo was imported before
-    assert re.match(f"full takes {values} in another, with inputs of one layout: a graph would repeat", fault.what)
-    assert "Pass what varies in as a tensor of the batch" in fault.advice
+    assert re.match(f"full takes {values} in another, for batches of the same layout: a graph would repeat", fault.what)
+    assert "Pass the varying value as a tensor of the batch" in fault.advice
     assert fault.severity == "high"
     assert fault.count in (2, 3)  # each step behind the first is compared with the first of these
 
@@ -348,7 +348,7 @@ def test_layouts_that_come_once_are_not_compared(script):
         """
     )
     assert [fault.kind for fault in found.findings] == ["changing shapes"]
-    assert "host state: no two steps with inputs of one layout could be compared" in found.unchecked
+    assert "host state: no two steps had batches of the same layout, so none could be compared" in found.unchecked
 
 
 def test_compiled_code_is_compared_as_it_was_written(script, fresh_dynamo):
@@ -674,7 +674,7 @@ def test_gain(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     loss_fn = kept[0].subject.loss_fn
     kept[0].subject.loss_fn = lambda *args: calls.append(1) or loss_fn(*args)
-    _doctor._add_gain(found, kept[0])
+    _doctor._add_speed_up(found, kept[0])
     gain = found.figures["capture"]
     assert gain["kernels"] == 2
     assert gain["device_ms"] == pytest.approx(0.01)
@@ -753,7 +753,7 @@ def test_compiled_code_runs_on_behind_it(script):
 
 @pytest.mark.cuda
 def test_on_cuda(script):
-    """What a CPU cannot show: copies, waits in the optimizer, determinism in a backward, the gain of a capture."""
+    """What a CPU cannot show: copies, waits in the optimizer, determinism in a backward, the speed-up by a capture."""
     path, found = script(
         """
         def loss(model, x, y):

@@ -579,7 +579,7 @@ STEPPED_EAGERLY = [
     (LogsNumber, None, {}, "self.log('number', 1.0) in training_step"),
     (SkipsBatches, with_flags, {}, "training_step returned no loss"),
     (SkipsBatches, with_flags, {"accumulate_grad_batches": 3}, "training_step returned no loss"),
-    (TakesHolder, lambda device: Batches(Holder(x, y) for x, y in loader(device)), {}, "the batch holds a Holder"),
+    (TakesHolder, lambda device: Batches(Holder(x, y) for x, y in loader(device)), {}, "the batch contains a Holder"),
 ]
 
 
@@ -675,8 +675,8 @@ class QuietHooks(Net):
 
 
 def test_hooks_are_told(tmp_path: Path) -> None:
-    """Hooks behind a backward are called as ever; that the step is over by then is said once."""
-    with pytest.warns(ampkit.AmpkitWarning, match=r"QuietHooks\.on_after_backward: called as ever, but .* behind"):
+    """Hooks after the backward are still called; a warning says once that the optimizer has stepped by then."""
+    with pytest.warns(ampkit.AmpkitWarning, match=r"QuietHooks\.on_after_backward.* called after the optimizer"):
         run = fit(tmp_path, "cpu", "emulate", make=QuietHooks)
     assert run.report.replays == 18  # Lightning did the first step, to see whether the hook uses gradients
     assert run.module.backwards == 22

@@ -443,7 +443,7 @@ def test_a_bench_in_which_some_failed(
 
     monkeypatch.setitem(VARIANTS, "compile", Variant("planted", fails))
     assert main(["bench", "--model", "mine:training", *SHORT, "--variants", "amp", "compile"]) == 0
-    assert capsys.readouterr().err.endswith("python -m ampkit bench: 1 of 2 rows failed, and say why.\n")
+    assert capsys.readouterr().err.endswith("python -m ampkit bench: 1 of 2 rows failed. Each of them says why.\n")
 
 
 # --------------------------------------------------------------------------------------------------------------- Ctrl-C

@@ -1,4 +1,4 @@
-"""The command `bench`: its arguments, what they make it measure, and what is kept of a run that ends early."""
+"""The command `bench`: its arguments, the measurements they ask for, and the results of a run that ends early."""
 
 import argparse
 import math
@@ -23,18 +23,18 @@ from .session import Plan
 from .variants import VARIANTS, Setting
 
 _SWEEP = [2**i for i in range(3, 11)]
-_LARGEST = 2**31 - 1  # an int of C, which a number of steps or a batch size must fit into
+_LARGEST = 2**31 - 1  # a number of steps or a batch size must fit into an int of C
 
 
 def add_bench(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the command `bench` to the parser's commands."""
     bench = commands.add_parser(
         "bench",
-        help="time a training step: torch's ways to write it, a bare capture, graphed_step",
-        description="Train a model with each variant of the step, from the same weights on the same batches, one "
-        "after another. Print what a step costs (time, GPU time, host time, set-up, memory) and if the losses agree.",
-        epilog=f"{exit_codes('no variant could be measured')} If some variants failed, it is {DONE}, and a line on "
-        "standard error says so. What was measured before Ctrl-C or an error is printed and written all the same.",
+        help="time a training step in several variants: written with torch, captured by hand, graphed_step",
+        description="Train a model with each variant of the step, one after another, from the same weights on the "
+        "same batches. Print the cost of a step (time, GPU time, host time, set-up, memory) and whether losses agree.",
+        epilog=f"{exit_codes('no variant could be measured')} If only some variants failed, the code is {DONE}, and a "
+        "line on standard error says so. After Ctrl-C or an error, the figures so far are printed and written.",
     )
     what = bench.add_argument_group("what to train")
     what.add_argument(
@@ -42,30 +42,34 @@ def add_bench(commands: Any) -> None:
         nargs="+",
         metavar="MODEL",
         help=f"{', '.join(CASES)}; or module:function, a function that takes the batch size or nothing and returns "
-        f"{RETURNED}; default resnet18-cifar",
+        f"{RETURNED}; default: resnet18-cifar",
     )
     sizes = what.add_mutually_exclusive_group()
     sizes.add_argument(
-        "-b", "--batch", "--batch-size", nargs="+", type=_positive, metavar="N", help="batch sizes; default 64"
+        "-b", "--batch", "--batch-size", nargs="+", type=_positive, metavar="N", help="batch sizes; default: 64"
     )
-    sizes.add_argument("--sweep", action="store_true", help="batch sizes 8 to 1024, doubled, until memory ends")
-    what.add_argument("--policy", type=policy, help="dtypes, see ampkit.Policy; default float16, on a CPU bfloat16")
+    sizes.add_argument("--sweep", action="store_true", help="batch sizes 8, 16, ... 1024, as far as memory suffices")
+    what.add_argument("--policy", type=policy, help="dtypes, see ampkit.Policy; default: float16, on a CPU bfloat16")
     what.add_argument(
         "--input",
         choices=INPUTS,
-        help=f"{'; '.join(f'{name}: {told}' for name, told in INPUTS.items())}; default prefetch",
+        help=f"{'; '.join(f'{name}: {text}' for name, text in INPUTS.items())}; default: prefetch",
     )
     how = bench.add_argument_group("how to measure")
-    how.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}")
-    how.add_argument("--quick", action="store_true", help="small models, few variants and repeats: within 90 s")
-    how.add_argument("--repeats", type=_positive, metavar="N", help="timed blocks per variant; default 7")
-    how.add_argument("--seconds", type=_seconds, metavar="S", help="length of a block, about; default 0.3")
-    how.add_argument("--no-profile", action="store_true", help="no GPU time; each variant is built once, not twice")
+    how.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"some of {', '.join(VARIANTS)}"
+    )
+    how.add_argument("--quick", action="store_true", help="small models, few variants and repeats; takes at most 90 s")
+    how.add_argument("--repeats", type=_positive, metavar="N", help="number of timed blocks per variant; default: 7")
+    how.add_argument("--seconds", type=_seconds, metavar="S", help="approximate length of a block; default: 0.3")
+    how.add_argument(
+        "--no-profile", action="store_true", help="do not measure GPU time, so each variant is built only once"
+    )
     how.add_argument(
         "--curves",
         type=_positive,
         metavar="STEPS",
-        help="in place of times: losses of so many steps, eager and captured",
+        help="measure no times; compare the losses of this many steps, eager and captured",
     )
     _add_results(bench.add_argument_group("results"))
     bench.set_defaults(run=_run_bench, parser=bench)
@@ -73,10 +77,15 @@ def add_bench(commands: Any) -> None:
 
 def _add_results(out: Any) -> None:
     out.add_argument(
-        "--json", type=json_file, metavar="FILE", help="write the figures here; -: print them in place of the table"
+        "--json",
+        type=json_file,
+        metavar="FILE",
+        help="write the figures to this file; -: print them instead of the table",
     )
-    out.add_argument("--plot", type=output_file, metavar="FILE", help="draw them into this image file")
-    out.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
+    out.add_argument("--plot", type=output_file, metavar="FILE", help="draw the figures into this image file")
+    out.add_argument(
+        "--read", nargs="+", type=Path, metavar="FILE", help="measure nothing; show files that --json wrote"
+    )
 
 
 def _positive(text: str) -> int:
@@ -94,7 +103,7 @@ def _seconds(text: str) -> float:
 
 def _run_bench(args: argparse.Namespace, output: Output) -> int:
     if args.plot is not None:
-        _bench_plot.figure_class(args.plot)  # to see now that it can be drawn, and not when all is measured
+        _bench_plot.figure_class(args.plot)  # check before measuring that it can be drawn
     if args.read:
         _show(_bench_report.joined([_bench_report.read(path) for path in args.read]), args.plot, output)
         return DONE
@@ -104,7 +113,7 @@ def _run_bench(args: argparse.Namespace, output: Output) -> int:
 def _measure(args: argparse.Namespace, output: Output) -> int:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    # A CPU takes many times as long for float16 as for bfloat16.
+    # A CPU computes float16 many times slower than bfloat16.
     dtypes = args.policy or Policy.parse("float16" if cuda else "bfloat16")
     plan, jobs = _plan(args, cuda), _jobs(args, cuda)
     setting = Setting(dtypes, device, args.input or "prefetch", args.curves or plan.checked)
@@ -117,7 +126,7 @@ def _measure(args: argparse.Namespace, output: Output) -> int:
         _measure_times(figures, jobs, keys, setting, plan, args.plot, output)
         return _exit_code(figures, args.parser.prog)
     if len(jobs) != 1:
-        raise UsageError(f"--curves: one model and one batch size, not {len(jobs)} of both.")
+        raise UsageError(f"--curves takes one model and one batch size, not {len(jobs)} combinations.")
     (job,) = jobs
     curves = _bench_curves.run(job.model, job.make, setting, described)
     output.show(str(curves), curves.to_json())
@@ -135,7 +144,7 @@ def _measure_times(
     plot: Path | None,
     output: Output,
 ) -> None:
-    """Measure and show the figures; if the run ends early, by Ctrl-C or an error, those that are finished by then."""
+    """Measure and show the figures. If Ctrl-C or an error ends the run early, show those measured so far."""
     try:
         _bench.run(figures, jobs, keys, setting, plan, lambda: output.save(figures.to_json()))
     except BaseException as error:
@@ -153,13 +162,13 @@ def _measured(figures: _bench_report.Figures) -> int:
 
 
 def _exit_code(figures: _bench_report.Figures, command: str) -> int:
-    """Return the exit code of a run that came to its end, and say on standard error what failed in it."""
+    """Return the exit code of a complete run, and print to standard error how many rows failed."""
     rows, measured = len(_bench_report.cases(figures.results)), _measured(figures)
     if not measured:
         complain(command, "no variant could be measured. Each row of the table, or of the JSON, says why.")
         return FOUND
     if measured < rows:
-        say(command, f"{rows - measured} of {rows} rows failed, and say why.")
+        say(command, f"{rows - measured} of {rows} rows failed. Each of them says why.")
     return DONE
 
 
@@ -179,7 +188,7 @@ def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:
 
 
 def _jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:
-    """Return a job for each batch size; one for a function of the user's that takes none."""
+    """Return a job for each batch size, but only one for a user's function that takes no batch size."""
     if model in CASES:
         return [_bench.Job(model, partial(CASES[model], batch), batch) for batch in batches]
     try:

@@ -1,4 +1,4 @@
-"""What the benchmark trains: models, losses, optimizers and batches, its own and those of the user."""
+"""What the benchmark trains: models, losses, optimizers and batches, built in or made by the user's function."""
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ INPUTS = {
     "prefetch": "batches from pinned memory by ampkit.prefetch",
     "uint8": "uint8 images from pinned memory by ampkit.prefetch, decoded and normalised on the device",
 }
-# By channel, of ImageNet, in units of the brightest: torchvision.transforms.Normalize in its reference training.
+# Per channel of ImageNet, where 1 is the brightest, as in torchvision's reference training (transforms.Normalize).
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -33,15 +33,15 @@ class CaseError(UsageError):
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what it is trained on, all of it on the host.
+    """A model, its loss, optimizer and batches. Model and batches are in host memory.
 
     Attributes:
         loss_fn: `loss_fn(model, *batch)` returns the loss, a tensor of shape ().
         model: copied for each variant, so that all start from the same weights.
-        optimizer: called with the parameters for torch's default implementation, and with `fused=True` for the fused
-            one: `functools.partial(torch.optim.AdamW, lr=1e-3)` is one.
-        batches: cycled.
-        decode: makes of a batch on the device what `loss_fn` takes; None where that is the batch.
+        optimizer: `optimizer(params)` makes torch's default implementation, `optimizer(params, fused=True)` the fused
+            one. An example is `functools.partial(torch.optim.AdamW, lr=1e-3)`.
+        batches: used in order, again and again.
+        decode: turns a batch on the device into the arguments of `loss_fn`; None if it needs no decoding.
     """
 
     loss_fn: Callable[..., Tensor]
@@ -58,21 +58,21 @@ class Case:
 
 
 def ready(case: Case, dtype: torch.dtype, device: torch.device, source: str = "prefetch") -> Case:
-    """Return the case with its batches where a training loop is to find them, floating tensors in this dtype.
+    """Return the case with its batches on the device or in pinned memory, and floating tensors in this dtype.
 
     Args:
-        case: its batches lie in host memory.
+        case: its batches are in host memory.
         dtype: of floating tensors when they reach the model.
-        device: where it trains. Batches in host memory are pinned if it is a CUDA device.
+        device: trains the model. If it is a CUDA device, batches that stay in host memory are pinned.
         source: a key of `INPUTS`.
 
     Raises:
-        CaseError: for "uint8", a case without images.
+        CaseError: if the source is "uint8" and the case has no images.
     """
     first = tree_flatten(case.batches[0])[0]
     images = {i for i, leaf in enumerate(first) if source == "uint8" and _is_image(leaf)}
     if source == "uint8" and not images:
-        raise CaseError("--input uint8: there are no images, floating tensors (N, 3, H, W), in the batches.")
+        raise CaseError("--input uint8: the batches contain no images, which are floating tensors (N, 3, H, W).")
 
     def leaf_ready(i: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -97,18 +97,18 @@ def _is_image(leaf: Any) -> bool:
 
 
 def _encoded(images: Tensor) -> Tensor:
-    """Return normalised images (N, 3, H, W) as decoders write them: uint8, (N, H, W, 3)."""
+    """Return normalised images (N, 3, H, W) in the format of image decoders: uint8, (N, H, W, 3)."""
     pixels = images.float().permute(0, 2, 3, 1) * torch.tensor(STD) + torch.tensor(MEAN)
     return (255 * pixels).round().clamp(0, 255).to(torch.uint8).contiguous()
 
 
 class _Decode:
-    """Makes normalised images in channels_last of encoded ones, with one kernel.
+    """Turns uint8 images into normalised ones in channels_last, with one kernel.
 
     Args:
-        leaves: which leaves of a batch are images.
+        leaves: indices of the leaves of a batch that are images.
         dtype: of the result.
-        device: where the batches are.
+        device: of the batches.
     """
 
     def __init__(self, leaves: Collection[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -124,8 +124,8 @@ class _Decode:
         return torch.addcmul(self._shift, pixels.permute(0, 3, 1, 2), self._scale)
 
 
-Maker = Callable[..., Case]  # (batch size, *, seed of weights and data, how many batches)
-Draw = Callable[[torch.Generator], Tensor]
+Maker = Callable[..., Case]  # maker(batch_size, *, seed, count): the seed of weights and data, the number of batches
+Draw = Callable[[torch.Generator], Tensor]  # draws a random tensor of a batch
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -133,8 +133,8 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _case(build: Callable[[], nn.Module], inputs: Draw, targets: Draw, seed: int, count: int) -> Case:
-    made = torch.Generator().manual_seed(seed)
-    batches = [(inputs(made), targets(made)) for _ in range(count)]
+    generator = torch.Generator().manual_seed(seed)
+    batches = [(inputs(generator), targets(generator)) for _ in range(count)]
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
     with _seeded(seed):
         return Case(_loss, build(), optimizer, batches)
@@ -179,18 +179,21 @@ def _imagenet(name: str) -> nn.Module:
 def _classifier(
     build: Callable[[], nn.Module], image: tuple[int, ...], classes: int, batch: int, *, seed: int = 0, count: int = 4
 ) -> Case:
-    def inputs(made: torch.Generator) -> Tensor:
+    def inputs(generator: torch.Generator) -> Tensor:
         layout = torch.channels_last if len(image) == 3 else torch.contiguous_format
-        return torch.randn(batch, *image, generator=made).contiguous(memory_format=layout)
+        return torch.randn(batch, *image, generator=generator).contiguous(memory_format=layout)
 
-    return _case(build, inputs, lambda made: torch.randint(classes, (batch,), generator=made), seed, count)
+    def targets(generator: torch.Generator) -> Tensor:
+        return torch.randint(classes, (batch,), generator=generator)
+
+    return _case(build, inputs, targets, seed, count)
 
 
 # ------------------------------------------------------------------------------------------------------- language model
 
 
 class _Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside a residual connection, as in GPT-2."""
+    """Attention and a feed-forward layer, each after a norm and with a residual connection, as in GPT-2."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -212,11 +215,11 @@ class GPT(nn.Module):
     """A decoder like GPT-2 (Radford et al. 2019), without dropout; the defaults are the sizes of GPT-2 small.
 
     Args:
-        words: size of the vocabulary. The output layer has the weights of the embedding.
-        tokens: the longest sequence.
+        words: size of the vocabulary. The output layer uses the weights of the embedding.
+        tokens: length of the longest sequence.
         width: of the residual stream.
-        layers: how many blocks.
-        heads: per block.
+        layers: number of blocks.
+        heads: number of attention heads per block.
     """
 
     def __init__(
@@ -231,15 +234,15 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next word behind each token: (batch, tokens, words)."""
+        """Return the logits of the word that follows each token: (batch, tokens, words)."""
         x = self.blocks(self.words(tokens) + self.positions[: tokens.shape[1]])
         return F.linear(self.norm(x), self.words.weight)
 
 
 def _language(batch: int, *, seed: int = 0, count: int = 4) -> Case:
-    def tokens(made: torch.Generator) -> Tensor:
-        # Small numbers are frequent, as words are: there is something to learn.
-        return (torch.rand(batch, TOKENS, generator=made) ** 8 * WORDS).long()
+    def tokens(generator: torch.Generator) -> Tensor:
+        # Small numbers are more frequent than large ones, as some words are, so that there is something to learn.
+        return (torch.rand(batch, TOKENS, generator=generator) ** 8 * WORDS).long()
 
     return _case(GPT, tokens, tokens, seed, count)
 
@@ -252,16 +255,16 @@ CASES: dict[str, Maker] = {
     "gpt2-like": _language,
 }
 
-# ------------------------------------------------------------------------------------------------------------- the user
+# -------------------------------------------------------------------------------------------------- the user's function
 
 RETURNED = (
     "(loss_fn, model, optimizer, batches): loss_fn(model, *batch) returns the loss; optimizer(params) and "
-    "optimizer(params, fused=True) make one; batches is a list of tuples of tensors in host memory"
+    "optimizer(params, fused=True) return an optimizer; batches is a list of tuples of tensors in host memory"
 )
 
 
 def takes_batch_size(function: Callable[..., Any]) -> bool:
-    """Return whether the user's function is to be called with a batch size: whether it has a parameter for it."""
+    """Return whether the user's function has a parameter, which then gets the batch size."""
     return takes(function, 1)
 
 
@@ -269,14 +272,14 @@ def user_case(name: str, function: Callable[..., Any], batch: int, *, seed: int 
     """Return the case that the user's function makes.
 
     Args:
-        name: what to call it in messages.
-        function: returns what `RETURNED` says. It is called with the batch size if it takes a parameter.
+        name: the name of the function in messages.
+        function: returns what `RETURNED` describes. It is called with the batch size if it takes a parameter.
         batch: the batch size.
-        seed: of torch's default generator on the host, while it runs.
-        count: how many batches would be wanted; the user's function decides.
+        seed: of torch's default generator on the host, while the function runs.
+        count: ignored, because the user's function decides how many batches there are.
 
     Raises:
-        CaseError: it returned something else; the message says what.
+        CaseError: if the function returned something else, which the message names.
     """
     with _seeded(seed):
         made = function(batch) if takes_batch_size(function) else function()
@@ -292,11 +295,11 @@ def user_case(name: str, function: Callable[..., Any], batch: int, *, seed: int 
 def _problem(loss_fn: Any, model: Any, optimizer: Any, batches: Any) -> str:
     """Return what is wrong with the four parts, "" if nothing is."""
     if not callable(loss_fn) or not callable(optimizer):
-        return "a loss_fn or an optimizer that is not a function"
+        return "a loss_fn or an optimizer that cannot be called"
     if not isinstance(model, nn.Module):
         return f"{type_text(model)} for the model"
     if not isinstance(batches, (list, tuple)) or not batches:
-        return f"{type_text(batches)} for the batches, or none of them"
+        return f"{type_text(batches) if batches else 'an empty sequence'} for the batches"
     if not all(isinstance(batch, (list, tuple)) for batch in batches):
         return "a batch that is not a tuple"
     leaves = [leaf for leaf in tree_flatten(list(batches))[0] if isinstance(leaf, Tensor)]

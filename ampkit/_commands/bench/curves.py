@@ -1,4 +1,4 @@
-"""Whether training goes the same way: loss curves of a captured step beside eager ones, and how far apart they are."""
+"""`bench --curves`: the loss curve of a captured step next to eager ones, and how far they are apart."""
 
 import itertools
 import json
@@ -16,10 +16,10 @@ from .process import clean_up, fast_kernels, little_garbage
 from .report import without_nan
 from .variants import VARIANTS, Setting
 
-BATCHES = 64  # different ones, cycled
-WINDOW = 25  # steps that are averaged before curves are compared
+BATCHES = 64  # number of different batches, used again and again
+WINDOW = 25  # number of steps over which curves are averaged before they are compared
 
-# Name, variant, seed. The second and the third differ from the first by what kernels leave open, and by the seed.
+# Name, variant, seed. The second run shows what nondeterministic kernels change, the third what another seed changes.
 _RUNS = (
     ("torch AMP, eager", "amp", 0),
     ("the same again", "amp", 0),
@@ -30,13 +30,13 @@ _RUNS = (
 
 @dataclass(frozen=True)
 class Curves:
-    """The losses of each run by step.
+    """The losses of each run, step by step.
 
     Attributes:
         setting: device, versions, date, policy, command, by name.
-        model: what was trained.
-        batch: its batch size.
-        losses: by name of the run.
+        model: the name of the model.
+        batch: the batch size.
+        losses: by the name of the run.
     """
 
     setting: dict[str, Any]
@@ -45,48 +45,48 @@ class Curves:
     losses: dict[str, list[float]]
 
     def distance(self, left: str, right: str) -> float:
-        """Return how far two curves are apart: the mean difference of their averages over `WINDOW` steps."""
+        """Return the mean distance of two curves, both averaged over `WINDOW` steps."""
         a, b = (smooth(self.losses[name]) for name in (left, right))
         return float((a - b).abs().mean())
 
     def distances(self) -> dict[str, float]:
-        """Return the distance of each other run from the first."""
+        """Return the distance of each run from the first."""
         first, *others = self.losses
         return {name: self.distance(first, name) for name in others}
 
     def within_noise(self) -> bool:
-        """Return whether the captured run is no further from the eager one than that is from another seed."""
+        """Return whether the captured run is no further from the eager one than an eager run with another seed."""
         distances = self.distances()
         return distances["graphed_step"] <= distances["torch AMP, eager, other seed"]
 
     def __str__(self) -> str:
         steps = len(next(iter(self.losses.values())))
-        told = [f"  {name:<30} {distance:.5f}" for name, distance in self.distances().items()]
+        rows = [f"  {name:<30} {distance:.5f}" for name, distance in self.distances().items()]
         verdict = "graphed_step lies within the noise of two eager seeds."
         return "\n".join(
             [
                 f"{self.setting['device']}, torch {self.setting['torch']}, {self.setting['policy']}",
                 f"{self.model}, batch {self.batch}, {steps} steps: mean distance of the loss, averaged over "
                 f"{min(WINDOW, steps)} steps, from that of torch AMP, eager:",
-                *told,
+                *rows,
                 verdict if self.within_noise() else verdict.replace("lies within", "does NOT lie within"),
             ]
         )
 
     def to_json(self) -> str:
-        """Return it as text for a file, with null for a loss that is nan, and for a distance from it."""
+        """Return the curves as JSON. Where a loss is nan, it and its distances are null."""
         parts = {"model": self.model, "batch": self.batch, "distances": self.distances(), "losses": self.losses}
         return json.dumps(without_nan({**self.setting, **parts}), indent=2, allow_nan=False) + "\n"
 
 
 def run(model: str, make: Callable[..., Case], setting: Setting, described: dict[str, Any]) -> Curves:
-    """Train as long as the schedule says eagerly, again, from another seed, and captured; return all losses.
+    """Train the runs of `_RUNS` for `setting.schedule` steps each, and return their losses.
 
     Args:
-        model: what to call the case.
-        make: makes it, called with `seed=` and `count=` (of batches).
-        setting: policy, device, input, and how many steps.
-        described: goes into the results.
+        model: the name of the case.
+        make: makes the case, called with `seed=` and `count=` (the number of batches).
+        setting: policy, device, input, and number of steps.
+        described: the setting by name, for the results.
     """
     losses = {}
     with fast_kernels(setting.device), little_garbage():
@@ -104,15 +104,15 @@ def _losses(train: Callable[..., None], case: Case, steps: int) -> list[float]:
 
 
 def smooth(losses: Sequence[float]) -> Tensor:
-    """Return the means of all runs of `WINDOW` losses, of all losses where there are fewer."""
+    """Return the moving average over `WINDOW` losses, or over all losses if there are fewer."""
     return torch.tensor(losses, dtype=torch.float64).unfold(0, min(WINDOW, len(losses)), 1).mean(1)
 
 
 def draw(curves: Curves, path: Path) -> None:
-    """Draw the curves into an image file: each loss thin, averages thick.
+    """Draw the curves into an image file: losses as thin lines, averages as thick ones.
 
     Raises:
-        FiguresError: matplotlib is not installed, or writes no such file.
+        FiguresError: if matplotlib is not installed, or cannot write this kind of file.
     """
     figure = figure_class(path)(figsize=(8, 4.2), dpi=130, layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Whether a variant still trains the same: the losses that it must have, and by how much rounding may move them."""
+"""Whether a variant trains correctly: the losses it must reach, and by how much rounding may change them."""
 
 import copy
 import itertools
@@ -12,33 +12,34 @@ from torch import Tensor, nn
 
 from .cases import Case
 from .process import clean_up
-from .report import Row, first_line
+from .report import Row, error_text
 from .session import Plan, Session
 from .variants import Setting, torch_amp
 
-# By how much of its fall the loss may differ from the expected one at any time, by the dtype of compute, if rounding
-# makes no larger difference. On a CPU float32 and bfloat16 differed by up to 1.2% (mlp, resnet18-cifar, a small
-# gpt2-like), a learning rate 1.25 times as high by 10% or more, no schedule by 43%, no clipping by 50%.
+# By how much a loss may differ from the expected one, as a share of the fall (largest minus smallest loss), for each
+# compute dtype, unless rounding makes a larger difference. On a CPU, float32 and bfloat16 differed by up to 1.2% (mlp,
+# resnet18-cifar, a small gpt2-like), a learning rate 1.25 times as high by 10% or more, no schedule by 43%, no clipping
+# by 50%.
 TOLERANCE = {torch.float32: 0.02, torch.float16: 0.03, torch.bfloat16: 0.05}
-LEAST_FALL = 0.05  # of the first loss
+LEAST_FALL = 0.05  # as a share of the first loss: a smaller fall counts as this much
 NUDGED_RUNS = 2
-# A run from nudged weights went further from the first run than so many times what two others told in 1 of 168 cases
-# (eight runs of a resnet50 on 64x64 images, batch 8, bfloat16, where noise is 15% of the fall).
+# The tolerance is this multiple of the noise. A third run with nudged weights differed by more than 4 times the noise
+# of two others in 1 of 168 cases (eight runs of a resnet50 on 64x64 images, batch 8, bfloat16, noise 15% of the fall).
 NOISE_FACTOR = 4.0
-LARGEST_TOLERANCE = 0.5  # of the fall; where noise asks for more, a loss that passes says little
+LARGEST_TOLERANCE = 0.5  # as a share of the fall; with a larger tolerance, a loss within it proves little
 
 
 class Expected(NamedTuple):
-    """The losses that a variant is to have, and by how much they may differ.
+    """The losses that a variant must reach, and by how much they may differ.
 
-    Losses that differ by rounding part exponentially. So noise is small in early passes, in which a variant that does
-    something else is off already, whatever noise is in later ones.
+    A pass is one use of all batches. Differences by rounding grow exponentially, so they are small in early passes. A
+    variant that trains incorrectly is found there, even if rounding makes large differences later.
 
     Attributes:
-        losses: means over each pass over the batches.
-        fall: what these fall by, at least `LEAST_FALL`: the unit of the following.
-        noise: by how much runs are apart that differ by rounding alone, at most, up to each pass.
-        tolerances: of each pass.
+        losses: the mean loss of each pass.
+        fall: the largest minus the smallest of these losses, at least `LEAST_FALL` of the first.
+        noise: the largest difference by rounding alone up to each pass, as a share of the fall.
+        tolerances: the largest difference allowed in each pass, as a share of the fall.
         ends: the last step of each pass.
     """
 
@@ -50,20 +51,20 @@ class Expected(NamedTuple):
 
     @classmethod
     def of(cls, runs: Sequence[list[float]], floor: float, ends: Sequence[int]) -> "Expected":
-        """Return what follows from the losses of eager runs.
+        """Return the expected losses that follow from eager runs.
 
         Args:
-            runs: the one to compare with, and others that started from nudged weights.
-            floor: the tolerance where there is no noise.
+            runs: the losses to compare with, and those of runs that started from nudged weights.
+            floor: the tolerance if there is no noise.
             ends: the last step of each pass.
         """
         losses = runs[0]
-        fall = max(max(losses) - min(losses), LEAST_FALL * abs(losses[0])) or 1.0  # 0.0: a loss that is 0 throughout
+        fall = max(max(losses) - min(losses), LEAST_FALL * abs(losses[0])) or 1.0  # not 0, if all losses are 0
         noise = list(itertools.accumulate((_spread(part) / fall for part in zip(*runs, strict=True)), max))
         return cls(losses, fall, noise, [max(floor, NOISE_FACTOR * part) for part in noise], ends)
 
     def judge(self, losses: Sequence[float], row: Row) -> None:
-        """Fill in the row what its losses say. Nan is off in any pass: rounding does not lead there."""
+        """Compare losses with the expected ones and fill in the row. Nan is never within the tolerance."""
         differences = [abs(a - b) / self.fall for a, b in zip(losses, self.losses, strict=True)]
         passes = list(zip(differences, self.tolerances, self.noise, strict=True))
         row.expected = self.losses[-1]
@@ -79,19 +80,20 @@ def _spread(losses: Sequence[float]) -> float:
 
 
 class Expectations:
-    """What the variants of one case are to come to: eager runs with torch AMP, apart from theirs.
+    """The expected losses of one case, from eager runs with torch AMP.
 
-    Three runs each: from the case's weights, and twice from weights that are nudged by as much as rounding to the dtype
-    of compute may change them. How far these go apart is what kernels that round differently, or in another order in
-    each run, may make of the same step.
+    There are three runs: one from the case's weights, and two from weights that are nudged, which means changed at
+    random by as much as rounding to the compute dtype may change them. The runs differ by as much as kernels that round
+    differently, or sum in another order, may change the losses.
 
-    They come first. What the process does once only (start CUDA, let cuDNN choose its kernels) is done in them.
+    These runs come before all variants, so they also pay for what a process does once only (start CUDA, let cuDNN
+    choose its kernels).
 
     Args:
-        case: what is trained.
+        case: the case to train.
         setting: policy and device.
         plan: how many steps are checked.
-        notes: gets a sentence that says why there are no expected losses, where there are none.
+        notes: gets a sentence with the reason if there are no expected losses.
     """
 
     def __init__(self, case: Case, setting: Setting, plan: Plan, notes: list[str]) -> None:
@@ -99,12 +101,12 @@ class Expectations:
         self._known = {True: self._run(True)}
 
     def of(self, whole: bool) -> Expected | None:
-        """Return the expected losses of each pass over the batches; None if they could not be had.
+        """Return the expected losses, None if training failed.
+
+        The first call trains. It frees all memory afterwards, so no variant may exist then.
 
         Args:
-            whole: of a step with clipping and schedule, on all batches; else without, on the first batch alone.
-
-        It may train, and frees what it took: no variant may be alive.
+            whole: True for a step with clipping and schedule on all batches, False for one without on the first batch.
         """
         if whole not in self._known:
             self._known[whole] = self._run(whole)
@@ -115,7 +117,7 @@ class Expectations:
             runs = [self._losses(whole, nudged) for nudged in range(1 + NUDGED_RUNS)]
         except Exception as error:
             size = self._case.batch_size
-            self._notes.append(f"No expected losses for batch {size}, torch AMP failed: {first_line(error)}.")
+            self._notes.append(f"No expected losses for batch {size}, torch AMP failed: {error_text(error)}.")
             return None
         finally:
             clean_up(self._setting.device)
@@ -129,7 +131,7 @@ class Expectations:
 
     def _rounding(self) -> torch.dtype:
         compute = self._setting.policy.compute
-        # TF32, which is allowed, has the mantissa of float16.
+        # float32 may run as TF32, whose mantissa is as long as that of float16.
         return torch.float16 if compute == torch.float32 and self._setting.device.type == "cuda" else compute
 
     def _session(self, whole: bool) -> Session:
@@ -139,10 +141,10 @@ class Expectations:
 
 def nudge(model: nn.Module, dtype: torch.dtype, seed: int) -> nn.Module:
     """Return a copy with each parameter changed at random, by as much as rounding to this dtype may change it."""
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     half_unit = torch.finfo(dtype).eps / 2
     model = copy.deepcopy(model)
     with torch.no_grad():
         for param in filter(Tensor.is_floating_point, model.parameters()):
-            param.mul_(1 + half_unit * (2 * torch.rand(param.shape, generator=made) - 1).to(param.dtype))
+            param.mul_(1 + half_unit * (2 * torch.rand(param.shape, generator=generator) - 1).to(param.dtype))
     return model

@@ -1,4 +1,4 @@
-"""Honest timing: what is measured of each variant and how, so that none has an advantage over another."""
+"""Measures variants one after another under the same conditions, so that none has an advantage over another."""
 
 import os
 import platform
@@ -12,15 +12,15 @@ import torch
 from ..._text import ProgressBar
 from .cases import Case, CaseError, ready
 from .losses import TOLERANCE, Expectations
-from .process import Caches, clean_up, do_what_is_done_once, fast_kernels, little_garbage
+from .process import Caches, clean_up, fast_kernels, little_garbage, pay_one_time_costs
 from .profile import host_time, profile
-from .report import OUT_OF_MEMORY, Figures, Result, Row, first_line, is_out_of_memory
+from .report import OUT_OF_MEMORY, Figures, Result, Row, error_text, is_out_of_memory
 from .session import Plan, Session
 from .variants import VARIANTS, Setting, Variant, has_lightning
 
 
 class Job(NamedTuple):
-    """One table: the name of a model, how to make it with its data, and the batch size that was asked for."""
+    """What one table shows: the name of a model, a function that makes its case, and the requested batch size."""
 
     model: str
     make: Callable[[], Case]
@@ -28,7 +28,7 @@ class Job(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What the measurements of one run have in common: arguments of `run`, and what it makes of them."""
+    """What all measurements of one run share: some arguments of `run`, the caches and the progress bar."""
 
     figures: Figures
     setting: Setting
@@ -46,29 +46,29 @@ def run(
     plan: Plan,
     save: Callable[[], None] = lambda: None,
 ) -> None:
-    """Measure variants of each job, one after another, each built anew and freed again.
+    """Measure the variants of each job one after another. Each is built, measured and freed.
 
-    The profiler comes last, over variants that are built once more: it slows down what runs after it in a process
-    (https://github.com/pytorch/pytorch/issues/144455).
+    Profiling comes last, on variants that are built again, because the profiler slows down what runs after it in the
+    process (https://github.com/pytorch/pytorch/issues/144455).
 
     Args:
-        figures: gets a result per job. What is in it when an exception ends this is valid.
-        jobs: in order of batch size, for each model. A variant that ran out of memory is not tried on larger ones.
-        keys: of the variants.
+        figures: gets a result per job. If an exception ends the run, the results so far are valid.
+        jobs: those of a model in order of batch size. A variant that ran out of memory is not tried on a larger batch.
+        keys: the names of the variants.
         setting: policy, device and input.
-        plan: how thoroughly.
+        plan: how thoroughly to measure.
         save: called after each measurement.
 
     Raises:
-        CaseError: a job's function returned something that cannot be trained, or has no such input.
-        ImportError: a job's model is of a package that is not installed.
+        CaseError: if a job's function returned something that cannot be trained, or the case has no such input.
+        ImportError: if a job's model needs a package that is not installed.
     """
     profiled = plan.profile and setting.device.type == "cuda"
     progress = ProgressBar(len(jobs) * len(keys) * (2 if profiled else 1))
     compiles = any(VARIANTS[key].compiles for key in keys)
     with fast_kernels(setting.device), Caches() as caches:
         caches.callback(progress.clear)
-        do_what_is_done_once(setting.device, compiles=compiles, lightning="lightning" in keys)
+        pay_one_time_costs(setting.device, compiles=compiles, lightning="lightning" in keys)
         caches.enter_context(little_garbage())
         common = _Run(figures, setting, plan, save, caches, progress)
         for job in jobs:
@@ -96,14 +96,14 @@ def _measure_all(job: Job, keys: Sequence[str], run: _Run) -> None:
 
 
 def _case_of(job: Job, setting: Setting) -> tuple[Case | None, str]:
-    """Return the job's case with its input in place; or none, and why: there is no room for its batches."""
+    """Return the job's case with its batches in place and "", or None and an error if they do not fit into memory."""
     case = None
     try:
         case = job.make()
         return ready(case, setting.policy.params, setting.device, setting.source), ""
     except CaseError as error:
         if case is None:
-            raise  # it names the function
+            raise  # the message names the function
         raise CaseError(f"{job.model}: {error}") from None
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -113,7 +113,7 @@ def _case_of(job: Job, setting: Setting) -> tuple[Case | None, str]:
 
 
 def _does_not_fit(key: str, model: str, figures: Figures) -> str:
-    """Return what to say of a variant that ran out of memory on a smaller batch of this model, "" if it did not."""
+    """Return the error of a variant that ran out of memory on a smaller batch of this model, "" if it did not."""
     for result in figures.results:
         for row in result.rows:
             if (result.model, row.variant, row.error) == (model, key, OUT_OF_MEMORY):
@@ -137,13 +137,13 @@ def _profile_all(job: Job, result: Result, run: _Run) -> None:
 def select(
     keys: Sequence[str] | None, device: torch.device, quick: bool = False, sweep: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return which variants to measure, and notes on what is left out or not what it seems.
+    """Return the names of the variants to measure, and notes for the reader of the figures.
 
     Args:
-        keys: those that were asked for; None for the usual ones.
+        keys: the variants that were asked for; None for the default ones.
         device: where to measure.
-        quick: take only those of the usual ones that need no time to set up.
-        sweep: take only those as well, because each of them is set up for many batch sizes.
+        quick: take only the default variants that are set up quickly.
+        sweep: take only these too, because each is set up again for every batch size.
     """
     notes = []
     few = quick or sweep
@@ -193,22 +193,22 @@ def describe(setting: Setting, plan: Plan, command: str) -> dict[str, Any]:
 
 
 def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:
-    """Build the row's variant, train it, time it, and fill in the row. What it raises becomes the row's error.
+    """Build the row's variant, train it, time it, and fill in the row. An exception becomes the row's error.
 
     Returns:
-        Why the row has times but none of the host, "" if this did not fail.
+        Why the host's time could not be measured, "" if it could, or if the row has an error.
     """
     problem = ""
     try:
         problem = _measure(row, VARIANTS[row.variant], case, setting, plan, expected)
-    except Exception as error:  # whatever a compiler or a user's function raises: the other variants go on
-        row.error = first_line(error)
+    except Exception as error:  # of a compiler or a user's function; the other variants are measured all the same
+        row.error = error_text(error)
     clean_up(setting.device)
     return problem
 
 
 def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:
-    known = expected.of(variant.whole)  # before anything is built: it takes memory, and cleans up behind itself
+    known = expected.of(variant.whole)  # before the variant is built, since this may train and frees all memory
     session = Session(case.batches, setting.device, plan)
     loop = variant.build(case, setting)
     loop.train(session.steps(), session.on_loss)
@@ -220,6 +220,6 @@ def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Pla
     row.report = None if loop.report is None else loop.report()
     try:
         row.host_us, row.launch_us = (None, None) if loop.step is None else host_time(loop.step, case, setting)
-    except Exception as error:  # more memory than the steps had, say: their times stand
-        return first_line(error)
+    except Exception as error:  # it may need more memory than the steps, whose times are valid
+        return error_text(error)
     return ""

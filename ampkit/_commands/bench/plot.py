@@ -1,4 +1,4 @@
-"""How measured figures are drawn: bars, or lines over the batch size."""
+"""Draws measured figures: as bars, or as lines over the batch size."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Any
 
 from .report import Figures, FiguresError, Result, Row, by_model, cases
 
-_SWEEP = 3  # batch sizes of a model from which on lines say more than bars
+_SWEEP = 3  # if a model has this many batch sizes or more, lines are drawn instead of bars
 
 
 def figure_class(path: Path) -> Any:
-    """Return the class of matplotlib's figures, if they can be written to this file.
+    """Return matplotlib's `Figure` class, after checking that it can write a file of this name.
 
     Raises:
-        FiguresError: matplotlib is not installed, or writes no such file.
+        FiguresError: if matplotlib is not installed, or cannot write this kind of file.
     """
     try:
         from matplotlib.figure import Figure
@@ -27,14 +27,14 @@ def figure_class(path: Path) -> Any:
 
 
 def draw(figures: Figures, path: Path) -> None:
-    """Draw time and memory: bars, or lines over the batch size where a model has three sizes or more.
+    """Draw time and memory: as bars, or as lines over the batch size if a model has three sizes or more.
 
     Args:
         figures: what was measured.
         path: the image file.
 
     Raises:
-        FiguresError: nothing was measured, matplotlib is not installed, or it writes no such file.
+        FiguresError: if nothing was measured, matplotlib is not installed, or it cannot write this kind of file.
     """
     models = [group for _, group in by_model(figures.results)]
     if not any(row.ms is not None for result in figures.results for row in result.rows):
@@ -54,12 +54,14 @@ def draw(figures: Figures, path: Path) -> None:
     where = f"{setting['device']}, torch {setting['torch']}, {setting['date']}"
     figure.suptitle(("One training step,\n" if len(columns) == 1 else "One training step, ") + where, fontsize=11)
     handles, names = _legend_entries(grid)
-    bare = "(*) the kernels alone: no clipping, no schedule, no input" if any("(*)" in v for _, v in variants) else None
-    if names or bare:
+    footnote = (
+        "(*) the kernels alone: no clipping, no schedule, no input" if any("(*)" in v for _, v in variants) else None
+    )
+    if names or footnote:
         figure.legend(
             handles,
             names,
-            title=bare,
+            title=footnote,
             title_fontsize=8,
             loc="outside lower center",
             ncols=max(1, min(len(names), 4)),
@@ -87,10 +89,6 @@ _BARS = [_TIME, _MEMORY]
 _LINES = [_TIME, _RATIO, _MEMORY]
 
 
-def _color(i: int) -> str:
-    return f"C{i % 10}"
-
-
 def _draw_bars(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequence[tuple[str, str]]) -> None:
     result = group[0]
     rows = {row.variant: row for row in result.rows}
@@ -103,8 +101,8 @@ def _draw_bars(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequ
             continue
         ends.append(end := _draw_bar(axes, panel, i, row, value))
         ratio = result.ratio(row) if panel is _TIME else None
-        told = f"{value:.3g}" if value < 100 else f"{value:.0f}"
-        axes.text(end, i, f" {told}" + (f", {ratio:.1f}x" if ratio else ""), va="center", fontsize=8)
+        number = f"{value:.3g}" if value < 100 else f"{value:.0f}"
+        axes.text(end, i, f" {number}" + (f", {ratio:.1f}x" if ratio else ""), va="center", fontsize=8)
     axes.set_yticks(range(len(variants)), [label for _, label in variants], fontsize=8)
     axes.set_ylim(len(variants) - 0.5, -0.5)
     axes.set_xlim(0, 1.42 * max(ends) or 1.0)
@@ -113,7 +111,7 @@ def _draw_bars(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequ
 
 
 def _draw_bar(axes: Any, panel: _Panel, i: int, row: Row, value: float) -> float:
-    """Draw one bar; return where it ends. One of time shows its spread, and how much of it the GPU is busy."""
+    """Draw one bar and return where it ends. A bar of time also shows the spread, and how long the GPU is busy."""
     if panel is not _TIME or row.fastest is None or row.slowest is None:
         axes.barh(i, value, color="tab:green", alpha=0.6)
         return value
@@ -134,7 +132,7 @@ def _draw_lines(axes: Any, panel: _Panel, group: Sequence[Result], variants: Seq
             if row.variant == key and (value := panel.value(result, row)) is not None
         ]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=_color(i), label=label)
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=f"C{i % 10}", label=label)
     sizes = [result.batch for result in group]
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)

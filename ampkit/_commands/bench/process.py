@@ -1,4 +1,4 @@
-"""What keeps variants that are measured in one process from disturbing each other, and their conditions the same."""
+"""Keeps variants that are measured in one process from disturbing each other, and gives all the same conditions."""
 
 import gc
 import importlib
@@ -17,18 +17,18 @@ from ..._torch.compile import forget_compiled_code
 
 
 def clean_up(device: torch.device) -> None:
-    """Leave nothing of the last variant behind: modules, compiled code, graphs, memory."""
+    """Free all that the last variant used: modules, compiled code, graphs, memory."""
     forget_compiled_code()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        clear_cublas_workspaces()  # else the first variant on a stream would pay for all
+        clear_cublas_workspaces()  # otherwise only the first variant on a stream would pay for them
         torch.cuda.empty_cache()
 
 
 @contextmanager
 def little_garbage() -> Iterator[None]:
-    """Context in which a garbage collection looks at what is made in it alone: `clean_up` takes no 0.2 s then."""
+    """Context in which garbage collection ignores older objects. Otherwise each `clean_up` would take 0.2 s."""
     was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -41,11 +41,11 @@ def little_garbage() -> Iterator[None]:
 
 @contextmanager
 def fast_kernels(device: torch.device) -> Iterator[None]:
-    """Context in which torch takes its fastest kernels for all variants, TF32 included, and torch.compile is quiet."""
+    """Context in which all variants use torch's fastest kernels, TF32 included, and torch.compile does not warn."""
     with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
         for text in (
             "`torch.jit.script_method` is deprecated",  # inductor imports something that uses it
-            "bf16 and fp16 are mixed",  # of its C++ for the CPU, which then does not vectorise
+            "bf16 and fp16 are mixed",  # inductor's C++ code for the CPU is not vectorised then
             "Please use the new API settings to control TF32",
         ):
             warnings.filterwarnings("ignore", text)
@@ -62,23 +62,26 @@ def fast_kernels(device: torch.device) -> Iterator[None]:
         finally:
             torch.set_float32_matmul_precision(precision)
             for backend, setting in zip(backends, settings, strict=True):
-                backend.fp32_precision = setting  # the line above makes "ieee" of a setting that was "none"
+                backend.fp32_precision = setting  # set_float32_matmul_precision turns "none" into "ieee"
 
 
-def do_what_is_done_once(device: torch.device, *, compiles: bool, lightning: bool) -> None:
-    """Import what variants import late and start the compiler, so that the first of them does not pay for it."""
+def pay_one_time_costs(device: torch.device, *, compiles: bool, lightning: bool) -> None:
+    """Import what variants import late and start the compiler, so that no variant's time includes this."""
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports parts of the compiler
     if lightning:
-        with suppress(ImportError):  # the row says so, as below
+        with suppress(ImportError):  # the variant's row shows the error
             importlib.import_module("ampkit.lightning")
     if compiles:
-        with suppress(Exception):  # there may be no C compiler
+        with suppress(Exception):  # without a C compiler; the variants' rows show the error
             model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(device)
             torch.compile(model)(torch.ones(8, 8, device=device)).sum().backward()
 
 
 class Caches(ExitStack):
-    """An empty cache of compiled code for each variant of each case, lest one is spared what another had to compile."""
+    """Gives each variant of each case an empty cache of compiled code, so that none profits from another's.
+
+    The folder of the caches is deleted when this context ends.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +89,7 @@ class Caches(ExitStack):
 
     @contextmanager
     def of(self, *names: object) -> Iterator[None]:
-        """Context in which torch.compile keeps what it makes in a folder of these names, where it is found again."""
+        """Context in which torch.compile uses the cache of these names. A later context of the same names finds it."""
         folder = Path(self._root, "-".join(map(str, names)).replace(os.sep, "-"))
         new = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
         before = {name: os.environ.get(name) for name in new}

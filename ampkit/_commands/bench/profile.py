@@ -1,4 +1,4 @@
-"""Where the time of a step goes: microseconds of the host in a call, and what the device does meanwhile."""
+"""Where the time of a step goes: how long a call takes on the host, and what the device does in a step."""
 
 import itertools
 import math
@@ -14,26 +14,26 @@ from torch import Tensor
 from ..._capture.graph import CudaGraph
 from .cases import Batch, Case
 from .process import clean_up
-from .report import Row, first_line
+from .report import Row, error_text
 from .variants import VARIANTS, Setting, feed
 
 PROFILED_STEPS = 10
-LEAD_IN, LEAD_OUT = 3, 1  # steps before and after these: the device has nothing queued when the profiler starts
+LEAD_IN, LEAD_OUT = 3, 1  # steps before and after these: when the profiler starts, no work is queued on the device
 ALL_STEPS = LEAD_IN + PROFILED_STEPS + LEAD_OUT
 HOST_PAIRS = 20
 
 
 def host_time(step: Callable[..., Tensor], case: Case, setting: Setting) -> tuple[float | None, float | None]:
-    """Return the microseconds until a call returns, and those of the launch of its graph in it.
+    """Return the microseconds until a call returns, and how many of them the launch of its graph takes.
 
-    The second of two calls counts: what comes behind a wait for the device runs on cold caches, and a loop does not
-    wait. Behind a third graph of hundreds of kernels the driver's queue may be full, and the host waits for the device.
+    The second of two calls is measured. The first one follows a wait for the device and runs on cold caches, which does
+    not happen in a loop. At a third call the driver's queue may be full, and the host would wait for the device.
 
-    None stands for what there is not: anything without CUDA, a graph in an eager step.
+    Both are None without CUDA. The second is None if the step launches no graph.
     """
     if setting.device.type != "cuda":
         return None, None
-    # No more than the two calls take: memory may be as full as the variant fits.
+    # Only the two batches of the calls: there may be no memory left for more.
     batches = itertools.cycle(list(feed(itertools.islice(case.batches, 2), case, setting)))
     calls, launches = [], []
     with _launches() as took:
@@ -52,7 +52,7 @@ def host_time(step: Callable[..., Tensor], case: Case, setting: Setting) -> tupl
 
 @contextmanager
 def _launches() -> Iterator[list[float]]:
-    """Context that notes how many seconds each launch of a graph of ampkit's takes the host."""
+    """Context that notes for how many seconds each launch of an ampkit graph keeps the host busy."""
     took: list[float] = []
     replay = CudaGraph.replay
 
@@ -66,31 +66,31 @@ def _launches() -> Iterator[list[float]]:
     try:
         yield took
     finally:
-        CudaGraph.replay = replay  # type: ignore[method-assign]  # what was there
+        CudaGraph.replay = replay  # type: ignore[method-assign]  # the original
 
 
 # -------------------------------------------------------------------------------------------------------------- profile
 
 
 def profile(row: Row, case: Case, setting: Setting) -> str:
-    """Build the row's variant, find out for how long kernels run in a step and how many, and fill in the row.
+    """Build the row's variant, measure how many kernels run in a step and for how long, and fill in the row.
 
     Returns:
-        Why there are no such figures, "" if there are.
+        Why this could not be measured, "" if it could.
     """
     events: list[Any] = []
     try:
         steps = _profiled_steps(case.batches, setting.device, events)
         VARIANTS[row.variant].build(case, setting).train(steps, lambda loss: None)
     except Exception as error:
-        return first_line(error)
+        return error_text(error)
     finally:
         clean_up(setting.device)
-    seen = device_work(events)
-    if not seen.kernels:
+    work = device_work(events)
+    if not work.kernels:
         return "torch.profiler saw no kernel"
-    row.busy_ms, row.kernels = seen.busy_us / ALL_STEPS / 1e3, seen.kernels / ALL_STEPS
-    row.idle_share, row.between_share, row.copy_share = seen.idle_share, seen.between_share, seen.copy_share
+    row.busy_ms, row.kernels = work.busy_us / ALL_STEPS / 1e3, work.kernels / ALL_STEPS
+    row.idle_share, row.between_share, row.copy_share = work.idle_share, work.between_share, work.copy_share
     return ""
 
 
@@ -105,14 +105,14 @@ def _profiled_steps(batches: Sequence[Batch], device: torch.device, events: list
 
 
 class DeviceWork(NamedTuple):
-    """What a device did in `ALL_STEPS`. Shares are of the time of the `PROFILED_STEPS` among them.
+    """What a device did in `ALL_STEPS` steps. The shares refer to the time of the `PROFILED_STEPS` among them.
 
     Attributes:
         busy_us: microseconds in which at least one kernel ran. Copies within the device and fills count as kernels.
-        kernels: how many ran, without copies and fills.
+        kernels: number of kernels, without copies and fills.
         idle_share: the share of time in which neither a kernel nor a copy ran.
-        between_share: the part of it that was between launches by the host, not between the kernels of one graph.
-        copy_share: the share in which only copies from or to the host ran, which another engine of the device does.
+        between_share: the part of `idle_share` between launches by the host, not between the kernels of one graph.
+        copy_share: the share of time in which only copies from or to the host ran, on the device's copy engines.
     """
 
     busy_us: float
@@ -126,10 +126,10 @@ Interval = tuple[float, float]
 
 
 def device_work(events: Iterable[Any]) -> DeviceWork:
-    """Return what a device did. Streams that work at the same time count once.
+    """Return what a device did. Time in which several streams work is counted once.
 
     Args:
-        events: of torch.profiler. Those of the host, and annotations, do not count.
+        events: the events of torch.profiler. Events of the host and annotations are ignored.
     """
     events = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     computing = [event for event in events if not event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))]
@@ -138,7 +138,7 @@ def device_work(events: Iterable[Any]) -> DeviceWork:
     launched = _union(_launched(events))
     if not kernels:
         return DeviceWork(0.0, 0, 0.0, 0.0, 0.0)
-    # Steps leave no mark on the device's time: the middle of the time stands for the steps in the middle.
+    # Events do not say which step they belong to, so the steps are assumed to take equally long.
     first, last = at_work[0][0], at_work[-1][1]
     step = (last - first) / ALL_STEPS
     window = first + LEAD_IN * step, last - LEAD_OUT * step
@@ -152,7 +152,7 @@ def _time(event: Any) -> Interval:
 
 
 def _launched(events: Iterable[Any]) -> Iterator[Interval]:
-    """Yield from when to when what one call of the driver launched was going on: a kernel, or all of a graph."""
+    """Yield the time on the device of each launch by the host: of one kernel, or of all kernels of a graph."""
     by_call: dict[int, list[Interval]] = {}
     for event in events:
         by_call.setdefault(event.id, []).append(_time(event))
@@ -161,7 +161,7 @@ def _launched(events: Iterable[Any]) -> Iterator[Interval]:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return disjoint intervals, in order, that cover the same time."""
+    """Return sorted disjoint intervals that cover the same time."""
     covered: list[Interval] = []
     for start, stop in sorted(intervals):
         if covered and start <= covered[-1][1]:

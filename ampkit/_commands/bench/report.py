@@ -1,4 +1,4 @@
-"""How measured figures are kept and shown in text: table, JSON file."""
+"""The figures of a benchmark, their JSON file, and the tables that show them."""
 
 import json
 import math
@@ -13,21 +13,22 @@ from ..._errors import UsageError
 from ..._text import grid
 from ..._user_line import user_line
 
-BASE = "amp"  # the variant that ratios refer to
-SWEPT = ("amp-fused", "amp")  # what a sweep compares the captured step with: the first of them that was measured
-NULL_REGION = 0.05  # of a step: a capture that saves less does not pay
-OUT_OF_MEMORY = "out of memory"  # how the error of a row begins that did not fit
-_NEEDED = {"device", "torch", "cuda", "date", "policy", "repeats", "checked_steps", "tolerance"}  # of a setting
-_SCHEMA = 1  # of the JSON file; raised when a field changes its meaning
+BASE = "amp"  # ratios are relative to this variant
+SWEPT = ("amp-fused", "amp")  # a sweep compares the captured step with the first of these that was measured
+# The null region is the batch sizes at which a capture saves less than this share of a step.
+NULL_REGION = 0.05
+OUT_OF_MEMORY = "out of memory"  # the error of a row begins with this if memory was too small
+_NEEDED = {"device", "torch", "cuda", "date", "policy", "repeats", "checked_steps", "tolerance"}  # keys of a setting
+_SCHEMA = 1  # version of the JSON file; it rises when a field changes its meaning
 
 
 class FiguresError(UsageError):
-    """A file is not what `--json` writes, or files do not belong together."""
+    """A file was not written by `--json`, or files cannot be shown together, or figures cannot be drawn."""
 
 
 @dataclass
 class Row:
-    """One variant of one model and batch size. None, or "", is what was not measured.
+    """One variant of one model and batch size. A value that was not measured is None or "".
 
     Attributes:
         variant: its name in `--variants`.
@@ -36,25 +37,25 @@ class Row:
         fastest: milliseconds per step in the fastest repeat.
         slowest: milliseconds per step in the slowest repeat.
         busy_ms: time per step in which a kernel runs on the GPU.
-        kernels: how many run per step.
-        idle_share: the share of the time in which neither a kernel nor a copy runs, while the profiler looks on.
+        kernels: number of kernels per step.
+        idle_share: the share of the profiled time in which neither a kernel nor a copy runs.
         between_share: the part of `idle_share` between launches by the host, not between the kernels of one graph.
-        copy_share: the share of that time in which only copies from or to the host run.
-        host_us: time until a call returns, the second of two that the device has nothing queued before.
-        launch_us: how much of it the driver takes to launch a graph.
-        setup_s: what the first steps take longer than as many steps later on, and what comes before them.
-        peak_mib: device memory that steps need, pools of graphs as a whole.
-        setup_peak_mib: the most that was allocated up to the first of the timed steps.
-        loss: mean over the last pass over the batches in the checked steps.
-        expected: the same of an eager run with torch AMP.
-        difference: of the losses of a pass from those expected, as a share of what these fall by; of the pass in which
-            it is largest for its tolerance.
-        tolerance: the largest difference that this pass may have.
-        noise: the difference that rounding alone makes, up to this pass.
-        compared: the step up to which the tolerance is small enough for a loss within it to say something.
+        copy_share: the share of the profiled time in which only copies from or to the host run.
+        host_us: microseconds until a call returns; see `host_time`.
+        launch_us: how many of them the driver takes to launch a graph.
+        setup_s: seconds to build the variant, and the time by which its first steps exceed later ones.
+        peak_mib: device memory that steps need, with the whole pools of graphs.
+        setup_peak_mib: the most memory that was allocated before the first timed step.
+        loss: mean loss of the last checked pass over the batches.
+        expected: the same loss of an eager run with torch AMP.
+        difference: the difference of a pass from its expected loss, as a share of the fall of the expected losses. It
+            is that of the pass in which it comes closest to its tolerance, or exceeds it most.
+        tolerance: the largest difference allowed in this pass.
+        noise: the difference that rounding alone makes up to this pass.
+        compared: the last step in which the tolerance is small enough for the comparison to prove something.
         off: whether the difference is larger than the tolerance, or a loss is nan.
         error: why there are no figures.
-        report: what ampkit says it did.
+        report: the report of ampkit.
     """
 
     variant: str
@@ -84,36 +85,36 @@ class Row:
 
     @property
     def busy_share(self) -> float | None:
-        """The share of a step in which the GPU is busy. Two measurements: it may exceed 1 by their error."""
+        """The share of a step in which the GPU is busy. Both times are measured, so it may be slightly above 1."""
         return self.busy_ms / self.ms if self.busy_ms is not None and self.ms else None
 
 
 @dataclass
 class Result:
-    """What was measured of one model and batch size."""
+    """The rows of one model and batch size."""
 
     model: str
     batch: int
     rows: list[Row] = field(default_factory=list)
 
     def ratio(self, row: Row) -> float | None:
-        """Return how many times faster than eager torch AMP a row is."""
+        """Return how many times as fast as eager torch AMP a row is."""
         base = next((other.ms for other in self.rows if other.variant == BASE), None)
         return base / row.ms if base and row.ms else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, and what follows from them, as a dict that `json` takes."""
+        """Return the fields, ratios and busy shares as a dict for JSON."""
         rows = [{**asdict(row), "ratio": self.ratio(row), "busy_share": row.busy_share} for row in self.rows]
         return {"model": self.model, "batch": self.batch, "rows": rows}
 
 
 @dataclass
 class Figures:
-    """All that one run of the benchmark measured.
+    """Everything that one run of the benchmark measured.
 
     Attributes:
         setting: device, versions, date, policy, command, tolerance, by name.
-        notes: sentences about what was left out or is not what it seems.
+        notes: sentences for the reader of the figures, about variants that were left out, for example.
         results: in the order of measurement.
     """
 
@@ -122,7 +123,7 @@ class Figures:
     results: list[Result] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """Return it as text for a file."""
+        """Return everything as JSON."""
         results = [result.to_dict() for result in self.results]
         null_regions = {sweep.model: sweep.null_region for sweep in sweeps(self) if sweep.has_shares}
         parts = {"notes": self.notes, "null_regions": null_regions, "results": results}
@@ -131,18 +132,18 @@ class Figures:
 
     @classmethod
     def from_json(cls, text: str) -> "Figures":
-        """Return what `to_json` wrote.
+        """Return the figures that `to_json` wrote.
 
         Raises:
-            FiguresError: it did not write this.
+            FiguresError: if the text is something else.
         """
         try:
             figures = json.loads(text)
             if figures.pop("schema") != _SCHEMA:
                 raise FiguresError("the file is of another version of ampkit.")
             notes, results = figures.pop("notes"), figures.pop("results")
-            figures.pop("null_regions", None)  # it follows from the results
-            figures.setdefault("input", "prefetch")  # files of November 2026 do not say
+            figures.pop("null_regions", None)  # computed from the results
+            figures.setdefault("input", "prefetch")  # files of November 2026 lack it
             if missing := _NEEDED - figures.keys():
                 raise FiguresError(f"the file does not say the {min(missing)} of the run.")
             known = {f.name for f in fields(Row)}
@@ -154,7 +155,7 @@ class Figures:
 
 
 def without_nan(value: Any) -> Any:
-    """Return the tree with None for numbers that JSON does not know: a loss may be nan."""
+    """Return the value with None in place of nan and infinity, which JSON cannot express."""
     if isinstance(value, dict):
         return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -166,8 +167,8 @@ def read(path: Path) -> Figures:
     """Return the figures in a file.
 
     Raises:
-        OSError: there is no such file.
-        FiguresError: `--json` did not write it.
+        OSError: if there is no such file.
+        FiguresError: if `--json` did not write it.
     """
     try:
         return Figures.from_json(path.read_text())
@@ -179,8 +180,7 @@ def joined(parts: Sequence[Figures]) -> Figures:
     """Return the figures of several runs as one.
 
     Raises:
-        FiguresError: they were taken on different devices or versions of torch, or differ in policy, input or in how
-            many steps' losses were compared.
+        FiguresError: if the runs differ in device, version of torch, policy, input, or number of checked steps.
     """
     for key in ("device", "torch", "policy", "input", "checked_steps"):
         values = {str(part.setting.get(key)) for part in parts}
@@ -192,11 +192,11 @@ def joined(parts: Sequence[Figures]) -> Figures:
 
 
 def _ranges(settings: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the least and the most of what runs that are shown together may differ in, where they do."""
+    """Return the smallest and the largest value of each setting in which these runs differ and may differ."""
     found = {}
     for key in ("repeats", "seconds_per_repeat"):
         given = [setting[key] for setting in settings if key in setting]
-        # A file that --json wrote beside --read has ranges itself.
+        # A file that was written with both --json and --read contains ranges already.
         values = [value for part in given for value in (part if isinstance(part, list) else [part])]
         if len(set(values)) > 1:
             found[key] = [min(values), max(values)]
@@ -232,7 +232,8 @@ def _percent(share: float | None) -> str:
 
 
 def _losses(row: Row, checked: int) -> str:
-    # nan is None in a file
+    """Return the cell with loss, expected loss, and a mark that the legend explains."""
+    # A JSON file has None for nan.
     loss = "nan" if row.loss is None and row.off else _number(row.loss, 4)
     in_part = row.compared is not None and row.compared < checked
     mark = " !" if row.off else " ?" if in_part else ""
@@ -240,7 +241,7 @@ def _losses(row: Row, checked: int) -> str:
 
 
 def table(figures: Figures) -> str:
-    """Return the figures as text: a table for every model and batch size, and what to know about them."""
+    """Return the figures as text: a table for every model and batch size, and a legend."""
     setting = figures.setting
     repeats = setting["repeats"]
     repeats = " to ".join(map(str, repeats)) if isinstance(repeats, list) else repeats
@@ -256,34 +257,33 @@ def table(figures: Figures) -> str:
 def _table(result: Result, columns: Sequence[_Column]) -> str:
     labels = max(len(row.label) for row in result.rows) if result.rows else 0
     cells = " ".join(f"{heading:>{width}}" for heading, width, _ in columns)
-    lines = [_line(result, row, labels, columns) for row in result.rows]
-    return "\n".join([f"\n{result.model}, batch {result.batch}", f"{'variant':<{labels}}  {cells}", *lines])
-
-
-def _line(result: Result, row: Row, labels: int, columns: Sequence[_Column]) -> str:
-    cells = " ".join(f"{cell(result, row):>{width}}" for _, width, cell in columns)
-    return f"{row.label:<{labels}}  {f'failed: {row.error}' if row.error else cells}"
+    lines = [f"\n{result.model}, batch {result.batch}", f"{'variant':<{labels}}  {cells}"]
+    for row in result.rows:
+        cells = " ".join(f"{cell(result, row):>{width}}" for _, width, cell in columns)
+        lines.append(f"{row.label:<{labels}}  {f'failed: {row.error}' if row.error else cells}")
+    return "\n".join(lines)
 
 
 def _legend(figures: Figures) -> list[str]:
     rows = [row for result in figures.results for row in result.rows]
     steps, tolerance = figures.setting["checked_steps"], figures.setting["tolerance"]
     lines = [
-        f"loss: after {steps} steps from the same weights on the same batches; expected: of the same {steps} steps "
+        f"loss: after {steps} steps from the same weights on the same batches; expected: the loss of the same steps "
         "written with torch AMP, eager."
     ]
     if any("(*)" in row.label for row in rows):
-        lines.append("(*) one batch that lies on the device, without clipping and schedule: the kernels alone.")
+        lines.append("(*) only the kernels: one batch that is on the device already, no clipping, no schedule.")
     if off := [row for row in rows if row.off]:
         also = "" if any(row.noise is None for row in off) else ", and by more than rounding explains"
         lines.append(
-            f"! off: on the way there it differs by more than {tolerance:.0%} of what the expected loss falls by{also}."
+            "! off: in one of the passes over the batches the loss differs from the expected one by more than "
+            f"{tolerance:.0%} of the expected fall{also}."
         )
-    return lines + [line for result in figures.results for line in _on_noise(result, steps, tolerance)]
+    return lines + [line for result in figures.results for line in _about_noise(result, steps, tolerance)]
 
 
-def _on_noise(result: Result, steps: int, floor: float) -> list[str]:
-    """Return what to know where rounding keeps losses from being compared as strictly as elsewhere, or at all."""
+def _about_noise(result: Result, steps: int, floor: float) -> list[str]:
+    """Return lines that say where rounding requires a larger tolerance, or makes the comparison meaningless."""
     where = f"{result.model}, batch {result.batch}"
     noisy = [(row.tolerance, row.noise) for row in result.rows if row.tolerance is not None and row.noise is not None]
     tolerance, noise = max(noisy, default=(0.0, 0.0))
@@ -291,10 +291,13 @@ def _on_noise(result: Result, steps: int, floor: float) -> list[str]:
     lines = []
     if tolerance > floor:
         lines.append(
-            f"{where}: rounding alone moves losses by {noise:.1%} of their fall; up to {tolerance:.0%} passes."
+            f"{where}: rounding alone changes losses by {noise:.1%} of their fall, so {tolerance:.0%} is tolerated."
         )
     if compared < steps:
-        lines.append(f"? {where}: beyond step {compared} of {steps} rounding alone moves losses too far to tell much.")
+        lines.append(
+            f"? {where}: after step {compared} of {steps}, rounding alone changes losses so much that comparing them "
+            "proves little."
+        )
     return lines
 
 
@@ -315,12 +318,12 @@ def cases(results: Sequence[Result]) -> list[tuple[Result, Row]]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A captured step beside an eager one over batch sizes of a model.
+    """The captured and the eager step of one model at several batch sizes.
 
     Attributes:
-        model: which one.
-        points: batch size, row of the eager step, row of the captured one, in order.
-        emulated: there is no graph in the captured one, so that it saves nothing that could be told.
+        model: the name of the model.
+        points: batch size, row of the eager step and row of the captured one, in order of batch size.
+        emulated: whether the graph is emulated, so that the times say nothing about a capture.
     """
 
     model: str
@@ -329,13 +332,13 @@ class Sweep:
 
     @property
     def shares(self) -> list[float | None]:
-        """Which share of the eager step the captured one saves at each point; None if one of them has no time."""
+        """The share of the eager step's time that the capture saves at each point; None if one has no time."""
         times = [(None, None) if self.emulated else (eager.ms, captured.ms) for _, eager, captured in self.points]
         return [1 - captured / eager if captured is not None and eager else None for eager, captured in times]
 
     @property
     def has_shares(self) -> bool:
-        """Whether there is a batch size at which both have a time."""
+        """Whether both steps have a time at any batch size."""
         return any(share is not None for share in self.shares)
 
     @property
@@ -367,7 +370,7 @@ def sweeps(figures: Figures) -> list[Sweep]:
 
 
 def _sweep_table(sweep: Sweep) -> str:
-    """Return both steps at each batch size, and where the capture does not pay; if graphs are captured here."""
+    """Return a table of both steps at each batch size, and sentences about the null region and memory."""
     rows = [["batch", "eager ms", "graphed ms", "saves", "eager MiB", "graphed MiB", ""]]
     for (batch, eager, graphed), share in zip(sweep.points, sweep.shares, strict=True):
         mark = "~" if batch in sweep.null_region else ""
@@ -377,7 +380,7 @@ def _sweep_table(sweep: Sweep) -> str:
     lines = grid([*zip(*columns, strict=True)], texts=0)
     _, eager, graphed = sweep.points[0]
     verdict = ["Graphs are emulated here: no null region."] if sweep.emulated else _verdict(sweep)
-    return "\n".join([f"\n{sweep.model}: {graphed.label} beside {eager.label}", *lines, *verdict])
+    return "\n".join([f"\n{sweep.model}: {graphed.label} compared with {eager.label}", *lines, *verdict])
 
 
 def _time(row: Row) -> str:
@@ -392,7 +395,9 @@ def _verdict(sweep: Sweep) -> list[str]:
         sizes = ", ".join(map(str, null))
         lines.append(f"~ null region: at batch {sizes} the capture saves less than {least} of a step.")
     elif sweep.has_shares:
-        lines.append(f"No null region: the capture saves {least} of a step or more at each batch size with both times.")
+        lines.append(
+            f"No null region: the capture saves {least} of a step or more at each batch size where both have a time."
+        )
     if only_eager:
         sizes = ", ".join(map(str, only_eager))
         lines.append(f"Memory: at batch {sizes} the eager step fits and the captured one does not.")
@@ -400,13 +405,13 @@ def _verdict(sweep: Sweep) -> list[str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device, or the host, had too little memory."""
-    told = ("out of memory", "can't allocate memory")  # the second one is of the allocator of the host
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in told)
+    """Return whether the device or the host had too little memory."""
+    messages = ("out of memory", "can't allocate memory")  # the second one comes from the host's allocator
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in messages)
 
 
-def first_line(error: BaseException) -> str:
-    """Return what a row says of an error, with the user's line if it came through one."""
+def error_text(error: BaseException) -> str:
+    """Return the error of a row: type, first line of the message, and the user's line if there is one."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     lines = str(error).strip().splitlines() or [""]

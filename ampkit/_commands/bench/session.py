@@ -1,4 +1,4 @@
-"""What a variant trains on and when its time is taken: the same batches, blocks and memory count for each."""
+"""The batches that a variant trains on, and the times and memory measured in between, the same for each variant."""
 
 import itertools
 import statistics
@@ -18,9 +18,9 @@ class Plan(NamedTuple):
     """How thoroughly to measure.
 
     Attributes:
-        repeats: blocks of steps that are timed.
-        seconds: length of a block, about.
-        checked: steps from the start whose losses are compared. Warm-up, compilation and capture lie in them.
+        repeats: number of timed blocks of steps.
+        seconds: approximate length of a block.
+        checked: number of first steps whose losses are compared. They include warm-up, compilation and capture.
         profile: whether to measure how long kernels run.
     """
 
@@ -31,10 +31,9 @@ class Plan(NamedTuple):
 
 
 class Session:
-    """The batches that one variant trains on, in order, with the time taken in between.
+    """Yields the batches for one variant, and measures time and memory in between.
 
-    A loop asks for a batch when it has called its step on the one before: so this sees all of the loop from where a
-    loader is, whoever wrote the loop.
+    A loop asks for the next batch after its step. So everything in the loop is measured, whoever wrote the loop.
 
     Attributes:
         ms: milliseconds per step, one number per repeat.
@@ -58,18 +57,18 @@ class Session:
     def on_loss(self, loss: Tensor) -> None:
         """Take the loss of a step."""
         if len(self._losses) < self._plan.checked:
-            self._losses.append(loss.detach().clone())  # the next replay of a graph overwrites it
+            self._losses.append(loss.detach().clone())  # the next replay may overwrite the loss
 
     def steps(self) -> Iterator[Batch]:
-        """Yield batches: the checked steps, each on its own; a warm-up; the timed blocks."""
-        taken = [self._now()]
+        """Yield the batches of the checked steps, of a warm-up, and of the timed blocks."""
+        times = [self._now()]
         for batch in self._take(self._plan.checked):
             yield batch
-            taken.append(self._now())
-        steps = [after - before for before, after in itertools.pairwise(taken)]
+            times.append(self._now())
+        steps = [after - before for before, after in itertools.pairwise(times)]
         typical = statistics.median(steps[len(steps) // 2 :])
-        self.setup_s = max(0.0, taken[-1] - self._start - typical * len(steps))
-        # The driver's queue fills, and clocks settle.
+        self.setup_s = max(0.0, times[-1] - self._start - typical * len(steps))
+        # Steps to fill the driver's queue and let clock rates settle.
         yield from self._take(max(1, int(min(20, self._plan.seconds / 3 / typical))))
         self._now()
         self.setup_peak_mib = self._memory.restart()
@@ -82,7 +81,7 @@ class Session:
 
     @property
     def ends(self) -> range:
-        """The last of the checked steps in each pass over the batches, or in each half where there are too many."""
+        """The last step of each checked pass over the batches; of each half of the steps if one pass is longer."""
         n = max(1, min(len(self._batches), self._plan.checked // 2))
         return range(n + self._plan.checked % n, self._plan.checked + 1, n)
 
@@ -106,7 +105,7 @@ class Session:
 
 
 class _Memory:
-    """Device memory beyond what was allocated when this was made."""
+    """Measures device memory in addition to what was allocated when this object was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -116,21 +115,21 @@ class _Memory:
             self._base = torch.cuda.memory_allocated(self._device)
 
     def restart(self) -> float | None:
-        """Return the most that was allocated so far, in MiB, and begin again."""
+        """Return the peak of allocated memory so far, in MiB, and start a new measurement."""
         if self._device is None:
             return None
-        most = torch.cuda.max_memory_allocated(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        return (most - self._base) / MIB
+        return (peak - self._base) / MIB
 
     def peak_mib(self) -> float | None:
-        """Return the most that was in use since, in MiB, with what the pools of graphs hold but do not show."""
+        """Return the peak since then, in MiB, including free memory in the pools of graphs, which only they can use."""
         if self._device is None:
             return None
-        private = [
+        pools = [
             part
             for part in torch.cuda.memory_snapshot(include_traces=False)
             if tuple(part["segment_pool_id"]) != (0, 0)
         ]
-        hidden: int = sum(part["total_size"] - part["allocated_size"] for part in private)
-        return (torch.cuda.max_memory_allocated(self._device) - self._base + hidden) / MIB
+        free_in_pools: int = sum(part["total_size"] - part["allocated_size"] for part in pools)
+        return (torch.cuda.max_memory_allocated(self._device) - self._base + free_in_pools) / MIB

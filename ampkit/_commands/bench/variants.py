@@ -1,6 +1,7 @@
-"""The ways to write one training step that are compared: torch's own, a capture made by hand, and ampkit's."""
+"""The variants of a training step that are compared: torch's own, a capture made by hand, and ampkit's."""
 
 import copy
+import functools
 import importlib
 import importlib.util
 import logging
@@ -20,7 +21,7 @@ from ..._step.graphed_step import graphed_step
 from .cases import Batch, Case
 
 MAX_NORM = 1.0
-# The first step must not overflow: torch's own scaler would go on from uninitialised momentum (see seed_momentum).
+# The first step must not overflow: torch's fused SGD would leave its momentum uninitialised (see seed_momentum).
 INIT_SCALE = 1024.0
 
 OnLoss = Callable[[Tensor], None]
@@ -30,10 +31,10 @@ class Setting(NamedTuple):
     """What all variants have in common.
 
     Attributes:
-        policy: dtypes.
-        device: where they train.
+        policy: decides the dtypes.
+        device: trains the model.
         source: where batches come from, a key of `INPUTS`.
-        schedule: in so many steps the learning rate falls to nothing, along a cosine. Then it rises again.
+        schedule: the learning rate falls to 0 in this many steps, along a cosine, and then rises again.
     """
 
     policy: Policy
@@ -46,9 +47,10 @@ class Loop(NamedTuple):
     """A training loop that is ready to run.
 
     Attributes:
-        train: does a step for each batch of the case, and hands on each loss, which the next step may overwrite.
-        step: one step on a batch on the device; None where only the whole loop can be called.
-        report: what ampkit says it did, for the JSON file; None where ampkit did nothing.
+        train: `train(batches, on_loss)` does a step on each batch of the case, and calls `on_loss` with each loss. The
+            next step may overwrite the loss.
+        step: does one step on a batch on the device; None if only the whole loop can be called.
+        report: returns the report of ampkit, for the JSON file; None if the loop does not use ampkit.
     """
 
     train: Callable[[Iterable[Batch], OnLoss], None]
@@ -61,14 +63,14 @@ class Variant:
     """One way to write the step.
 
     Attributes:
-        label: what tables call it.
+        label: its name in tables.
         build: makes the loop.
-        whole: whether it clips, follows the schedule and takes its input from the host, as the others do.
-        needs_cuda: whether it is nothing without a CUDA device.
-        default: whether it is measured unless others are asked for.
+        whole: whether it clips, follows the schedule and takes its input from the host.
+        needs_cuda: whether it can only run on a CUDA device.
+        default: whether it is measured if `--variants` is not given.
         quick: whether `--quick` measures it.
-        compiles: whether torch.compile is in it.
-        on_cpu: what tables call it where there is no CUDA device, if not by its label.
+        compiles: whether it uses torch.compile.
+        on_cpu: its name in tables without a CUDA device, "" if that is the label.
     """
 
     label: str
@@ -81,7 +83,7 @@ class Variant:
     on_cpu: str = ""
 
     def label_on(self, device: torch.device) -> str:
-        """Return what tables of this device call it."""
+        """Return its name in tables of this device."""
         return self.label if device.type == "cuda" else self.on_cpu or self.label
 
 
@@ -122,11 +124,11 @@ def torch_amp(
     """Return the loop of torch's AMP examples.
 
     Args:
-        case: what is trained.
-        setting: under a policy that computes in float32 there is no autocast, and scaling only under float16.
-        fused: whether the optimizer is the fused one. It needs no read of the device, which torch's default does.
+        case: the case to train.
+        setting: a policy that computes in float32 uses no autocast. Only one with float16 scales the loss.
+        fused: whether the optimizer is the fused one, which does not read the device. Torch's default one does.
         mode: of torch.compile; None does not compile.
-        whole: clip and follow the schedule.
+        whole: whether to clip and follow the schedule.
     """
     policy, device = setting.policy, setting.device
     model = _model(case, setting)
@@ -158,39 +160,27 @@ def _float32(case: Case, setting: Setting) -> Loop:
     return torch_amp(case, setting._replace(policy=Policy()))
 
 
-def _amp_fused(case: Case, setting: Setting) -> Loop:
-    return torch_amp(case, setting, fused=True)
-
-
-def _compiled(case: Case, setting: Setting) -> Loop:
-    return torch_amp(case, setting, fused=True, mode="default")
-
-
-def _reduce_overhead(case: Case, setting: Setting) -> Loop:
-    return torch_amp(case, setting, fused=True, mode="reduce-overhead")
-
-
-def _max_autotune(case: Case, setting: Setting) -> Loop:
-    return torch_amp(case, setting, fused=True, mode="max-autotune")
+def _compiled(mode: str) -> Callable[[Case, Setting], Loop]:
+    return functools.partial(torch_amp, fused=True, mode=mode)
 
 
 # ------------------------------------------------------------------------------------------------------- made by hand
 
 
-class _ByHand:
-    """Three eager steps on a side stream, then a capture that is replayed: the recipe of torch's documentation."""
+class _CaptureByHand:
+    """Does three eager steps on a side stream, then captures and replays the step, as torch's documentation shows."""
 
     def __init__(self, body: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
         self._body = body
         self._optimizer = optimizer
         self._stream = torch.cuda.Stream()
-        self._warm = 0
+        self._eager_steps = 0
         self._graph: CudaGraph | None = None
 
     def __call__(self, *_: Any) -> Tensor:
-        """Do one step, on the one batch that the body knows."""
+        """Do one step, on the batch that is part of the body."""
         if self._graph is None:
-            if self._warm < 3:
+            if self._eager_steps < 3:
                 return self._warm_up()
             self._optimizer.zero_grad()
             graph = CudaGraph(self._stream, Pool())
@@ -199,7 +189,7 @@ class _ByHand:
         return self._graph.replay()  # type: ignore[no-any-return]  # what the body returns
 
     def _warm_up(self) -> Tensor:
-        self._warm += 1
+        self._eager_steps += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             loss = self._body()
@@ -208,7 +198,7 @@ class _ByHand:
 
 
 def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
-    """Forward, backward, scaling and the fused optimizer, and nothing else: what the kernels alone cost."""
+    """Capture only forward, backward, scaling and the fused optimizer: the time of the kernels alone."""
     policy, device = setting.policy, setting.device
     model = _model(case, setting)
     optimizer = case.optimizer(model.parameters(), fused=True)
@@ -217,7 +207,7 @@ def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
         if "capturable" in group:
             group["capturable"] = True
     scaler = TorchScaler(device.type, INIT_SCALE, enabled=policy.needs_scaling)
-    scaler.scale(torch.zeros((), device=device))  # makes the scale outside the capture
+    scaler.scale(torch.zeros((), device=device))  # allocates the scale outside the capture
     batch = next(iter(feed(case.batches[:1], case, setting)))
     forward = torch.compile(model, dynamic=False) if compiled else model
 
@@ -230,7 +220,7 @@ def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
         scaler.update()
         return loss.detach()
 
-    step = _ByHand(body, optimizer)
+    step = _CaptureByHand(body, optimizer)
 
     def train(batches: Iterable[Batch], on_loss: OnLoss) -> None:
         for _ in batches:
@@ -239,15 +229,11 @@ def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
     return Loop(train, step)
 
 
-def _bare_compiled(case: Case, setting: Setting) -> Loop:
-    return _bare(case, setting, compiled=True)
-
-
 # --------------------------------------------------------------------------------------------------------------- ampkit
 
 
 def _graphed(case: Case, setting: Setting, compiled: bool = False) -> Loop:
-    """`graphed_step` with everything on."""
+    """`graphed_step` with scaling, clipping and schedule."""
     policy, device = setting.policy, setting.device
     model = _model(case, setting)
     optimizer = case.optimizer(model.parameters(), fused=True)
@@ -266,17 +252,13 @@ def _graphed(case: Case, setting: Setting, compiled: bool = False) -> Loop:
     return _loop(lambda *batch: step(*batch).loss, case, setting, lambda: step.report().to_dict())
 
 
-def _graphed_compiled(case: Case, setting: Setting) -> Loop:
-    return _graphed(case, setting, compiled=True)
-
-
 def has_lightning() -> bool:
     """Return whether the Lightning variant can be built here."""
     return all(importlib.util.find_spec(name) for name in ("lightning", "ampkit.lightning"))
 
 
 def _lightning(case: Case, setting: Setting) -> Loop:
-    """A Lightning Trainer with ampkit's callback, over the same input."""
+    """A Lightning Trainer with ampkit's callback and the same input."""
     import lightning.pytorch as pl
 
     AmpkitCallback = importlib.import_module("ampkit.lightning").AmpkitCallback  # noqa: N806 - a class
@@ -319,12 +301,12 @@ def _lightning(case: Case, setting: Setting) -> Loop:
         trainer.fit(Module(), feed(batches, case, setting))
 
     for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # which devices there are, and tips
+        logging.getLogger(name).setLevel(logging.ERROR)  # no list of devices, no tips
     return Loop(train, report=lambda: callback.report().to_dict())
 
 
 def lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a Trainer that mean this policy."""
+    """Return the arguments that give a Trainer the dtypes of this policy."""
     for name in ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
         if policy == Policy.parse(name):
             break
@@ -340,18 +322,27 @@ def lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
 VARIANTS: dict[str, Variant] = {
     "float32": Variant("float32 with TF32, eager", _float32, on_cpu="float32, eager"),
     "amp": Variant("torch AMP, eager", torch_amp, quick=True),
-    "amp-fused": Variant("torch AMP, fused optimizer", _amp_fused, quick=True),
-    "compile": Variant("torch.compile", _compiled, compiles=True),
-    "reduce-overhead": Variant("torch.compile reduce-overhead", _reduce_overhead, needs_cuda=True, compiles=True),
-    "max-autotune": Variant("torch.compile max-autotune", _max_autotune, needs_cuda=True, default=False, compiles=True),
+    "amp-fused": Variant("torch AMP, fused optimizer", functools.partial(torch_amp, fused=True), quick=True),
+    "compile": Variant("torch.compile", _compiled("default"), compiles=True),
+    "reduce-overhead": Variant(
+        "torch.compile reduce-overhead", _compiled("reduce-overhead"), needs_cuda=True, compiles=True
+    ),
+    "max-autotune": Variant(
+        "torch.compile max-autotune", _compiled("max-autotune"), needs_cuda=True, default=False, compiles=True
+    ),
     "bare": Variant("bare capture (*)", _bare, whole=False, needs_cuda=True, quick=True),
     "bare-compile": Variant(
-        "bare capture, compiled (*)", _bare_compiled, whole=False, needs_cuda=True, default=False, compiles=True
+        "bare capture, compiled (*)",
+        functools.partial(_bare, compiled=True),
+        whole=False,
+        needs_cuda=True,
+        default=False,
+        compiles=True,
     ),
     "graphed": Variant("graphed_step", _graphed, quick=True, on_cpu="graphed_step, emulated"),
     "graphed-compile": Variant(
         "graphed_step + torch.compile",
-        _graphed_compiled,
+        functools.partial(_graphed, compiled=True),
         compiles=True,
         on_cpu="graphed_step + torch.compile, emulated",
     ),

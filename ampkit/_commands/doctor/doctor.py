@@ -1,4 +1,4 @@
-"""How the training loop that `module:function` names is made ready, examined and reported on."""
+"""The command `doctor`: trains the loop that `module:function` returns for some steps, and reports its faults."""
 
 import inspect
 import json
@@ -26,38 +26,37 @@ from .faults import CHECKS, Fault, Origins, Subject, Trial
 
 RETURNED = (
     "(loss_fn, model, optimizer, batches) or (loss_fn, model, optimizer, batches, options): loss_fn(model, *batch) "
-    "returns the loss; an optimizer, or a function that makes one of parameters; a loader or list of batches; options "
-    "is a dict of further arguments of ampkit.graphed_step, as {'policy': 'float16', 'scheduler': scheduler}"
+    "returns the loss; optimizer is an optimizer, or a function that makes one from parameters; batches is a loader or "
+    "a list; options is a dict of further arguments of ampkit.graphed_step, such as {'policy': 'float16'}"
 )
 RETURNED_LIGHTNING = (
     "(LightningModule, batches) or (LightningModule, batches, options): batches is a dataloader or a list; options is "
-    "a dict of further arguments of ampkit.graphed_step, as {'policy': '16-mixed', 'max_norm': 1.0}"
+    "a dict of further arguments of ampkit.graphed_step, such as {'policy': '16-mixed', 'max_norm': 1.0}"
 )
 _TIMED_STEPS = 10
-# Arguments of graphed_step that are not the loop's to choose.
-_OURS = ("graph", "warmup", "verify", "on_failure", "numerics")
+_IGNORED_OPTIONS = ("graph", "warmup", "verify", "on_failure", "numerics")  # of graphed_step; the doctor sets these
 _UNCHECKED_ON_CPU = (
     "copies from pageable memory, and waits other than for a value or a shape",
-    "operations that are not deterministic on CUDA alone",
-    "what capture would gain: it needs the time of the device",
+    "operations that are not deterministic on CUDA only",
+    "the speed-up by a capture, which is computed from the time of the device",
 )
 
 
 class DoctorError(UsageError):
-    """What `module:function` names cannot be examined; the message says why and what to write instead."""
+    """The training loop cannot be examined. The message says why and what to write instead."""
 
 
 @dataclass
 class Diagnosis:
-    """What was found. Prints as a report.
+    """The faults of a training loop. Prints as a report.
 
     Attributes:
         name: `module:function`.
-        device: where the model is.
-        findings: the worst first.
-        unchecked: what could not be looked at, and why.
+        device: the device of the model.
+        findings: the faults, the worst first.
+        unchecked: the checks that could not be made, and why.
         figures: what was measured, by name, for the JSON file.
-        notes: the figures in words.
+        notes: the figures in sentences.
     """
 
     name: str
@@ -74,8 +73,7 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        told = {"torch": torch.__version__, "exit_code": self.exit_code}
-        return json.dumps({**asdict(self), **told}, indent=1)
+        return json.dumps({**asdict(self), "torch": torch.__version__, "exit_code": self.exit_code}, indent=1)
 
     def __str__(self) -> str:
         count = f"{len(self.findings)} finding{'s' if len(self.findings) != 1 else ''}"
@@ -101,17 +99,17 @@ def _in_words(found: Fault) -> Iterator[str]:
 def diagnose(
     name: str, find: Callable[[], Callable[[], Any]], *, lightning: bool = False, bar: bool = True
 ) -> Diagnosis:
-    """Train what a function of the user's returns for a few eager steps, and return what is wrong with the step.
+    """Train the loop that a function of the user's returns for a few eager steps, and return its faults.
 
     Args:
-        name: what to call it.
-        find: returns the function; what it imports is watched too.
-        lightning: it returns a LightningModule.
-        bar: show a progress bar, if there is a terminal.
+        name: the name of the function in messages.
+        find: imports and returns the function. Lines of the modules that it imports are noted too.
+        lightning: whether the function returns a LightningModule.
+        bar: whether to show a progress bar, if there is a terminal.
 
     Raises:
-        DoctorError: it cannot be trained. Its cause is what the user's code raised, if that is the reason.
-        UsageError: `find` raised it.
+        DoctorError: if the loop cannot be trained. Its cause is the exception of the user's code, if there was one.
+        UsageError: if `find` raises it.
 
     Sync: waits for the device.
     """
@@ -119,13 +117,14 @@ def diagnose(
     try:
         progress.show("the first step")
         trial = _trial(name, find, lightning)
-        return _examined(Diagnosis(name, _described(trial.device)), trial, progress)
+        device = torch.cuda.get_device_name(trial.device) if trial.device.type == "cuda" else str(trial.device)
+        return _examined(Diagnosis(name, device), trial, progress)
     finally:
         progress.clear()
 
 
 def _trial(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) -> Trial:
-    """Return the training loop behind its first step, which makes what is made once (optimizer state)."""
+    """Return the training loop after its first step, which makes the optimizer's state."""
     try:
         trial = Trial((_lightning_subject if lightning else _subject)(name, find))
         trial.run()
@@ -143,12 +142,12 @@ def _examined(diagnosis: Diagnosis, trial: Trial, progress: ProgressBar) -> Diag
         with _unchecked_if_it_fails(diagnosis, title):
             diagnosis.findings += check(trial)
     if not trial.is_compared:
-        diagnosis.unchecked.append("host state: no two steps with inputs of one layout could be compared")
+        diagnosis.unchecked.append("host state: no two steps had batches of the same layout, so none could be compared")
     diagnosis.findings.sort(key=lambda found: found.rank)
-    progress.show("gain of a capture")
+    progress.show("speed-up by a capture")
     if trial.device.type == "cuda":
-        with _unchecked_if_it_fails(diagnosis, "gain of a capture"):
-            _add_gain(diagnosis, trial)
+        with _unchecked_if_it_fails(diagnosis, "speed-up by a capture"):
+            _add_speed_up(diagnosis, trial)
     else:
         why = "the model is on the CPU" if torch.cuda.is_available() else "there is no CUDA device"
         diagnosis.unchecked += [f"{text} ({why})" for text in _UNCHECKED_ON_CPU]
@@ -160,23 +159,19 @@ def _examined(diagnosis: Diagnosis, trial: Trial, progress: ProgressBar) -> Diag
 
 @contextmanager
 def _unchecked_if_it_fails(diagnosis: Diagnosis, title: str) -> Iterator[None]:
-    """Context in which an error becomes a line of what was not checked: the other checks go on."""
+    """Context that reports an error under "Not checked", so that the other checks go on."""
     try:
         yield
-    except Exception as error:  # of the user's code, after a first step that went well
+    except Exception as error:  # the user's code may fail after a first step that went well
         where = user_line(error)
         diagnosis.unchecked.append(f"{title}: {type(error).__name__}: {error}{f' ({where})' if where else ''}")
 
 
-def _described(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-# ---------------------------------------------------------------------------------------------------- what is examined
+# ------------------------------------------------------------------------------------------------------------- the loop
 
 
 def _subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
-    """Return what the user's function makes, checked."""
+    """Return the training loop that the user's function returns, after checking its parts."""
     origins = Origins()
     with origins:
         function = find()
@@ -185,7 +180,7 @@ def _subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
             raise DoctorError(f"{name} returned {type_text(made)}, expected {RETURNED}.")
         loss_fn, model, optimizer, batches = made[:4]
         if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer) and isinstance(model, nn.Module):
-            optimizer = optimizer(model.parameters())  # as `bench` takes it
+            optimizer = optimizer(model.parameters())  # `bench` takes a function too
     options = _options(name, made[4] if len(made) == 5 else {})
     if not callable(loss_fn):
         raise DoctorError(f"{name} returned {type_text(loss_fn)} for loss_fn, expected {RETURNED}.")
@@ -197,28 +192,26 @@ def _options(name: str, options: Any) -> dict[str, Any]:
     if not isinstance(options, dict) or (strange := [key for key in options if key not in known]):
         found = f"the options {', '.join(map(repr, strange))}" if isinstance(options, dict) else type_text(options)
         raise DoctorError(f"{name} returned {found}, expected a dict of arguments of graphed_step: {', '.join(known)}.")
-    return {key: value for key, value in options.items() if key not in _OURS}
+    return {key: value for key, value in options.items() if key not in _IGNORED_OPTIONS}
 
 
 def _line_of(function: Callable[..., Any]) -> str:
-    """Return `file:line: source` of a function, "" where it has none."""
+    """Return `file:line: source` of a function, "" if it has no source."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
-    number = next((i for i in range(code.co_firstlineno, code.co_firstlineno + 9) if _defines(code.co_filename, i)), 0)
-    number = number or code.co_firstlineno  # of a decorator
-    return line_text(code.co_filename, number)
-
-
-def _defines(filename: str, number: int) -> bool:
-    return linecache.getline(filename, number).lstrip().startswith(("def ", "async def "))
+    first = code.co_firstlineno  # that of a decorator, if there is one
+    for number in range(first, first + 9):
+        if linecache.getline(code.co_filename, number).lstrip().startswith(("def ", "async def ")):
+            return line_text(code.co_filename, number)
+    return line_text(code.co_filename, first)
 
 
 # ------------------------------------------------------------------------------------------------------------ Lightning
 
 
 def _lightning_subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
-    """Return the automatic optimisation of a LightningModule as a loop without a Trainer."""
+    """Return the training loop that a Trainer would run for the user's LightningModule."""
     try:
         import lightning.pytorch as pl
     except ImportError as error:
@@ -231,7 +224,10 @@ def _lightning_subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subj
             raise DoctorError(f"{name} returned {type_text(made)}, expected {RETURNED_LIGHTNING}.")
         module = made[0].to("cuda") if torch.cuda.is_available() else made[0]  # as a Trainer does
         if not module.automatic_optimization:
-            raise DoctorError(f"{name}: automatic_optimization is False; its step is not where --lightning looks.")
+            raise DoctorError(
+                f"{name}: automatic_optimization is False, so training_step steps the optimizers itself. --lightning "
+                "examines automatic optimization only."
+            )
         optimizer, scheduler = _configured(name, module.configure_optimizers())
     options = _options(name, made[2] if len(made) == 3 else {})
     if scheduler is not None:
@@ -242,14 +238,17 @@ def _lightning_subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subj
 def _lightning_loss(module: Any, batch: Any) -> Any:
     wants_index = len(inspect.signature(module.training_step).parameters) > 1
     with warnings.catch_warnings():
-        # self.log says so without a Trainer, and does nothing.
+        # Without a Trainer, self.log warns and does nothing.
         warnings.filterwarnings("ignore", "You are trying to `self.log")
         out = module.training_step(batch, 0) if wants_index else module.training_step(batch)
     return out["loss"] if isinstance(out, Mapping) else out
 
 
 def _configured(name: str, made: Any) -> tuple[Any, Any]:
-    """Return optimizer and scheduler of what `configure_optimizers` returned; one stepped by epochs counts as none."""
+    """Return the optimizer, and the scheduler or None, from what `configure_optimizers` returned.
+
+    A scheduler that is stepped once per epoch is left out.
+    """
     optimizers, schedulers = made, []
     if isinstance(made, dict):
         optimizers, schedulers = [made.get("optimizer")], [made["lr_scheduler"]] if "lr_scheduler" in made else []
@@ -265,18 +264,18 @@ def _configured(name: str, made: Any) -> tuple[Any, Any]:
 # -------------------------------------------------------------------------------------------------------------- figures
 
 
-def _add_gain(diagnosis: Diagnosis, trial: Trial) -> None:
-    """Measure for how long a step takes, keeps the host and keeps the device: capture takes the host out of it."""
+def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:
+    """Measure how long a step takes, and how long host and device are busy in it. A capture removes the host's time."""
     trial = trial.without_schedule()
     step_ms, host_ms = _step_ms(trial), _host_ms(trial)
-    steps = LEAD_IN + PROFILED_STEPS + LEAD_OUT  # what `device_work` takes the events to be of
+    steps = LEAD_IN + PROFILED_STEPS + LEAD_OUT  # `device_work` expects the events of this many
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(steps):
             trial.run()
         torch.cuda.synchronize(trial.device)
     work = device_work(profiler.events() or ())
     if not work.kernels:
-        diagnosis.unchecked.append("gain of a capture: torch.profiler saw no kernel")
+        diagnosis.unchecked.append("speed-up by a capture: torch.profiler saw no kernel")
         return
     device_ms, kernels = work.busy_us / steps / 1e3, work.kernels / steps
     figures = {"step_ms": step_ms, "host_ms": host_ms, "device_ms": device_ms, "kernels": kernels}
@@ -297,7 +296,7 @@ def _step_ms(trial: Trial) -> float:
 
 
 def _host_ms(trial: Trial) -> float:
-    """Return how long a call takes with nothing queued."""
+    """Return the host's time of a call when no work is queued on the device."""
     took = []
     for _ in range(_TIMED_STEPS):
         torch.cuda.synchronize(trial.device)
@@ -308,20 +307,19 @@ def _host_ms(trial: Trial) -> float:
 
 
 def _add_memory(diagnosis: Diagnosis, trial: Trial) -> None:
-    """Forecast the memory of a step for CUDA, also without a GPU, as it is and under the policy."""
+    """Forecast the memory of a step without a policy and under the user's. The forecast for CUDA needs no GPU."""
     policy = trial.subject.options.get("policy")
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     device = "cuda" if can_save_for_backward("cuda") else "cpu"
-    # A policy that changes the model is on it already, so that there is no model without it.
-    whole = policy is not None and bool(policy.modules or policy.params is not torch.float32)
-    peaks = {str(each): _peak(trial, each, device) for each in ([policy] if whole else dict.fromkeys((None, policy)))}
+    # A policy that changes the model has been applied to it, so the model without the policy no longer exists.
+    applied = policy is not None and bool(policy.modules or policy.params is not torch.float32)
+    policies = [policy] if applied else dict.fromkeys((None, policy))
+    peaks = {str(each): _peak(trial, each, device) for each in policies}
     diagnosis.figures["memory"] = {"device": device, "peak_bytes": peaks}
-    told = (f"{size_text(peak)} {_under(name)}" for name, peak in peaks.items())
-    diagnosis.notes.append(f"Memory of a step on {device}, forecast: {', '.join(told)}.")
-
-
-def _under(policy: str) -> str:
-    return "without a policy" if policy == "None" else f"under {policy}"
+    parts = (
+        f"{size_text(peak)} {'without a policy' if name == 'None' else f'under {name}'}" for name, peak in peaks.items()
+    )
+    diagnosis.notes.append(f"Memory of a step on {device}, forecast: {', '.join(parts)}.")
 
 
 def _peak(trial: Trial, policy: Policy | None, device: str) -> int:
@@ -331,7 +329,10 @@ def _peak(trial: Trial, policy: Policy | None, device: str) -> int:
 
 
 class _LossOfBatch(nn.Module):
-    """A loss of a kept batch. A module, as the loss may be: tensors of a module are copied to the forecast's device."""
+    """The loss as a function of a batch's arguments. It is a module because `loss_fn` may be one.
+
+    `forecast` then copies its tensors to the device of the forecast.
+    """
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which faults a training step can have, how each is found in a few eager steps, and what to write instead."""
+"""The faults that a training step can have, how a few eager steps show each, and what to write instead."""
 
 import copy
 import functools
@@ -31,28 +31,29 @@ from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import call_from_binding
 from ..._torch.tree import tree_flatten
 from ..._user_line import UserLineFinder
-from .host_values import Call, CallRecorder, differences
+from .host_values import CallRecorder, TorchCall, differences
 
 SEVERITIES = ("high", "medium", "low")
-MOST_BATCHES = 32  # whose shapes are looked at
-KEPT_BATCHES = 4  # to step on
+MOST_BATCHES = 32  # the first batches are read to compare their shapes
+KEPT_BATCHES = 4  # the first few of them are kept and trained on
 LOW = (torch.float16, torch.bfloat16)
-# Sums of many exponentials or squares, which autocast on CUDA has in float32 or cuDNN keeps so inside.
+# They sum many exponentials or squares. Autocast on CUDA runs them in float32, or cuDNN does so inside its kernel.
 _WANTS_FLOAT32 = {"_softmax": "softmax", "_log_softmax": "log_softmax", "batch_norm": "batch_norm"}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that keeps a step from being captured, makes it slow or imprecise.
+    """Something that keeps a step from being captured, or makes it slow or imprecise.
 
     Attributes:
-        severity: "high": the step cannot be captured. "medium": it can, but is slow or imprecise. "low": the rest.
-        kind: in one or two words.
-        line: `file:line: source` of the user's, "" where none is known.
-        what: what happens there.
+        severity: "high" means that the step cannot be captured, "medium" that it can, but is slow or imprecise. All
+            else is "low".
+        kind: a name of one or two words.
+        line: the user's line as `file:line: source`, "" if it is not known.
+        what: a description.
         advice: what to write instead.
         count: how often it happened.
-        ms: how long the host waited for it, None where that is not known.
+        ms: how long the host waited there, None if that is not known.
     """
 
     severity: str
@@ -65,14 +66,14 @@ class Fault:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """By which the worst come first."""
+        """Sort key that puts the worst faults first."""
         return SEVERITIES.index(self.severity), -(self.ms or 0.0), -self.count
 
 
 class Origins(TorchFunctionMode):
-    """Context that notes which line of the user's makes which tensor, optimizer, scheduler and loader.
+    """Context that notes the user's line that makes each tensor, optimizer, scheduler and data loader.
 
-    May be entered again. Sync: none. Keeps nothing alive.
+    It can be entered several times. Sync: none. It keeps none of these objects alive.
     """
 
     def __init__(self) -> None:
@@ -81,13 +82,13 @@ class Origins(TorchFunctionMode):
         self._entered = ExitStack()
 
     def of(self, *things: object) -> str:
-        """Return `file:line: source` of the first of some objects whose line is known, "" if none is."""
+        """Return `file:line: source` of the first of these objects whose line is known, "" if none is."""
         return next((self._lines[thing] for thing in things if thing in self._lines), "")
 
     def __enter__(self) -> "Origins":
-        self._blame = UserLineFinder(sys._getframe(1), skip_torch=False)
+        self._find_user_line = UserLineFinder(sys._getframe(1), skip_torch=False)
         for kind in (torch.optim.Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader):
-            self._watch(kind)
+            self._note_instances(kind)
         super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self
 
@@ -95,15 +96,15 @@ class Origins(TorchFunctionMode):
         with self._entered:
             super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
 
-    def _watch(self, kind: Any) -> None:
-        made = kind.__init__
+    def _note_instances(self, kind: Any) -> None:
+        original = kind.__init__
 
-        @functools.wraps(made)
-        def __init__(thing: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - in its place
+        @functools.wraps(original)
+        def __init__(thing: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces a method of this name
             self._note(thing)
-            made(thing, *args, **kwargs)
+            original(thing, *args, **kwargs)
 
-        self._entered.callback(setattr, kind, "__init__", made)
+        self._entered.callback(setattr, kind, "__init__", original)
         kind.__init__ = __init__
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,24 +115,25 @@ class Origins(TorchFunctionMode):
         return result
 
     def _note(self, thing: object) -> None:
-        place = self._blame()
+        place = self._find_user_line()
         if place is not None and place.line:
             self._lines[thing] = place.line
 
 
 @dataclass
 class Subject:
-    """A training loop to be looked at.
+    """The training loop to examine.
 
     Attributes:
-        line: `file:line: source` of the function that made it, named where nothing closer is known.
+        line: `file:line: source` of the function that returned it. A fault without a line of its own is shown there.
         loss_fn: see `graphed_step`.
         model: see `graphed_step`.
         optimizer: see `graphed_step`.
-        batches: iterable of batches; a tuple or list is the arguments behind the model, a dict the keyword arguments.
+        batches: iterable of batches. The items of a tuple or list are passed to `loss_fn` after the model, those of a
+            dict as keyword arguments.
         options: further arguments of `graphed_step`.
-        origins: where things were made.
-        whole: a batch is one argument, whatever it is.
+        origins: knows the lines that made tensors and objects.
+        whole: whether a batch is passed as one argument, whatever its type.
     """
 
     line: str
@@ -146,24 +148,25 @@ class Subject:
 
 @dataclass
 class Trial:
-    """A subject in training: eager steps on its first batches, in order and again.
+    """A training loop with its first batches, on which it can be trained eagerly, again and again.
 
     Args:
-        subject: the training loop. It is trained.
+        subject: the training loop. Its model is trained.
 
     Raises:
-        ValueError: what `graphed_step` raises, or there is no batch.
-        InputMismatch: a batch that no graph can take.
+        ValueError: if `graphed_step` raises it, or if there is no batch.
+        InputMismatch: if a batch cannot be an input of a graph.
     """
 
     subject: Subject
     step: GraphedStep = field(init=False)
     device: torch.device = field(init=False)
     specs: list[Spec] = field(init=False, default_factory=list)
-    lines: list[str] = field(init=False, default_factory=list)  # per spec, where its batch was made
+    lines: list[str] = field(init=False, default_factory=list)  # for each of `specs`, the line that made its batch
     kept: list[tuple[Any, Any]] = field(init=False, default_factory=list)
-    records: dict[Any, list[list[Call]]] = field(init=False, default_factory=dict)  # of calls with one input each
-    waits: set[str] = field(init=False, default_factory=set)  # lines that no graph can hold
+    # What steps called: a list of calls per step, by layout of the batch and place in the window of micro-batches.
+    records: dict[Any, list[list[TorchCall]]] = field(init=False, default_factory=dict)
+    uncapturable_lines: set[str] = field(init=False, default_factory=set)
     _seen: set[Any] = field(init=False, default_factory=set)
     _next: Iterator[int] = field(init=False)
 
@@ -172,7 +175,7 @@ class Trial:
         self.device = next(self.subject.model.parameters()).device
         with self.subject.origins:
             for batch in itertools.islice(self.subject.batches, MOST_BATCHES):
-                self._take(batch)
+                self._keep(batch)
         if not self.kept:
             raise ValueError("there is no batch")
         self._next = itertools.cycle(range(len(self.kept)))
@@ -181,9 +184,9 @@ class Trial:
         subject = self.subject
         return graphed_step(subject.loss_fn, subject.model, subject.optimizer, **{**options, "graph": "off"})
 
-    def _take(self, batch: Any) -> None:
+    def _keep(self, batch: Any) -> None:
         tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-        line = self.subject.origins.of(*tensors)  # before it is copied: a copy is made here
+        line = self.subject.origins.of(*tensors)  # the copies below are not made by a line of the user's
         moved = next(iter(prefetch([batch], self.device)))
         args, kwargs = self._arguments(moved)
         buckets = self.subject.options.get("buckets")
@@ -200,18 +203,18 @@ class Trial:
         return tuple(batch) if several else (batch,), {}
 
     def without_schedule(self) -> "Trial":
-        """Return the same without its scheduler, which may not have many steps left."""
+        """Return this trial without its scheduler, which may have few steps left."""
         other = copy.copy(self)
         other.step = self._step({key: value for key, value in self.subject.options.items() if key != "scheduler"})
         return other
 
     def run(self, *, recorded: bool = False) -> None:
-        """Do one optimizer step, and note what the user's lines call, if asked to."""
+        """Do one optimizer step. If `recorded`, record the calls of torch that the user's lines make."""
         for place in range(self.subject.options.get("accumulate", 1)):
             i = next(self._next)
             args, kwargs = self.kept[i]
             key = self.specs[i], place
-            # What a first call makes and keeps (a mask, a table), later ones do not make.
+            # The first call of a kind is not recorded: it may make something that is kept (a mask, a table).
             if recorded and key in self._seen:
                 with CallRecorder() as recorder:
                     self.step(*args, **kwargs)
@@ -222,79 +225,82 @@ class Trial:
 
     @property
     def is_compared(self) -> bool:
-        """Whether at least two calls with the same input were recorded."""
+        """Whether at least two calls with the same batch layout were recorded, so that they could be compared."""
         return any(len(records) > 1 for records in self.records.values())
 
 
-# ---------------------------------------------------------------------------------------------------- without a step
+# ------------------------------------------------------------------------------------------- checks that need no step
 
 
 def optimizer_faults(trial: Trial) -> Iterator[Fault]:
-    """Yield what is wrong with the optimizer: uncapturable or unfused."""
+    """Yield a fault if the optimizer cannot be captured, or is not fused."""
     optimizer = trial.subject.optimizer
     name, line = type(optimizer).__name__, trial.subject.origins.of(optimizer) or trial.subject.line
     if blocker := why_not_capturable(optimizer):
         what, _, advice = blocker.partition(". ")
         yield Fault("high", "optimizer", line, what, advice)
     elif not all(group.get("fused", True) for group in optimizer.param_groups):
-        what = f"{name} without fused=True reads and writes the parameters several times in a step"
+        what = f"{name} without fused=True reads and writes the parameters several times per step"
         yield Fault("medium", "optimizer", line, what, f"Write {name}(..., fused=True).")
 
 
 def shape_faults(trial: Trial) -> Iterator[Fault]:
-    """Yield a fault if not all batches are alike."""
+    """Yield a fault if batches differ in layout: each layout needs a graph of its own."""
     loader, origins = trial.subject.batches, trial.subject.origins
     advice = "Drop the short batch (DataLoader(..., drop_last=True)), or pad to a few sizes (buckets=ampkit.Buckets)."
     (usual, _), *others = Counter(trial.specs).most_common()
     if others:
         odd = next(i for i, spec in enumerate(trial.specs) if spec != usual)
         what = (
-            f"{len(others) + 1} layouts in {len(trial.specs)} batches, each a warm-up and a graph of its own: "
-            f"{_odd_leaf(usual, trial.specs[odd])}, in batch {odd}"
+            f"{len(trial.specs)} batches have {len(others) + 1} layouts, and each needs a warm-up and a graph of its "
+            f"own: in batch {odd}, {_odd_leaf(usual, trial.specs[odd])}"
         )
         line = trial.lines[odd] or origins.of(loader) or trial.subject.line
         yield Fault("medium", "changing shapes", line, what, advice, sum(spec != usual for spec in trial.specs))
-    elif (rest := _rest(loader)) and "buckets" not in trial.subject.options:
-        what = f"the last batch has {rest} samples, the others more: a warm-up and a graph of its own"
+    elif (size := _short_batch_size(loader)) and "buckets" not in trial.subject.options:
+        what = f"the last batch has {size} samples, fewer than the others: it needs a warm-up and a graph of its own"
         yield Fault("medium", "changing shapes", origins.of(loader) or trial.subject.line, what, advice)
 
 
 def _odd_leaf(usual: Spec, odd: Spec) -> str:
+    """Return in words the first leaf of a batch that differs from that of the usual batch."""
     if usual.tree != odd.tree:
-        return f"{odd.tree.num_leaves} leaves, not {usual.tree.num_leaves}, or another tree"
+        return f"the structure differs: {odd.tree.num_leaves} leaves, usually {usual.tree.num_leaves}"
     i = next(i for i, (a, b) in enumerate(zip(usual.leaves, odd.leaves, strict=True)) if a != b)
     return f"{path(odd.tree, i)} is {odd.leaves[i]}, not {usual.leaves[i]}"
 
 
-def _rest(loader: Any) -> int:
-    """Return how many samples a loader's last batch has, if there are others and it is shorter than they; else 0."""
+def _short_batch_size(loader: Any) -> int:
+    """Return how many samples the last batch has if it is shorter than the batches before it, 0 if it is not."""
     if not isinstance(loader, DataLoader) or not loader.batch_size or loader.drop_last:
         return 0
     sampler: Any = loader.sampler
-    samples = len(sampler) if hasattr(sampler, "__len__") else 0  # that of an IterableDataset has no length
+    samples = len(sampler) if hasattr(sampler, "__len__") else 0  # the sampler of an IterableDataset has no length
     return samples % loader.batch_size if samples > loader.batch_size else 0
 
 
 def pinning_faults(trial: Trial) -> Iterator[Fault]:
-    """Yield a fault if a loader leaves its batches in pageable memory."""
+    """Yield a fault if the loader leaves its batches in pageable memory."""
     loader = trial.subject.batches
     if trial.device.type == "cuda" and isinstance(loader, DataLoader) and not loader.pin_memory:
-        what = "batches come in pageable memory, which the host has to copy once more before the device can"
+        what = (
+            "batches are in pageable memory, so the host copies them to pinned memory before the device can read them"
+        )
         line = trial.subject.origins.of(loader) or trial.subject.line
         yield Fault("low", "pageable copy", line, what, "Write DataLoader(..., pin_memory=True).")
 
 
-# ----------------------------------------------------------------------------------------------------- in a step or two
+# ---------------------------------------------------------------------------------------- checks that do a step or two
 
 
 def blocking_faults(trial: Trial) -> Iterator[Fault]:
-    """Yield what a graph cannot hold: waits, copies, random numbers of the host."""
+    """Yield what a graph cannot contain: waits for the device, copies, random numbers drawn on the host."""
     generators = trial.subject.options.get("generators", ())
     with Preflight(trial.device, generators) as preflight:
-        trial.run(recorded="torch._dynamo" not in sys.modules)  # or compiled code would be compiled anew for the record
+        trial.run(recorded="torch._dynamo" not in sys.modules)  # recording recompiles compiled code
     for found in preflight.findings:
-        trial.waits.add(found.line)
-        # An optimizer that reads its step count has a fault of its own, with the line to write instead.
+        trial.uncapturable_lines.add(found.line)
+        # `optimizer_faults` reports an optimizer that reads its step count, with the line to write instead.
         if found.line or "torch/optim/" not in found.what:
             ms = found.ms if trial.device.type == "cuda" and not found.graph_only else None
             yield Fault("high", _kind(found.what), found.line, found.what, found.advice, found.count, ms)
@@ -309,7 +315,7 @@ def _kind(what: str) -> str:
 def schedule_faults(trial: Trial) -> Iterator[Fault]:
     """Yield each hyperparameter that changes from step to step and that a graph would freeze.
 
-    Not a learning rate: `graphed_step` feeds it to the graph through a tensor, float or not.
+    Learning rates are left out: `graphed_step` gives them to the graph in a tensor.
     """
     groups = trial.subject.optimizer.param_groups
     scheduler = trial.subject.options.get("scheduler")
@@ -321,21 +327,21 @@ def schedule_faults(trial: Trial) -> Iterator[Fault]:
     name = type(scheduler).__name__
     line = trial.subject.origins.of(scheduler) or trial.subject.line
     for key in changed:
-        what = f"param_groups[...][{key!r}] changes between steps: a graph has it frozen, so each change is a capture"
-        advice = "Keep it constant, or change it rarely. A learning rate may change: the step feeds it to the graph."
+        what = f"param_groups[...][{key!r}] changes between steps: a graph freezes it, so each new value is captured"
+        advice = "Keep it constant, or change it rarely. Only the learning rate may change in every step."
         if hasattr(scheduler, "cycle_momentum") or name == "OneCycleLR":
             advice = f"Write {name}(..., cycle_momentum=False)."
         yield Fault("medium", "schedule", line, what, advice)
 
 
 def _frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that a graph would freeze."""
-    fed = ("params", "lr", "initial_lr")
-    return {key: value for key, value in group.items() if key not in fed and not isinstance(value, Tensor)}
+    """Return the hyperparameters of a group that a graph would freeze."""
+    not_frozen = ("params", "lr", "initial_lr")
+    return {key: value for key, value in group.items() if key not in not_frozen and not isinstance(value, Tensor)}
 
 
 def kernel_faults(trial: Trial) -> Iterator[Fault]:
-    """Yield what runs in too low a precision or cannot be repeated bit by bit."""
+    """Yield the operations that run in too low a precision, or whose result differs from run to run."""
     recorder, autocast = OpRecorder(trial.subject.model), _Autocast(trial.device)
     with recorder, autocast, _KernelWatch(recorder, autocast) as watch:
         trial.run(recorded=True)
@@ -346,15 +352,15 @@ def kernel_faults(trial: Trial) -> Iterator[Fault]:
         what = f"{what}{_within(modules)}"
         yield Fault("medium", "low precision", line or trial.subject.line, what, advice, modules.total())
     for (line, op), count in watch.unrepeatable.items():
-        advice = "Use an operation that torch.use_deterministic_algorithms lists, or give up comparing bit by bit."
+        advice = "Use an operation that torch.use_deterministic_algorithms lists, or do not compare bit by bit."
         what = f"{op} has no deterministic kernel: two equal steps differ in their last bits"
         yield Fault("low", "nondeterministic", line or trial.subject.line, what, advice, count)
 
 
 def host_faults(trial: Trial) -> Iterator[Fault]:
-    """Yield what differs between the steps so far, by operation or by number, where their inputs have one layout.
+    """Yield the calls and numbers that differ between recorded steps whose batches have the same layout.
 
-    Not on lines that wait: a number that was read from the device varies with it.
+    Lines that cannot be captured are left out: a number that they read from the device may differ rightly.
     """
     found: Counter[tuple[str, str]] = Counter()
     lines: dict[str, str] = {}
@@ -363,24 +369,24 @@ def host_faults(trial: Trial) -> Iterator[Fault]:
             for line, what in differences(records[0], other):
                 found[line, lines.setdefault(line, what)] += 1
     for (line, what), count in found.items():
-        if line not in trial.waits:
-            what = f"{what}, with inputs of one layout: a graph would repeat one of them"
+        if line not in trial.uncapturable_lines:
+            what = f"{what}, for batches of the same layout: a graph would repeat what it captured"
             advice = (
-                "Pass what varies in as a tensor of the batch, or keep it in a buffer that is changed in place. Draw "
-                "random numbers on the device."
+                "Pass the varying value as a tensor of the batch, or keep it in a buffer that is changed in place. "
+                "Draw random numbers on the device."
             )
             yield Fault("high", "host state", line, what, advice, count)
 
 
 def _within(modules: Counter[str]) -> str:
-    """Return in words which modules these are, "" for the model itself."""
+    """Return in words which modules these are, "" if it is only the model itself."""
     first, *others = modules
     more = f" and {len(others)} more modules" if others else ""
     return f" in {first or 'the model'}{more}" if first or others else ""
 
 
 class _Autocast(TorchFunctionMode):
-    """Context that knows whether autocast is on in the call that runs. Below autograd, torch says that it is off."""
+    """Context that knows whether autocast is on in the current call. Below autograd, torch says it is off."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -393,21 +399,21 @@ class _Autocast(TorchFunctionMode):
 
 
 class _KernelWatch(TorchDispatchMode):
-    """Context in which one step runs, and which of its operations are imprecise or not repeatable is written down.
+    """Context that notes which operations of a step are imprecise, or differ from run to run.
 
-    What torch warns of, other than that, is not shown: an earlier step has shown it.
+    It hides all other warnings, which an earlier step has shown already.
     """
 
     def __init__(self, recorder: OpRecorder, autocast: _Autocast) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._recorder = recorder
         self._autocast = autocast
-        self._left = ExitStack()
-        self.imprecise: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # modules by line and what
+        self._to_undo = ExitStack()
+        self.imprecise: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # modules, by line and description
         self.unrepeatable: Counter[tuple[str, str]] = Counter()  # by line and operation
 
     def __enter__(self) -> "_KernelWatch":
-        self._blame = UserLineFinder(sys._getframe(1), skip_torch=False)
+        self._find_user_line = UserLineFinder(sys._getframe(1), skip_torch=False)
         with ExitStack() as entered:
             entered.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -415,34 +421,34 @@ class _KernelWatch(TorchDispatchMode):
             warnings.showwarning = self._on_warning  # catch_warnings puts it back
             entered.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
             torch.set_deterministic_debug_mode("warn")
-            # So that a backward runs in this thread, and its nodes know where they were made (`UserLineFinder`).
+            # `UserLineFinder` needs a backward that runs in this thread and knows which forward made it.
             entered.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             entered.enter_context(torch.autograd.set_multithreading_enabled(False))
-            self._left = entered.pop_all()
+            self._to_undo = entered.pop_all()
         super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with self._left:
+        with self._to_undo:
             super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Have dynamo do what it does without this mode."""
+        """Let dynamo work as it does without this mode."""
         return True
 
     def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         plain = hasattr(op, "overloadpacket") and all(kind is Tensor for kind in kinds)
-        # A binding between, so that a warning comes while the operation runs, not at the end of the backward.
+        # Called through a binding, so that torch warns while the operation runs, not at the end of the backward.
         result = call_from_binding(op, (), args, kwargs) if plain else op(*args, **kwargs)
         if plain:
-            self._look(op.overloadpacket.__name__, (args, kwargs), result)
+            self._check_precision(op.overloadpacket.__name__, (args, kwargs), result)
         return result
 
-    def _look(self, name: str, inputs: Any, result: Any) -> None:
+    def _check_precision(self, name: str, inputs: Any, result: Any) -> None:
         op = _WANTS_FLOAT32.get(ONE_NAME.get(name, name))
-        # Autocast has a softmax in float32 on CUDA, but not on the CPU.
+        # Autocast casts softmax to float32 on CUDA, though not on the CPU, where this step may run.
         if op is None or (self._autocast.on and "softmax" in op):
             return
         first = result[0] if isinstance(result, (tuple, list)) else result
@@ -458,15 +464,15 @@ class _KernelWatch(TorchDispatchMode):
             self.unrepeatable[self._line(), match[1]] += 1
 
     def _line(self) -> str:
-        place = self._blame()
+        place = self._find_user_line()
         return "" if place is None else place.line
 
 
-# What torch warns of (ATen/Context.cpp, alertNotDeterministic). It warns of cuBLAS in other words, which a workspace in
-# the environment settles.
+# The warning of torch (ATen/Context.cpp, alertNotDeterministic). That of cuBLAS has other words, and is no fault of the
+# code: the environment variable CUBLAS_WORKSPACE_CONFIG makes cuBLAS deterministic.
 _UNREPEATABLE = r"(\S+) does not have a deterministic implementation"
 
-# In the order in which they run, by what a progress bar calls them.
+# All checks in the order in which they run, by their names in the progress bar.
 CHECKS: dict[str, Callable[[Trial], Iterator[Fault]]] = {
     "optimizer": optimizer_faults,
     "shapes": shape_faults,
@@ -474,5 +480,5 @@ CHECKS: dict[str, Callable[[Trial], Iterator[Fault]]] = {
     "blocking lines": blocking_faults,
     "schedule": schedule_faults,
     "kernels": kernel_faults,
-    "host state": host_faults,  # compares what the steps before it have recorded
+    "host state": host_faults,  # compares the steps that the checks before it have recorded
 }

@@ -1,4 +1,4 @@
-"""Whether two steps do the same: the calls of torch that the user's lines make, and their arguments on the host."""
+"""Whether two steps do the same: compares the calls of torch that the user's lines make, with their host arguments."""
 
 import itertools
 import sys
@@ -16,19 +16,19 @@ from ..._torch.modes import function_modes, without_torch_function
 from ..._user_line import UserLineFinder
 
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
-_MOST_ITEMS = 64  # of a list, in a record; a longer one is kept as its hash
-_ATTRIBUTES = ("__get__", "__set__")  # of tensors, which a function mode is told of too
-# Neither is given to function modes.
+_MOST_ITEMS = 64  # a longer list is recorded as its hash
+_ATTRIBUTES = ("__get__", "__set__")  # a function mode also sees when attributes of tensors are read or set
+# Function modes do not see these functions, so they are replaced.
 _FROM_HOST = ("from_numpy", "frombuffer")
 
 
-class Call(NamedTuple):
+class TorchCall(NamedTuple):
     """A call of torch.
 
     Attributes:
         line: `file:line: source` of the user's line that led to it.
         name: of the function.
-        values: the arguments in words, in order; that of a tensor says no more than that it is one.
+        values: the arguments as text, in order. A tensor is "a tensor", whatever it contains.
     """
 
     line: str
@@ -37,11 +37,11 @@ class Call(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What two steps do otherwise.
+    """A difference between two steps.
 
     Attributes:
         line: `file:line: source` of the user's line, "" if there is none.
-        what: the difference in words.
+        what: a description.
     """
 
     line: str
@@ -51,17 +51,17 @@ class Difference(NamedTuple):
 class CallRecorder(TorchFunctionMode):
     """Context that records the calls of torch that the user's lines make, in forward, backward and hooks.
 
-    Calls of an optimizer are left out: its learning rate and its step counts vary by right. What torch.compile made is
-    not looked into. Sync: none. Keeps no tensor alive.
+    Calls of an optimizer are left out, because its learning rate and step count differ rightly. Calls inside code from
+    torch.compile are not seen. Sync: none. Keeps no tensor alive.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
-        self._left = ExitStack()
+        self.calls: list[TorchCall] = []
+        self._to_undo = ExitStack()
 
     def __enter__(self) -> "CallRecorder":
-        self._blame = UserLineFinder(sys._getframe(1), skip_torch=True)
+        self._find_user_line = UserLineFinder(sys._getframe(1), skip_torch=True)
         with ExitStack() as entered:
             entered.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode sees this thread only
             for name in _FROM_HOST:
@@ -71,13 +71,13 @@ class CallRecorder(TorchFunctionMode):
             for owner, name in ENGINE_ENTRIES:
                 original = getattr(owner, name)
                 entered.callback(setattr, owner, name, original)
-                setattr(owner, name, self._within(original))
-            self._left = entered.pop_all()
+                setattr(owner, name, self._with_mode_on(original))
+            self._to_undo = entered.pop_all()
         super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with self._left:
+        with self._to_undo:
             super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,8 +93,8 @@ class CallRecorder(TorchFunctionMode):
 
         return recorded
 
-    def _within(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Return autograd's engine with this mode on: it is off within `Tensor.backward`, which it is told of."""
+    def _with_mode_on(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an entry to autograd's engine that keeps this mode on: torch turns it off inside `Tensor.backward`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self in function_modes():
@@ -108,15 +108,15 @@ class CallRecorder(TorchFunctionMode):
         return run
 
     def _record(self, name: str, args: Any, kwargs: Any) -> None:
-        place = self._blame()
-        # Of a built-in backward no function mode is told, but of what other modes ask of its tensors.
+        place = self._find_user_line()
+        # A function mode does not see built-in backwards, only what other modes call on their tensors.
         if place is not None and place.line and not place.backward and not _in_an_optimizer():
             with without_torch_function():
-                self.calls.append(Call(place.line, name, tuple(_values(args, kwargs))))
+                self.calls.append(TorchCall(place.line, name, tuple(_values(args, kwargs))))
 
 
 def _in_an_optimizer() -> bool:
-    """Return whether a step of an optimizer, torch's or the user's, leads here: torch wraps each in a function."""
+    """Return whether an optimizer's step is on the stack. Torch wraps the step of every optimizer, the user's too."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.startswith(_OPTIMIZERS):
@@ -127,20 +127,20 @@ def _in_an_optimizer() -> bool:
 
 def _values(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[str]:
     for value in args:
-        yield _in_words(value)
+        yield _value_text(value)
     for name in sorted(kwargs):
-        yield f"{name}={_in_words(kwargs[name])}"
+        yield f"{name}={_value_text(kwargs[name])}"
 
 
-def _in_words(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Tensor):
         return "a tensor"
     if isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, type(None))):
         return repr(value)
     if isinstance(value, slice):
-        return ":".join("" if end is None else _in_words(end) for end in (value.start, value.stop, value.step))
+        return ":".join("" if end is None else _value_text(end) for end in (value.start, value.stop, value.step))
     if isinstance(value, (tuple, list)):
-        items = [_in_words(item) for item in value]
+        items = [_value_text(item) for item in value]
         text = f"({', '.join(items)})" if isinstance(value, tuple) else f"[{', '.join(items)}]"
         return text if len(items) <= _MOST_ITEMS else f"{len(items)} items with hash {hash(text)}"
     if type(value).__module__ == "numpy":  # an array or a scalar, and no reason to import it
@@ -148,10 +148,10 @@ def _in_words(value: Any) -> str:
     return f"a {type(value).__qualname__}"
 
 
-def differences(one: Sequence[Call], other: Sequence[Call]) -> Iterator[Difference]:
-    """Yield what two records do not share: each argument that differs, and then the first call that does.
+def differences(one: Sequence[TorchCall], other: Sequence[TorchCall]) -> Iterator[Difference]:
+    """Yield each argument that differs between two records, up to the first call that only one of them has.
 
-    Behind a call that only one of them has, nothing is known to belong together.
+    After that call it is not known which calls correspond.
     """
     for left, right in itertools.zip_longest(one, other):
         if left is None or right is None or left[:2] != right[:2]:
@@ -161,7 +161,7 @@ def differences(one: Sequence[Call], other: Sequence[Call]) -> Iterator[Differen
             yield Difference(left.line, f"{left.name} takes {_first_that_differs(left, right)}")
 
 
-def _other_call(left: Call | None, right: Call | None) -> Difference:
+def _other_call(left: TorchCall | None, right: TorchCall | None) -> Difference:
     names = [f"calls {call.name}" if call else "ends" for call in (left, right)]
     call = left or right
     assert call is not None  # one of two records is the longer one
@@ -170,7 +170,7 @@ def _other_call(left: Call | None, right: Call | None) -> Difference:
     return Difference(call.line, f"a step {names[0]} here, where another step {names[1]}")
 
 
-def _first_that_differs(left: Call, right: Call) -> str:
+def _first_that_differs(left: TorchCall, right: TorchCall) -> str:
     pairs = itertools.zip_longest(left.values, right.values, fillvalue="nothing")
     one, other = next((a, b) for a, b in pairs if a != b)
     return f"{_short(one)} in one step and {_short(other)} in another"

@@ -1,0 +1,289 @@
+"""One `trainer.fit` with ampkit's step: what it replaces in the Trainer, who does each batch, and how all is restored.
+
+Only public names of Lightning are replaced.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.amp import grad_scaler as upstream
+
+from .._capture.options import Options
+from .._capture.ranks import Ranks
+from .._capture.report import Report
+from .._errors import AmpkitWarning
+from .._optimizer.scaler import GradScaler
+from .._precision.module_rules import ModuleRules, why_not_applied
+from .._precision.policy import Policy
+from .._torch.optimizers import supports_amp_scaling
+from .._torch.tree import tree_flatten
+from ._gradient_reads import GradientUses
+from ._host_state import HostReads
+from ._limits import why_not_optimizer, why_not_parameters
+from ._measurements import FitMeasurements
+from ._precision import plugin_for
+from ._statistics import StatisticsReader, TrainingStatistics
+from ._trainer_step import BatchPlace, Clip, TrainerStep
+
+
+class Fit:
+    """Replaces precision plugin, training step and progress-bar metrics of a Trainer; `end` puts the originals back.
+
+    Attributes:
+        policy: the user's, None if there is none.
+        scaler: takes the place of Lightning's.
+        statistics: reads loss scale, gradient norm and speed for the loggers.
+        first_step_by_lightning: whether Lightning still does the steps itself, until the first optimizer step is over.
+            Hooks between backward and that step then find the gradients that they may use.
+        in_optimizer_step: whether Lightning is in its optimizer step, which it enters for the last batch of a window.
+        backward_done: whether ampkit has done the backward of the current batch, so that Lightning's must do nothing.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        policy: Policy | None,
+        scaler: GradScaler | None,
+        options: Options,
+        measurements: FitMeasurements,
+        give_up: Callable[[str], None],
+    ) -> None:
+        strategy = trainer.strategy
+        self._trainer = trainer
+        self._module = module
+        self._options = options
+        self._measurements = measurements
+        self._give_up = give_up
+        self._host_reads = HostReads(module, LightningModule)
+        several_ranks = isinstance(strategy, DDPStrategy)  # one of them cannot turn to Lightning's step by itself
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        self._gradient_uses = GradientUses(module, callbacks, strict=several_ranks or options.on_failure == "raise")
+        # With several ranks always: a callback with such a hook may exist on one of them only.
+        self.first_step_by_lightning = several_ranks or bool(self._gradient_uses.hooks_before_step)
+        self.device = strategy.root_device
+        self._step: TrainerStep | None = None
+        self._step_made_for: tuple[Any, ...] = ()
+        self._in_bar: dict[str, float] = {}
+        self.policy = policy
+        self.statistics = StatisticsReader(self.device, trainer.world_size)
+        self._problem = ""  # why Lightning does the steps, if that was found after the fit began
+        self.in_optimizer_step = False
+        self.backward_done = False
+        self._window_ended = False
+        self._lightning_plugin = strategy.precision_plugin
+        self._lightning_scaler: upstream.GradScaler | None = getattr(self._lightning_plugin, "scaler", None)
+        self.scaler = _scaler_for(scaler, self._lightning_scaler, self.device)
+        self._plugin = plugin_for(self, self._lightning_plugin)
+        strategy.precision_plugin = self._plugin
+        self._lightning_step = strategy.training_step
+        vars(strategy)["training_step"] = self._training_step
+        self._bar = trainer.progress_bar_callback
+        if self._bar is not None:
+            self._lightning_metrics = self._bar.get_metrics
+            vars(self._bar)["get_metrics"] = self._bar_metrics
+
+    def end(self) -> None:
+        """Put everything back and release the graphs."""
+        self._trainer.strategy.precision_plugin = self._lightning_plugin
+        vars(self._trainer.strategy).pop("training_step", None)
+        self._gradient_uses.restore_hooks()
+        if self._bar is not None:
+            vars(self._bar).pop("get_metrics", None)
+        policy = self.policy
+        if policy is not None and policy.modules:
+            rules = ModuleRules(policy.modules, policy.params, policy.output)
+            if not why_not_applied(self._module, rules):
+                policy.remove(self._module)
+        # What asks the device comes last: an error of the device may be why the fit ends.
+        self._give_scaler_back()
+        if self._step is not None:
+            self._step.close()
+
+    def _give_scaler_back(self) -> None:
+        lightning = self._lightning_scaler
+        if lightning is not None and lightning is not self.scaler and self.scaler.is_enabled():
+            lightning.load_state_dict(self.scaler.state_dict())
+        if isinstance(self._plugin, MixedPrecision):
+            self._plugin.scaler = self._lightning_scaler
+
+    def report(self) -> Report:
+        """Return what happened to the batches so far. Waits for the device."""
+        report = nothing_captured(None) if self._step is None else self._step.report()
+        return replace(report, failure=self._problem) if self._problem else report
+
+    # ------------------------------------------------------------------------------------------------------ one batch
+
+    @property
+    def left_to_lightning(self) -> bool:
+        """Whether Lightning does all steps from now on."""
+        return bool(self._problem)
+
+    def prepare_step(self) -> bool:
+        """Return whether ampkit does the step of this batch. If it does, its `TrainerStep` exists from here on."""
+        trainer = self._trainer
+        self.first_step_by_lightning = self.first_step_by_lightning and not _lightning_refuses_to_clip(trainer)
+        if self._gradient_uses.after_captured_step and self._begins_window and not self.left_to_lightning:
+            self._leave_to_lightning(self._gradient_uses.problem)
+        if self.left_to_lightning or self.first_step_by_lightning:
+            return False
+        made_for = (trainer.optimizers[0], trainer.strategy.model, _clip(trainer))
+        if made_for != self._step_made_for:
+            self._make_step(*made_for)
+            self._step_made_for = made_for
+        return not self.left_to_lightning
+
+    @property
+    def _begins_window(self) -> bool:
+        """Whether Lightning calls zero_grad for this batch."""
+        return bool(self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0)
+
+    def _make_step(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, clip: Clip) -> None:
+        if self._step is not None:
+            self._step.close()
+        uses = self._gradient_uses
+        agreed = Ranks(model, self.device).agree(not uses.problem)
+        problem = (
+            ("" if agreed else uses.problem or Ranks.other_found)
+            or why_not_optimizer(optimizer)
+            or why_not_parameters(self._module, optimizer, self.device)
+        )
+        if problem:
+            self._leave_to_lightning(problem)
+            self._give_up(f"{problem} Lightning trains without ampkit.")
+            return
+        if uses.gradients_exist and uses.hooks_before_step:
+            hooks = ", ".join(uses.hooks_before_step)
+            message = f"AmpkitCallback: from now on, {hooks} will be called after the optimizer's step, not before it."
+            warnings.warn(message, AmpkitWarning, stacklevel=2)
+        uses.gradients_exist = False
+        uses.strict = uses.strict or _lightning_refuses_to_clip(self._trainer)
+        assert model is not None  # Lightning sets it up before the first batch
+        self._step = TrainerStep(
+            self._lightning_step,
+            self._module,
+            model,
+            optimizer,
+            self._host_reads,
+            device=self.device,
+            scaler=self.scaler,
+            clip=clip,
+            options=self._options,
+            observer=self._measurements.observer(self._module),
+            give_up=lambda text: self._give_up(f"{text} Training goes on eagerly."),
+        )
+
+    def _leave_to_lightning(self, problem: str) -> None:
+        self._problem, self.backward_done = problem, False
+        self._gradient_uses.restore_hooks()
+        self._give_scaler_back()
+        if self._step is not None:
+            self._step.close()
+
+    def _training_step(self, *args: Any) -> Any:
+        """Take the place of `Strategy.training_step`."""
+        if self._window_ended:
+            self.read_statistics()
+        self.backward_done = False
+        if not self.prepare_step():
+            self._window_ended = self.in_optimizer_step
+            return self._lightning_step(*args)
+        assert self._step is not None  # made by prepare_step
+        trainer, steps_optimizer, samples = self._trainer, self.in_optimizer_step, _batch_size(args[0])
+        place = BatchPlace(self._begins_window, steps_optimizer, trainer.accumulate_grad_batches, trainer.current_epoch)
+        if steps_optimizer and self._measurements.steps_before_recording is not None:
+            with self._measurements.recording(self._module, trainer.optimizers[0], args[0]):
+                output = self._step(place, *args)
+        else:
+            output = self._step(place, *args)
+        self.backward_done = self._step.backward_done
+        self._window_ended = steps_optimizer
+        if self.statistics.interval_start is None:
+            self.statistics.start_timing()
+        else:
+            self.statistics.samples += samples
+        return output
+
+    # ----------------------------------------------------------------------------------------------------- statistics
+
+    def read_statistics(self) -> None:
+        """Every `log_every_n_steps`, start new statistics and log the previous ones.
+
+        To be called once behind each optimizer step: before the next batch, or before validation or the end of the
+        epoch, whose time does not count.
+        """
+        ended, self._window_ended = self._window_ended, False
+        trainer: Any = self._trainer  # some of its attributes are declared nowhere
+        every = trainer.log_every_n_steps
+        if not ended or self._step is None or self.left_to_lightning or not every or trainer.global_step % every:
+            return
+        if trainer.loggers or self._bar is not None:
+            step = trainer.global_step - 1  # the number under which Lightning logs the metrics of this step
+            numbers = {"graph_replays": float(self._step.replays), **self._measurements.figures(self.device)}
+            self.log(self.statistics.start(step, self.scaler, self._step.grad_norm, numbers))
+
+    def log(self, statistics: TrainingStatistics | None) -> None:
+        """Give statistics to the loggers and to the progress bar."""
+        if statistics is None:
+            return
+        values = statistics.values
+        self._in_bar = {short: values[name] for name, short in _IN_THE_BAR.items() if name in values}
+        for logger in self._trainer.loggers:
+            logger.log_metrics({f"ampkit/{name}": value for name, value in values.items()}, step=statistics.step)
+
+    def _bar_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        """Take the place of `ProgressBar.get_metrics`."""
+        return {**self._lightning_metrics(trainer, module), **self._in_bar}
+
+
+_IN_THE_BAR = {
+    "loss_scale": "scale",
+    "skipped_steps": "skipped",
+    "grad_norm": "grad_norm",
+    "samples_per_second": "samples/s",
+    "graph_replays": "replays",
+}
+
+
+def _scaler_for(given: GradScaler | None, lightning: upstream.GradScaler | None, device: torch.device) -> GradScaler:
+    """Return the given scaler, or one with the state of Lightning's; disabled if there is neither."""
+    if given is not None:
+        return given
+    if isinstance(lightning, GradScaler):
+        return lightning
+    scaler = GradScaler(device.type, enabled=lightning is not None and lightning.is_enabled())
+    if lightning is not None and scaler.is_enabled():
+        scaler.load_state_dict(lightning.state_dict())
+    return scaler
+
+
+def _batch_size(batch: Any) -> int:
+    """Return the samples in a batch: the first dimension of its first tensor that has one."""
+    leaves = (leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    first = next(leaves, None)
+    return 1 if first is None else first.shape[0]
+
+
+def _clip(trainer: Trainer) -> Clip:
+    limit = trainer.gradient_clip_val
+    if limit is None or limit <= 0:
+        return Clip(None, None)
+    return Clip(None, float(limit)) if trainer.gradient_clip_algorithm == "value" else Clip(float(limit), None)
+
+
+def _lightning_refuses_to_clip(trainer: Trainer) -> bool:
+    """Return whether Lightning itself would raise when it clips the gradients of this optimizer."""
+    unscales = supports_amp_scaling(trainer.optimizers[0])
+    return unscales and isinstance(trainer.strategy.precision_plugin, MixedPrecision) and _clip(trainer) != (None, None)
+
+
+def nothing_captured(reason: str | None) -> Report:
+    """Return the report of a fit in which ampkit did no step."""
+    return Report(0, 0, 0, 0, {}, 0, (), 0, reason)

@@ -41,7 +41,7 @@ class GraphedPasses:
         return last is not None and not last.done
 
     def __call__(self, leaves: list[Any]) -> Any:
-        """Replay the forward graph on this input. Return `PENDING`, and replay nothing, where `pending` holds.
+        """Replay the forward graph on this input. Return `PENDING`, and replay nothing, if `pending` is true.
 
         Sync: none. Aliasing: none.
         """
@@ -164,7 +164,7 @@ _differentiable_once: Callable[..., tuple[Tensor | None, ...]] = _Differentiable
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies that belong to the caller, made by one kernel where there are many tensors of one dtype."""
+    """Return copies that belong to the caller, made by one kernel for all tensors of one dtype."""
     if len(tensors) < 2 or any(tensor.layout is not torch.strided for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
     copies = [torch.empty_like(tensor) for tensor in tensors]

@@ -99,9 +99,9 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def changed_by_step(optimizer: Optimizer) -> list[Tensor]:
-    """Return every tensor that the next step of an optimizer changes, for which `can_be_undone` holds.
+    """Return every tensor that the next step changes, if `can_be_undone` is true of the optimizer.
 
-    The state that its first step would make is made before, because making it could not be undone.
+    State that the first step would create is created here, because creating it could not be undone.
     """
     with torch.no_grad():
         init_optimizer_state(optimizer)
@@ -121,7 +121,7 @@ def step_or_undo(
     For optimizers without a kernel that skips. Zero gradients would not do, because moments still decay and weights
     still shrink. The tensors are copied before the step, and put back afterwards by integer arithmetic on their bits:
     `new + (old - new) * found_inf`. In floating-point arithmetic a nan would stay. This takes three passes over
-    parameters and state beside the optimizer's own.
+    parameters and state in addition to the optimizer's own.
 
     Args:
         optimizer: its gradients are unscaled already.

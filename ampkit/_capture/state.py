@@ -329,7 +329,7 @@ class TrainingState:
             owner = f"optimizers[{k}]" if len(self.optimizers) > 1 else "the optimizer"
             prefix = f"{owner}." if len(self.optimizers) > 1 else ""
             for i, group in enumerate(optimizer.param_groups):
-                # A float learning rate is fed through a tensor (_optim.py).
+                # A float learning rate is read from a tensor (`_optimizer/param_groups.py`).
                 frozen = (key for key in group if key not in _NOT_FROZEN)
                 named.extend((f"{prefix}param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
             named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))

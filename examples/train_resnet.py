@@ -5,8 +5,8 @@
     torchrun --nproc-per-node=2 examples/train_resnet.py   # one process per GPU: DistributedDataParallel
     python examples/train_resnet.py --help
 
-The file reads top to bottom: options, processes, data, model, one epoch, checkpoint, results, main. What ampkit changes
-in an ordinary training script is in two places: `make_step` builds the training step, `train_epoch` calls it.
+Read the file from top to bottom: options, processes, data, model, one epoch, checkpoint, results, main. It differs from
+a script without ampkit in two places: `make_step` makes the training step, and `train_epoch` calls it.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def add_data_options(group: argparse._ArgumentGroup) -> None:
         choices=["digits", "cifar10", "imagefolder", "synthetic"],
         default="digits",
         help="digits: 1797 scans that come with scikit-learn; cifar10 and imagefolder: from --data-path; "
-        "synthetic: random images, to time a model",
+        "synthetic: random images, to measure the speed of a model",
     )
     group.add_argument("--data-path", default="data", metavar="DIR", help="folder of cifar10 or imagefolder")
     group.add_argument(
@@ -110,7 +110,7 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
         choices=["auto", *MODELS],
         default="auto",
         metavar="NAME",
-        help="a ResNet of torchvision by its name (resnet18, resnet50, resnext50_32x4d, wide_resnet50_2, ...), or "
+        help="the name of a ResNet in torchvision (resnet18, resnet50, resnext50_32x4d, wide_resnet50_2, ...), or "
         "resnet8, which a CPU trains in seconds; auto: resnet18 on CUDA, resnet8 elsewhere",
     )
 
@@ -147,7 +147,7 @@ def add_speed_options(group: argparse._ArgumentGroup) -> None:
         "--cuda-graph",
         choices=["auto", "on", "off"],
         default="auto",
-        help="auto: captured on CUDA, eager elsewhere or where capture fails; on: captured or an error; off: eager",
+        help="auto: capture on CUDA, eager elsewhere or if the capture fails; on: an error if it fails; off: eager",
     )
     group.add_argument(
         "--torchcompile",
@@ -168,23 +168,27 @@ def add_speed_options(group: argparse._ArgumentGroup) -> None:
 def add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=0, help="seed of weights, shuffling and augmentation")
     group.add_argument(
-        "--resume", metavar="FILE", help="checkpoint.pth to go on from; give the other options as in the first run"
+        "--resume",
+        metavar="FILE",
+        help="checkpoint.pth of an earlier run, which is continued; pass the same other options",
     )
     group.add_argument(
         "--output-dir",
         default="runs/train_resnet",
         metavar="DIR",
-        help="where checkpoint.pth, curves.png, summary.json go",
+        help="folder for checkpoint.pth, curves.png and summary.json",
     )
-    group.add_argument("--print-freq", type=positive, default=20, metavar="N", help="steps between two bar updates")
-    group.add_argument("--json", action="store_true", help="print nothing but the summary, one JSON line, on stdout")
+    group.add_argument(
+        "--print-freq", type=positive, default=20, metavar="N", help="steps between two updates of the bar's numbers"
+    )
+    group.add_argument("--json", action="store_true", help="print only the summary to stdout, as one line of JSON")
 
 
 # ------------------------------------------------------------------------------------------------------- processes
 
 
 def join_processes(args: argparse.Namespace) -> None:
-    """Meet the other processes that torchrun started, each on a GPU of its own. Without torchrun there are none."""
+    """Join the other processes that torchrun started, each with its own GPU. Without torchrun there is one process."""
     args.rank, args.processes = 0, 1
     if not dist.is_torchelastic_launched():
         return
@@ -199,12 +203,12 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def distribute(args: argparse.Namespace, model: nn.Module) -> nn.Module:
-    """Return the model to train: one that averages gradients over all processes, if there are several."""
+    """Return the model to train. With several processes it averages gradients over all of them."""
     if not dist.is_initialized():
         return model
     if args.device == "cpu":
         return DistributedDataParallel(model)
-    side = torch.cuda.Stream()  # a graph can hold the exchange of gradients only if it is set up on a side stream
+    side = torch.cuda.Stream()  # gradients can only be exchanged in a graph if DDP was made on a side stream
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         distributed = DistributedDataParallel(model, device_ids=[args.device], gradient_as_bucket_view=True)
@@ -220,14 +224,14 @@ def sum_over_processes(totals: Tensor) -> Tensor:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give every process the BatchNorm statistics of the first, which are those that a checkpoint has."""
+    """Give every process the BatchNorm statistics of the first process, which a checkpoint contains too."""
     if dist.is_initialized():
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
 
 
 def gather(value: Any) -> list[Any]:
-    """Return what each process has, in order of rank."""
+    """Return the values of all processes, in order of rank."""
     values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
     if dist.is_initialized():
         dist.all_gather_object(values, value)
@@ -258,7 +262,7 @@ def load_data(args: argparse.Namespace) -> Data:
 
 WHAT_TO_PUT_WHERE = {
     "cifar10": "Download https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz and unpack it in {path}, so that "
-    "{path}/cifar-10-batches-py/data_batch_1 exists; or name the folder that holds cifar-10-batches-py.",
+    "{path}/cifar-10-batches-py/data_batch_1 exists; or name the folder that contains cifar-10-batches-py.",
     "imagefolder": "Put one folder per class there: {path}/train/<class>/<image>.jpg for training and "
     "{path}/val/<class>/<image>.jpg for testing.",
 }
@@ -267,9 +271,9 @@ WHAT_TO_PUT_WHERE = {
 def digits(path: Path) -> Data:
     """Return 1437 training and 360 test digits, 10 classes, as normalised 3 x 16 x 16 images."""
     pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-    images = pixels.float().reshape(-1, 1, 8, 8) / 16  # the scans hold 0 to 16
-    images = nn.functional.interpolate(images, size=16, mode="bilinear")  # 8 x 8 leaves the last layers no pixels
-    # The same split in every run, whatever --seed is, so that accuracies compare.
+    images = pixels.float().reshape(-1, 1, 8, 8) / 16  # the scans have values from 0 to 16
+    images = nn.functional.interpolate(images, size=16, mode="bilinear")  # 8 x 8 is too small for the last layers
+    # The split does not depend on --seed, so that accuracies of different runs can be compared.
     train, test = train_test_split(torch.arange(len(labels)).numpy(), test_size=0.2, stratify=labels, random_state=0)
     images = (images - images[train].mean()) / images[train].std()
     images = images.expand(-1, 3, -1, -1).contiguous()
@@ -282,7 +286,7 @@ def digits(path: Path) -> Data:
 
 
 def synthetic(path: Path) -> Data:
-    """Return random 3 x 32 x 32 images with random labels: something to time, nothing to learn."""
+    """Return random 3 x 32 x 32 images with random labels, to measure speed only."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2560, 3, 32, 32, generator=generator)
     labels = torch.randint(10, (2560,), generator=generator)
@@ -309,7 +313,7 @@ def imagefolder(path: Path) -> Data:
     train = torchvision.datasets.ImageFolder(path / "train", transform=augment)
     test = torchvision.datasets.ImageFolder(path / "val", transform=centre)
     if train.classes != test.classes:
-        raise FileNotFoundError(f"{path}/train and {path}/val hold different classes.")
+        raise FileNotFoundError(f"{path}/train and {path}/val contain different classes.")
     return Data(train, test, classes=len(train.classes), image_size=224)
 
 
@@ -324,9 +328,9 @@ def make_loader(dataset: Dataset[Any], args: argparse.Namespace, *, train: bool)
         batch_size=args.batch_size,
         shuffle=train and sampler is None,
         sampler=sampler,
-        drop_last=train,  # a graph replays one batch size: the few images left over come up in another epoch
+        drop_last=train,  # a graph has one batch size; the images left over are used in other epochs
         num_workers=args.workers,
-        generator=torch.Generator(),  # train_epoch seeds it, so that an epoch's order depends on nothing before it
+        generator=torch.Generator(),  # train_epoch seeds it, so the order in an epoch depends only on its number
     )
 
 
@@ -381,7 +385,7 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
 def make_scheduler(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """Return a schedule that moves with every training step, not with every epoch."""
+    """Return a schedule that is stepped after every training step, not after every epoch."""
     if args.lr_scheduler == "cosine":
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs * steps_per_epoch)
     if args.lr_scheduler == "step":
@@ -393,7 +397,7 @@ def make_scheduler(
 
 
 class Training(NamedTuple):
-    """Everything that a checkpoint must bring back, and the policy that it runs under."""
+    """Everything that a checkpoint must restore, and the policy."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -406,7 +410,7 @@ def make_step(args: argparse.Namespace, training: Training) -> ampkit.GraphedSte
     """Return the training step: forward, backward, unscale, clip, optimizer, loss scale, learning rate."""
 
     def loss_fn(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model(images.to(training.policy.params))  # a copy only for policies such as bf16-true
+        logits = model(images.to(training.policy.params))  # copies only under policies such as bf16-true
         loss = nn.functional.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
         return loss, (logits.argmax(1) == labels).float().mean()
 
@@ -477,12 +481,12 @@ def evaluate(args: argparse.Namespace, training: Training, loader: DataLoader[An
 
 # ------------------------------------------------------------------------------------------------------ checkpoint
 
-# Options that do not say what is trained: a resumed run may have others.
+# Options that may differ in a resumed run.
 FREE_OPTIONS = {"resume", "output_dir", "json", "print_freq", "data_path", "device", "cuda_graph", "rank"}
 
 
 def save_checkpoint(args: argparse.Namespace, training: Training, history: list[dict[str, float]]) -> None:
-    """Write everything that a later run needs, with or without torchrun. All processes call it, the first writes."""
+    """Write everything that a later run needs, with or without torchrun. All processes call this; the first writes."""
     checkpoint = {
         "model": training.model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
@@ -501,14 +505,14 @@ def save_checkpoint(args: argparse.Namespace, training: Training, history: list[
 
 
 def load_checkpoint(args: argparse.Namespace, training: Training) -> list[dict[str, float]]:
-    """Put the state of `--resume` back and return the history of the epochs before it."""
+    """Restore the state of `--resume` and return the history of its epochs."""
     try:
         checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise SystemExit(f"--resume {args.resume}: there is no such file. A run writes DIR/checkpoint.pth.") from None
     then, now = checkpoint["options"], vars(args)
     changed = {name for name in now.keys() - FREE_OPTIONS if then.get(name) != now[name]}
-    if then["batch_size"] * then["processes"] == args.batch_size * args.processes:  # as many steps of as many images
+    if then["batch_size"] * then["processes"] == args.batch_size * args.processes:  # equal global batch size
         changed -= {"batch_size", "processes"}
     if args.lr_scheduler != "cosine":  # only the cosine depends on where the run ends
         changed.discard("epochs")
@@ -516,7 +520,7 @@ def load_checkpoint(args: argparse.Namespace, training: Training) -> list[dict[s
         options = ", ".join(
             f"--{name.replace('_', '-')} {then.get(name)} (now {now[name]})" for name in sorted(changed)
         )
-        raise SystemExit(f"--resume {args.resume}: that run had {options}. Give it the same options to go on with it.")
+        raise SystemExit(f"--resume {args.resume}: that run had {options}. Pass the same options to continue it.")
     training.model.load_state_dict(checkpoint["model"])
     training.optimizer.load_state_dict(checkpoint["optimizer"])
     training.scaler.load_state_dict(checkpoint["scaler"])
@@ -577,7 +581,7 @@ def plot_train_and_test(axes: Axes, train: list[float], test: list[float], numbe
 
 
 def plot_loss_scale(axes: Axes, curves: dict[str, list[float]], *, scaled: bool) -> None:
-    """Draw the loss scale at the end of each epoch, and under it how many steps overflowed and were skipped."""
+    """Draw the loss scale at the end of each epoch, and below it how many steps overflowed and were skipped."""
     axes.set_title("Loss scale and skipped steps")
     if not scaled:
         axes.text(0.5, 0.5, "this policy needs no loss scale", transform=axes.transAxes, ha="center", va="center")
@@ -630,7 +634,7 @@ def main(argv: list[str] | None = None) -> None:
     join_processes(args)
     log = sys.stderr if args.json else sys.stdout
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(args.seed + 10_000 * args.rank)  # weights of the first process go to all: see distribute
+    torch.manual_seed(args.seed + 10_000 * args.rank)  # DDP copies the weights of the first process to all
     set_algorithms(args)
     data = load_data(args)
     train_loader = make_loader(data.train, args, train=True)
@@ -673,9 +677,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def set_algorithms(args: argparse.Namespace) -> None:
     if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first call
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS is first used
         torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = not args.deterministic  # else cuDNN times its algorithms and takes the fastest
+    torch.backends.cudnn.benchmark = not args.deterministic  # True: cuDNN measures its algorithms and uses the fastest
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Train a ResNet with a Lightning Trainer, the whole training step captured as one CUDA graph by one callback.
+"""Train a ResNet with a Lightning Trainer, and capture the whole training step as one CUDA graph with one callback.
 
     python examples/train_resnet_lightning.py                # scikit-learn's handwritten digits: nothing to download
-    python examples/train_resnet_lightning.py --no-ampkit    # the same by Lightning alone, to compare
+    python examples/train_resnet_lightning.py --no-ampkit    # the same without ampkit, to compare
     python examples/train_resnet_lightning.py --dataset cifar10 --data-path data --model resnet18 --clip-grad 1.0
     python examples/train_resnet_lightning.py --devices 2    # one process per GPU
     python examples/train_resnet_lightning.py --help
 
-Data, models, optimizers and their options are those of train_resnet.py, next to this file. What ampkit changes in an
-ordinary Lightning script is one line in `main`.
+Data, models, optimizers and their options are those of train_resnet.py, in the same folder. The script differs from one
+without ampkit in one line of `main`.
 """
 
 import argparse
@@ -49,7 +49,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.precision == "auto":
         args.precision = "16-mixed" if on_cuda else "32-true"
     if args.no_ampkit and args.clip_grad is not None and args.precision.endswith("mixed"):
-        parser.error("--no-ampkit --clip-grad: Lightning clips no gradients of a fused optimizer in mixed precision.")
+        parser.error(
+            "--no-ampkit --clip-grad: in mixed precision Lightning cannot clip the gradients of a fused optimizer."
+        )
     if args.model == "auto":
         args.model = "resnet18" if on_cuda else "resnet8"
     if args.lr is None:
@@ -60,24 +62,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_trainer_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--no-ampkit", action="store_true", help="train by Lightning alone")
+    group.add_argument("--no-ampkit", action="store_true", help="train without ampkit")
     group.add_argument(
         "--precision",
         choices=["auto", *PRECISIONS],
         default="auto",
-        help="of the Trainer; auto: 16-mixed on CUDA, 32-true elsewhere",
+        help="precision of the Trainer; auto: 16-mixed on CUDA, 32-true elsewhere",
     )
     group.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches per optimizer step")
     group.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     group.add_argument("--devices", type=positive, default=1, metavar="N", help="processes, each with a GPU of its own")
     group.add_argument("--deterministic", action="store_true", help="use deterministic algorithms only")
     group.add_argument("--seed", type=int, default=0, help="seed of weights and shuffling")
-    group.add_argument("--resume", metavar="FILE", help="last.ckpt to go on from")
+    group.add_argument("--resume", metavar="FILE", help="last.ckpt of an earlier run, which is continued")
     group.add_argument(
-        "--output-dir", default="runs/train_resnet_lightning", metavar="DIR", help="checkpoints, metrics"
+        "--output-dir", default="runs/train_resnet_lightning", metavar="DIR", help="folder for checkpoints and metrics"
     )
     group.add_argument("--print-freq", type=positive, default=20, metavar="N", help="steps between two log entries")
-    group.add_argument("--json", action="store_true", help="print nothing but the summary, one JSON line, on stdout")
+    group.add_argument("--json", action="store_true", help="print only the summary to stdout, as one line of JSON")
 
 
 # ---------------------------------------------------------------------------------------------------------- module
@@ -121,7 +123,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Speed(pl.Callback):
-    """Takes the time of each epoch's training steps, with and without ampkit alike."""
+    """Measures the speed of the training steps in each epoch, with and without ampkit."""
 
     def __init__(self) -> None:
         self.images_per_second: list[float] = []
@@ -154,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     data = train_resnet.load_data(args)
     module = ResNet(as_in_train_resnet(args), data)
     speed = Speed()
-    # -------------------------------------------------------------------------------- the line that ampkit takes
+    # -------------------------------------------------------------------------------- the line for ampkit
     callback = AmpkitCallback(graph="auto" if args.device == "cuda" else "off")
     # -----------------------------------------------------------------------------------------------------------
     trainer = pl.Trainer(
@@ -190,10 +192,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def as_in_train_resnet(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the options as make_model and make_optimizer of train_resnet.py take them; a Trainer moves the model."""
+    """Return the options for make_model of train_resnet.py. The Trainer, not make_model, moves and casts the model."""
     return argparse.Namespace(
         **{**vars(args), "device": "cpu"},
-        policy=PRECISIONS["32-true"],  # a Trainer casts the model
+        policy=PRECISIONS["32-true"],
         channels_last=args.device == "cuda",
         torchcompile=None,
     )

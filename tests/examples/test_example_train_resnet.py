@@ -161,9 +161,7 @@ def test_resume_refuses_other_options(train: Any, tmp_path: Path) -> None:
     """--resume with options that would train something else names each of them, then and now."""
     train()
     checkpoint = str(tmp_path / "run" / "checkpoint.pth")
-    with pytest.raises(
-        SystemExit, match=r"that run had --epochs 1 \(now 4\), --lr 0\.05 \(now 0\.5\)\. Give it the same"
-    ):
+    with pytest.raises(SystemExit, match=r"that run had --epochs 1 \(now 4\), --lr 0\.05 \(now 0\.5\)\. Pass the same"):
         train("--resume", checkpoint, "--lr", "0.5", "--epochs", "4")
 
 
@@ -363,7 +361,7 @@ def test_torchrun(example: ModuleType, train: Any, tmp_path: Path) -> None:
         assert checkpoint["history"][1][name] == end["history"][1][name]
     alone, _ = train("-b", "32", "-j", "0", "--epochs", "2", *resume)
     assert alone["epochs"] == 2
-    with pytest.raises(SystemExit, match=r"that run had --processes 2 \(now 1\)\. Give it the same"):
+    with pytest.raises(SystemExit, match=r"that run had --processes 2 \(now 1\)\. Pass the same"):
         train("-b", "16", "-j", "0", "--epochs", "2", *resume)
 
 

@@ -105,7 +105,7 @@ def test_resume(train: Train) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--no-ampkit", "--clip-grad", "1", "--precision", "16-mixed"], "Lightning clips no gradients of a fused"),
+        (["--no-ampkit", "--clip-grad", "1", "--precision", "16-mixed"], "Lightning cannot clip the gradients"),
         (["--precision", "64-true"], "invalid choice: '64-true'"),
         (["--devices", "0"], "argument --devices: 0 is not 1 or more"),
     ],
@@ -127,7 +127,7 @@ def test_help_shows_every_default(example: ModuleType, capsys: pytest.CaptureFix
     for group in ("data:", "model:", "optimizer and schedule:", "trainer and results:"):
         assert group in text
     assert "--epochs N passes over the training images (default: 20)" in text
-    assert "--no-ampkit train by Lightning alone (default: False)" in text
+    assert "--no-ampkit train without ampkit (default: False)" in text
 
 
 @pytest.mark.cuda

@@ -1,6 +1,5 @@
 """Exactness as a property: random training set-ups, graphed and eager, agree bit by bit after every call."""
 
-import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,15 +26,6 @@ def cases(by_hand: bool) -> list[Any]:
         for setup in (draw(seed, device) for seed in seeds)
         if setup.by_hand or not by_hand
     ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """Keep what was made before out of garbage collections: every capture does one, over a tenth of a second each."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @contextmanager

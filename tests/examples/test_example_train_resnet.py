@@ -20,11 +20,12 @@ from torchvision.transforms.functional import to_pil_image
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_resnet.py"
+IMAGES = 128  # for training, of `example`: two steps an epoch
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return the script as a module, its digits cut to 256 for training and 64 for testing, and clean up behind it."""
+    """Return the script as a module, its digits cut to few for training and 64 for testing, and clean up behind it."""
     spec = importlib.util.spec_from_file_location("train_resnet", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -34,7 +35,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
     def few_digits(path: Path) -> Any:
         data = all_digits(path)
-        return data._replace(train=Subset(data.train, range(256)), test=Subset(data.test, range(64)))
+        return data._replace(train=Subset(data.train, range(IMAGES)), test=Subset(data.test, range(64)))
 
     monkeypatch.setattr(module, "digits", few_digits)
     benchmark = torch.backends.cudnn.benchmark
@@ -83,7 +84,7 @@ def test_last_line_is_the_summary_file(train: Any, tmp_path: Path) -> None:
     assert lines[0].startswith("epoch 1/2: loss ")
     assert summary["accuracy"] == round(summary["accuracy"] * 64) / 64
     assert summary["graph"]["replays"] == 0
-    assert sum(summary["graph"]["eager"].values()) == 2 * (256 // 64)
+    assert sum(summary["graph"]["eager"].values()) == 2 * (IMAGES // 64)
     assert summary["images_per_second"] > 0
     assert summary["skipped_steps"] == 0
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
@@ -125,7 +126,7 @@ def test_resume_is_bitwise(train: Any, train_in_two_parts: Any, options: list[st
     options = ["--epochs", "3", *options]
     whole, _ = train(*options)
     parts = train_in_two_parts(*options)
-    assert sum(parts["graph"]["eager"].values()) == 2 * (256 // 64)  # the first epoch was not run again
+    assert sum(parts["graph"]["eager"].values()) == 2 * (IMAGES // 64)  # the first epoch was not run again
     assert parts["weights_sha256"] == whole["weights_sha256"]
     checkpoints = [torch.load(summary["checkpoint"], weights_only=True) for summary in (whole, parts)]
     for name in ("scaler", "scheduler"):
@@ -221,7 +222,7 @@ def test_wrong_options_are_explained(
 
 def test_batch_larger_than_the_data_is_explained(train: Any) -> None:
     """A batch size that leaves no full batch is an error, not a run of no steps."""
-    with pytest.raises(SystemExit, match="--batch-size 512: there are only 256 training images"):
+    with pytest.raises(SystemExit, match=f"--batch-size 512: there are only {IMAGES} training images"):
         train("-b", "512")
 
 

@@ -137,7 +137,7 @@ def test_rows_are_what_runs(name, policy, training, device_type):
     assert told.totals.cast_bytes == totals.cast_bytes
 
 
-@pytest.mark.parametrize("name", ["net", "mixed", "encoder", "resnet50", "vit"])
+@pytest.mark.parametrize("name", ["net", "mixed", "encoder", pytest.param("resnet50", marks=pytest.mark.slow), "vit"])
 @pytest.mark.parametrize("policy", ["bfloat16", "float32"])
 def test_bytes_kept_are_those_that_autograd_saves(name, policy):
     """Counted over the storages that the model's own graph keeps on the CPU; rows add up to the total."""

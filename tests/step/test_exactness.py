@@ -1,6 +1,5 @@
 """Exactness as a property: random training set-ups, graphed and eager, agree bit by bit after every call."""
 
-import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,27 +14,23 @@ from setups import HandTraining, Setup, StepTraining, draw
 import ampkit
 
 SEEDS = {"cpu": range(240), "cuda": range(70)}
+QUICK = {"cpu": range(80), "cuda": range(70)}  # the seeds that are not slow; they draw every value, too
 GRAPHS = {"cpu": "emulate", "cuda": "auto"}
 
 
 def cases(by_hand: bool) -> list[Any]:
     """Return a parameter per set-up, all of them or those that are compared with a loop written by hand."""
-    marks = {"cpu": (), "cuda": pytest.mark.cuda}
+    needs = {"cpu": [], "cuda": [pytest.mark.cuda]}
     return [
-        pytest.param(setup, id=f"{device}-seed{setup.seed}", marks=marks[device])
+        pytest.param(
+            setup,
+            id=f"{device}-seed{setup.seed}",
+            marks=[*needs[device], *([] if setup.seed in QUICK[device] else [pytest.mark.slow])],
+        )
         for device, seeds in SEEDS.items()
         for setup in (draw(seed, device) for seed in seeds)
         if setup.by_hand or not by_hand
     ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """Keep what was made before out of garbage collections: every capture does one, over a tenth of a second each."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @contextmanager
@@ -142,10 +137,11 @@ def set_random_states(states: list[torch.Tensor], device: str) -> None:
         torch.cuda.set_rng_state(states[1])
 
 
+@pytest.mark.parametrize("seeds", [SEEDS, QUICK], ids=["all", "quick"])
 @pytest.mark.parametrize("device", SEEDS)
-def test_every_value_is_drawn(device: str) -> None:
+def test_every_value_is_drawn(device: str, seeds: dict[str, range]) -> None:
     """The set-ups leave out no model, optimizer, policy, option or event, alone or against the loop of torch."""
-    found = {pair for seed in SEEDS[device] for pair in setups.axis_values(draw(seed, device))}
+    found = {pair for seed in seeds[device] for pair in setups.axis_values(draw(seed, device))}
     expected = {
         "model": setups.MODELS,
         "optimizer": (OPTIMIZERS | UNFUSED).keys() - ({"adagrad"} if device == "cuda" else set()),
@@ -165,5 +161,5 @@ def test_every_value_is_drawn(device: str) -> None:
         "events": ("flush", *setups.EVENTS),
     }
     assert found == {(axis, str(value)) for axis, legal in expected.items() for value in legal}
-    scripts = [draw(seed, device).script for seed in SEEDS[device]]
+    scripts = [draw(seed, device).script for seed in seeds[device]]
     assert sum(any(action.endswith("!") for action in script) for script in scripts) > len(scripts) / 5

@@ -26,19 +26,12 @@ from interrupts import (
     Phase,
     TwoOptimizers,
     counts,
-    few_objects,
     interrupted_at,
     moments,
     trial,
 )
 
 _PER_CALL = 3  # moments that the suite tries; `python tests/support/interrupts.py --all` tries all of them
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with few_objects():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -100,9 +100,16 @@ def run(engine: Engine, graph: str, use: str, policy: str, accumulate: int) -> t
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("policy", "accumulate"),
+    [
+        ("bfloat16", 1),
+        ("float16", 2),
+        pytest.param("bfloat16", 2, marks=pytest.mark.slow),
+        pytest.param("float16", 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("accumulate", [1, 2])
 def test_only_where_it_is_exact(engine: Engine, policy: str, use: str, accumulate: int) -> None:
     """A weight that is used otherwise stays float32; after every call all bits are eager's."""
     with deterministic():

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.engine import StepDoneError
+from .._capture.fallback import StepDoneError
 from .._errors import CaptureError, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .observer import Observer

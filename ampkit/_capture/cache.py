@@ -1,7 +1,7 @@
 """Which graph serves which input; how many are kept; what each costs and saves."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from .._torch.tree import tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
 from .inputs import StaticInputs
 from .timing import Saving, Timing, combined
+from .variation import Key
 
 
 class Captured:
@@ -104,23 +105,23 @@ class Cache:
         self.limit = max_graphs
         self._budget = memory_budget
         self._pool = Pool()
-        self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._graphs: OrderedDict[Key, Captured] = OrderedDict()
         self._dropped = Saving(0, None, None)
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def __iter__(self) -> Iterator[tuple[Any, Captured]]:
+    def __iter__(self) -> Iterator[tuple[Key, Captured]]:
         return iter(self._graphs.items())
 
-    def get(self, key: Hashable) -> Captured | None:
+    def get(self, key: Key) -> Captured | None:
         """Return the graph for this key as the most recently used one, or None."""
         captured = self._graphs.get(key)
         if captured is not None:
             self._graphs.move_to_end(key)
         return captured
 
-    def make_room(self) -> list[Hashable]:
+    def make_room(self) -> list[Key]:
         """Reset the least recently used graphs until one more fits; return their keys. Their memory stays in the pool,
         for the next one."""
         evicted = []
@@ -130,7 +131,7 @@ class Cache:
             evicted.append(key)
         return evicted
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, key: Key) -> None:
         """Reset one graph, if it is there."""
         if key in self._graphs:
             self._drop(self._graphs.pop(key))
@@ -146,7 +147,7 @@ class Cache:
 
     def add(
         self,
-        key: Hashable,
+        key: Key,
         graph: Graph,
         inputs: StaticInputs,
         pool_bytes_before: int,

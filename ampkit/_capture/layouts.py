@@ -82,12 +82,13 @@ class Layouts:
         lenient: see `Rehearsal`.
 
     Attributes:
+        lenient: as given.
         reason: what the warm-up of an input is counted under that was warm before, under other settings.
     """
 
     def __init__(self, warmup: int, lenient: bool) -> None:
         self._warmup = warmup
-        self._lenient = lenient
+        self.lenient = lenient
         self.reason = WARM_UP
         self._by_key: OrderedDict[Key, Layout] = OrderedDict()
         self._seen: set[int] = set()  # inputs that came, by hash: the inputs may hold what is the user's
@@ -108,7 +109,7 @@ class Layouts:
             if len(self._by_key) == MAX_LAYOUTS:
                 self._by_key.popitem(last=False)
             seen = hash((key.spec, key.phase))
-            layout = Layout(self.reason if seen in self._seen else WARM_UP, self._warmup, self._lenient)
+            layout = Layout(self.reason if seen in self._seen else WARM_UP, self._warmup, self.lenient)
             self._by_key[key] = layout
             if len(self._seen) < _MAX_SEEN:
                 self._seen.add(seen)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from .._torch.modes import TorchDispatchMode, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import written_arguments
-from .._torch.tensors import storage_address
-from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path
+from .._torch.tensors import storage_address, version
+from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .._undo import Undo
+from .cache import Captured
 from .state import TrainingState
 
 NOISE = 10.0  # some replays of a nondeterministic kernel are a sample of its noise; an eager step may lie further out
@@ -59,6 +60,45 @@ def verified(
         verdict = _compared(start, replay, eager, state, generators)
         undo.forget()
     return verdict
+
+
+def verified_replay(
+    captured: Captured,
+    eager: Callable[..., Any],
+    leaves: Sequence[Any],
+    state: TrainingState,
+    generators: Sequence[torch.Generator],
+) -> Verdict:
+    """Replay a graph and call `eager(*args, **kwargs)` on the same batch, see `verified`.
+
+    The tensors of the batch are changed in place as the eager call would change them.
+
+    Raises:
+        InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
+    """
+    captured.inputs.refuse_shared(leaves)  # the graph gets copies, which share no memory
+    given = _copies(leaves)
+    used: list[Any] = []  # by the last eager call
+
+    def call() -> Any:
+        used[:] = _copies(given)
+        args, kwargs = tree_unflatten([*used], captured.inputs.spec.tree)
+        return eager(*args, **kwargs)
+
+    def replay() -> Any:
+        return captured.replay([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given])
+
+    verdict = verified(replay, call, state, generators)
+    for leaf, after in zip(leaves, used, strict=True):
+        if isinstance(leaf, Tensor) and version(after):  # changed in place
+            leaf.copy_(after)
+    return verdict
+
+
+def _copies(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves, tensors as copies that count changes in place, which tensors of inference mode do not."""
+    with torch.inference_mode(False), torch.no_grad():
+        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _compared(

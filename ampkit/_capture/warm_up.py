@@ -20,8 +20,8 @@ from .undeclared import Undeclared
 class Run(Protocol):
     """How the engine calls eagerly."""
 
-    def __call__(self, reason: str, fn: Callable[[], Any], around: AbstractContextManager[Any] | None = None) -> Any:
-        """Return what `fn` returns, called in the context `around` and counted under this reason."""
+    def __call__(self, reason: str, fn: Callable[[], Any], context: AbstractContextManager[Any] | None = None) -> Any:
+        """Return what `fn` returns, called in this context and counted under this reason."""
 
 
 class WarmUp:

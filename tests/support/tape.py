@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ampkit._capture import cache as _cache
-from ampkit._capture import engine as _engine
+from ampkit._capture import layout_capture as _layout_capture
 from ampkit._capture import layouts as _layouts
 from ampkit._capture.inputs import Spec, StaticInputs
 from ampkit._capture.rehearsal import Rehearsal
@@ -111,7 +111,7 @@ def taped() -> Iterator[None]:
     """Make `graph="emulate"` record and run tapes."""
     with (
         mock.patch.object(_cache, "EmulatedGraph", TapedGraph),
-        mock.patch.object(_engine, "StaticInputs", _FilledInputs),
+        mock.patch.object(_layout_capture, "StaticInputs", _FilledInputs),
         mock.patch.object(_layouts, "Rehearsal", _Incomparable),
     ):
         yield

@@ -1,0 +1,98 @@
+"""What follows where something cannot be captured: one warning and eager calls from then on, or an error."""
+
+import warnings
+from typing import Any
+
+from .._errors import CaptureError, CaptureWarning
+from .._user_line import users_level
+from .layouts import Layout
+
+_GOES_ON = "Training goes on eagerly"
+
+
+class StepDoneError(CaptureError):
+    """The graph computes something else than the step. This step was done all the same, as eager computes it.
+
+    Attributes:
+        outputs: what the step returned.
+    """
+
+    def __init__(self, text: str, outputs: Any) -> None:
+        super().__init__(text)
+        self.outputs = outputs
+
+
+class Fallback:
+    """Warns that calls are eager, each kind of warning once, or raises; and remembers why.
+
+    Args:
+        name: what messages call the step.
+        raises: whether the user asked for errors (`on_failure="raise"`).
+        refused: why nothing is to be captured at all; "" if there is no reason.
+
+    Attributes:
+        raises: as given.
+        refused: why every call is eager from now on; "" as long as some layout may be captured.
+        failure: what could not be captured last, for the report; None if nothing failed.
+    """
+
+    def __init__(self, name: str, *, raises: bool, refused: str = "") -> None:
+        self._name = name
+        self.raises = raises
+        self.refused = refused
+        self.failure: str | None = None
+        self._warned: set[str] = set()
+
+    def error(self, reason: object) -> CaptureError:
+        """Return the error that gives this reason."""
+        return CaptureError(f"{self._name}: {reason}")
+
+    def refuse(self, reason: str) -> None:
+        """Have every call be eager, for a reason known before the first one. Warn, or raise a `CaptureError`."""
+        if self.raises:
+            raise self.error(reason)
+        self.refused = self.failure = reason
+        self._warn(f"{reason} {_GOES_ON}; graph='off' says so without a warning.")
+
+    def refuse_wrong_graph(self, problem: str, outputs: Any) -> None:
+        """Have every call be eager, since a replay did not do what this step did. Warn, or raise a `StepDoneError`."""
+        self.refused = self.failure = problem
+        if self.raises:
+            raise self.step_done_error(problem, outputs)
+        self._warn(f"{problem} {_GOES_ON}.")
+
+    def step_done_error(self, problem: object, outputs: Any) -> StepDoneError:
+        """Return the error that a graph is wrong, though the step that had these outputs was done."""
+        return StepDoneError(f"{self._name}: {problem} This step was done, as eager computes it.", outputs)
+
+    def give_up(self, layout: Layout, reason: str, error: CaptureError, *, is_last: bool) -> None:
+        """Have the calls of one layout be eager. Warn, or raise a `CaptureError`.
+
+        Args:
+            layout: which one.
+            reason: what its calls are counted under.
+            error: why.
+            is_last: whether no other layout has a graph, so that nothing is captured from now on.
+        """
+        if self.raises:
+            raise self.error(error) from error
+        self.failure = str(error)
+        layout.refusal = reason
+        if is_last:
+            self.refused = reason
+        self.warn_once(self.failure, f"{error} {_GOES_ON}.")
+
+    def has_warned(self, kind: str) -> bool:
+        """Return whether there was a warning of this kind."""
+        return kind in self._warned
+
+    def warn_once(self, kind: str, message: str) -> bool:
+        """Warn unless there was a warning of this kind; return whether there was none."""
+        if kind in self._warned:
+            return False
+        self._warned.add(kind)
+        self._warn(message)
+        return True
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())

@@ -1,0 +1,174 @@
+"""How a layout gets its graph: record it, compare it with the eager call before, keep within the memory budget."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._errors import CaptureError
+from .._undo import Undo
+from .cache import Cache, Captured
+from .fallback import Fallback
+from .graph import Graph
+from .inputs import StaticInputs
+from .layouts import Layout, Layouts
+from .options import Options
+from .overlaps import keep_apart
+from .pool import no_recompile
+from .ranks import Ranks
+from .state import TrainingState
+from .variation import Key
+
+
+class LayoutCapture:
+    """Captures layouts, each of them once its warm-up is over.
+
+    Args:
+        fn: what a graph records.
+        state: what `fn` may change.
+        stream: where to capture; None for emulated graphs.
+        options: see `Options`.
+        ranks: the processes that must decide alike.
+        cache: keeps the graphs.
+        layouts: those that have no graph.
+        fallback: issues the warnings.
+
+    Attributes:
+        captures: how many graphs were captured so far.
+        evictions: how many graphs made room for others so far.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        state: TrainingState,
+        stream: torch.cuda.Stream | None,
+        options: Options,
+        ranks: Ranks,
+        cache: Cache,
+        layouts: Layouts,
+        fallback: Fallback,
+    ) -> None:
+        self._fn = fn
+        self._state = state
+        self._stream = stream
+        self._options = options
+        self._ranks = ranks
+        self._cache = cache
+        self._layouts = layouts
+        self._fallback = fallback
+        self.captures = 0
+        self.evictions = 0
+
+    def capture(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
+        """Capture a graph for this key and put it into the cache. Nothing of the step is done.
+
+        Returns:
+            The graph; None if it takes more memory than the budget. Then `layout.refusal` says so.
+
+        Raises:
+            CaptureError: the capture failed, on this rank or on another one. Everything is as before the call.
+        """
+        if layout.evictions and not self._fallback.has_warned("variation"):  # which has said more
+            self._fallback.warn_once(
+                "evictions",
+                f"a graph that was dropped to make room for others is captured again ({key.spec}). Raise max_graphs "
+                "or memory_budget, or pad to fewer shapes with ampkit.Buckets.",
+            )
+        for evicted in self._cache.make_room():
+            self.evictions += 1
+            self._layouts.of(evicted).evict()
+        pool_bytes = self._cache.pool_bytes
+        graph, inputs = self._record(key, layout, leaves)
+        self.captures += 1
+        keep_apart(inputs, self._state, layout.writes.paths())
+        captured = self._cache.add(key, graph, inputs, pool_bytes, layout.timing)
+        fits = self._ranks.agree(not self._cache.over_budget())
+        return captured if fits else self._within_budget(key, layout, leaves)
+
+    def _record(self, key: Key, layout: Layout, leaves: list[Any]) -> tuple[Graph, StaticInputs]:
+        """Return a graph that was just recorded, and the buffers that it reads its input from."""
+        inputs = StaticInputs(key.spec, leaves)
+        graph = self._cache.new_graph(self._stream, self._options.generators)
+        before = self._state.tensors()
+        # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
+        fn = self._fn
+
+        def recorded() -> Any:
+            versions = inputs.versions()
+            outputs = fn(key.phase, *inputs.args, **inputs.kwargs)
+            inputs.note_changes(versions)
+            return outputs
+
+        failure: CaptureError | None = None
+        with Undo() as undo:
+            undo.note(self._state.rebind, before)
+            undo.note(graph.reset)
+            try:
+                with no_recompile():
+                    graph.capture(recorded, layout.rehearsal.capturing)
+                _refuse_rebound(self._state.rebound_since(before))
+            except CaptureError as error:
+                failure = error
+            if not self._ranks.agree(failure is None):
+                raise failure or CaptureError(self._ranks.other_failed)
+            undo.forget()
+        return graph, inputs
+
+    def _within_budget(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
+        """Capture again into a pool that fewer graphs share. Refuse this key if its graph alone is too large."""
+        if len(self._cache) > 1 and not self._ranks.wrappers:
+            limit, self._cache.limit = self._cache.limit, len(self._cache) - 1
+            self.evictions += self._cache.limit  # their layouts stay warm, so that their next calls capture again
+            self._cache.clear()
+            captured = None
+            try:
+                captured = self.capture(key, layout, leaves)
+            finally:
+                if captured is None:
+                    self._cache.limit = limit
+            return captured
+        layout.refusal = f"its graph takes {self._cache.nbytes} bytes, memory_budget is {self._options.memory_budget}"
+        self._cache.clear()
+        self._fallback.warn_once("budget", f"{key.spec}: {layout.refusal}. Training goes on eagerly.")
+        return None
+
+    def compare(self, key: Key, layout: Layout) -> CaptureError | None:
+        """Compare what was just captured, and replayed once, with the rehearsal. Drop the graph if it differs.
+
+        This comes behind the replay, because the graph has what the host chose for this call. If the user's code were
+        called again, the host would choose again.
+
+        Returns:
+            Why the layout must be given up; None if it need not be. A first difference is forgiven: a thread of the
+            user's may have used autograd's threads at the same time. With several ranks it is not, for they might
+            disagree on it.
+        """
+        difference = layout.rehearsal.difference()
+        if self._layouts.lenient and self._ranks.wrappers:
+            return None  # on a CPU, DistributedDataParallel does its part when gloo's threads are done with theirs
+        if difference is None and not self._ranks.wrappers:  # not recorded: once more, behind another rehearsal
+            self._cache.drop(key)
+            return None
+        if reason := layout.rehearsal.unseen:
+            self._fallback.warn_once("unseen", f"the capture cannot be compared with an eager call: {reason}.")
+        if self._ranks.agree(not difference):
+            return None
+        self._cache.drop(key)
+        if difference and not layout.differed and not self._ranks.wrappers:
+            layout.differed = True
+            return None
+        if not difference:
+            return CaptureError(self._ranks.other_failed)
+        return CaptureError(
+            f"{difference}. A graph would repeat what it recorded, but this depends on more than the batch and the "
+            "declared state. Pass a value that changes as a tensor, or keep it in a buffer that the step changes."
+        )
+
+
+def _refuse_rebound(paths: list[str]) -> None:
+    if paths:
+        raise CaptureError(
+            f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the new "
+            "value. Change tensors in place (copy_, add_), and make them before the step."
+        )

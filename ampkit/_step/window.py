@@ -6,12 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from .._capture.engine import StepDoneError
-from .._capture.variation import Part
-=======
 from .._capture.fallback import StepDoneError
->>>>>>> helper-words-capture
+from .._capture.variation import Part
 from .._errors import CaptureError, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .observer import Observer

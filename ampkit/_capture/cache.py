@@ -87,6 +87,13 @@ def _rebuild(node: Any, tensors: list[Tensor]) -> _Rebuild:
     return lambda given: tree_unflatten([part(given) for part in parts], tree)
 
 
+def copied(tree: Any) -> Any:
+    """Return a tree with a copy of each tensor."""
+    tensors: list[Tensor] = []
+    rebuilt = _rebuild(tree, tensors)
+    return rebuilt(map(Tensor.clone, tensors))
+
+
 _CONSTANTS = frozenset((bool, int, float, str, type(None)))
 
 

@@ -7,14 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._errors import CaptureError, InputMismatch
 from .._torch.modes import modes
 from .._torch.settings import settle_attention_priority
-from .._torch.tree import tree_flatten, tree_unflatten
 from .._undo import Undo
-from .cache import Cache, Captured
+from .cache import Cache, Captured, copied
 from .capture_query import captures
 from .fallback import Fallback
 from .graph import capture_stream
@@ -135,10 +133,10 @@ class Engine:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own. To be called in this engine's `turn`."""
-        start = self._mark_start() if self._starts_to_mark else None
-        spec, leaves = read_batch(args, kwargs, self._device)
         if self._fallback.refused or captures.recorded:
             return self._call_without_key(phase, args, kwargs)
+        start = self._mark_start() if self._starts_to_mark else None
+        spec, leaves = read_batch(args, kwargs, self._device)
         if self._state.generation() is not self._surroundings.generation:
             self._adapt()
         key = Key(spec, phase, self._surroundings.number)
@@ -321,14 +319,14 @@ class Engine:
         then exists once."""
         with Undo() as undo:
             undo.note(modes())
-            if self._stream is None:
+            if self._stream is None or self._fallback.refused:  # where there is no graph, any stream will do
                 with context:
-                    outputs = _copied(fn())
+                    outputs = copied(fn())
             else:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 try:
                     with torch.cuda.stream(self._stream), context:
-                        outputs = _copied(fn())
+                        outputs = copied(fn())
                 finally:
                     torch.cuda.current_stream(self._device).wait_stream(self._stream)
             undo.forget()
@@ -383,8 +381,3 @@ def _why_not_scripted(state: TrainingState) -> str:
             if isinstance(module, torch.jit.ScriptModule):
                 return f"{name} is a torch.jit.ScriptModule, which hides its tensors' places. Pass the module itself."
     return ""
-
-
-def _copied(tree: Any) -> Any:
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

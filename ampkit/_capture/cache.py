@@ -1,4 +1,4 @@
-"""Which graph serves which input; how many are kept; what each costs and saves."""
+"""The graphs of one step: which one is replayed for which key, how many are kept, what each costs and saves."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +17,9 @@ class Captured:
     """A graph, the buffers that it reads its input from, and what it costs.
 
     Attributes:
-        nbytes: device memory that came with it: growth of the pool in its capture, and the buffers.
-        timing: how often it was launched, and how long that and an eager call take.
+        inputs: the buffers.
+        nbytes: device memory that came with it: what the pool grew by in its capture, and the buffers.
+        timing: how often it was replayed, and how long a replay and an eager call take.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class Captured:
         self.nbytes = pool_bytes + inputs.nbytes
         self.timing = timing
         self._outputs: Any = _NONE_YET
-        self._tensors: list[Tensor] = []  # in them
-        self._rebuilt: _Rebuild = next  # the tree around tensors that take their places
+        self._tensors: list[Tensor] = []  # in the outputs
+        self._rebuilt: _Rebuild = next  # makes the same tree of other tensors
 
     def replay(self, leaves: Sequence[Any]) -> Any:
-        """Do the step on this batch; return the outputs, in tensors of their own. Sync: none.
+        """Do the step on this batch; return copies of the outputs. Sync: none.
 
         Raises:
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
@@ -46,7 +47,7 @@ class Captured:
         outputs = self._graph.replay()
         if any(self.inputs.changed):
             self.inputs.copy_back(leaves)
-        if outputs is not self._outputs:  # an emulated graph's are new each time
+        if outputs is not self._outputs:  # an emulated graph returns new ones each time
             self._outputs, self._tensors = outputs, []
             self._rebuilt = _rebuild(outputs, self._tensors)
         return self._rebuilt(map(Tensor.clone, self._tensors))
@@ -61,30 +62,30 @@ _NONE_YET = object()  # None may be what the step returns
 _Rebuild = Callable[[Iterator[Tensor]], Any]
 
 
-def _rebuild(node: Any, tensors: list[Tensor]) -> _Rebuild:
-    """Return what makes a tree like `node`, with the tensors it is given for those of `node`, which it notes.
+def _rebuild(tree: Any, tensors: list[Tensor]) -> _Rebuild:
+    """Return a function that makes the same tree of other tensors. Append the tensors of this tree to `tensors`.
 
-    It is what `tree_unflatten` makes, but a tuple of constants stays the same one: with accumulation there is one that
-    holds a number for each parameter.
+    The function makes what `tree_unflatten` would make, in less time. A tuple of constants stays the same object: with
+    accumulation there is one that has a number for each parameter.
     """
-    if isinstance(node, Tensor):
-        tensors.append(node)
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
         return next
-    kind = type(node)
+    kind = type(tree)
     if kind is dict:
-        keys, values = list(node), _rebuild(list(node.values()), tensors)
+        keys, values = list(tree), _rebuild(list(tree.values()), tensors)
         return lambda given: dict(zip(keys, values(given), strict=True))
-    if kind is tuple and _CONSTANTS.issuperset(map(type, node)):
-        return lambda given: node
-    if kind is list or kind is tuple or (isinstance(node, tuple) and hasattr(kind, "_make")):  # a named tuple
-        parts = [_rebuild(child, tensors) for child in node]
+    if kind is tuple and _CONSTANTS.issuperset(map(type, tree)):
+        return lambda given: tree
+    if kind is list or kind is tuple or (isinstance(tree, tuple) and hasattr(kind, "_make")):  # a named tuple
+        parts = [_rebuild(child, tensors) for child in tree]
         make = kind if kind in (list, tuple) else kind._make
         return lambda given: make([part(given) for part in parts])
-    leaves, tree = tree_flatten(node)
-    if len(leaves) == 1 and leaves[0] is node:
-        return lambda given: node
+    leaves, spec = tree_flatten(tree)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return lambda given: tree
     parts = [_rebuild(leaf, tensors) for leaf in leaves]
-    return lambda given: tree_unflatten([part(given) for part in parts], tree)
+    return lambda given: tree_unflatten([part(given) for part in parts], spec)
 
 
 def copied(tree: Any) -> Any:
@@ -98,14 +99,14 @@ _CONSTANTS = frozenset((bool, int, float, str, type(None)))
 
 
 class Cache:
-    """The graphs of one step by key, in one pool, the least recently used first.
+    """The graphs of one step by key, the least recently used first. They share one pool.
 
     Args:
         max_graphs: how many are kept.
-        memory_budget: bytes of pool and buffers that all of them may take, None without limit.
+        memory_budget: how many bytes their pool and buffers may take together; None for no limit.
 
     Attributes:
-        limit: how many are kept from now on.
+        limit: how many graphs are kept from now on.
     """
 
     def __init__(self, max_graphs: int, memory_budget: int | None) -> None:
@@ -129,8 +130,10 @@ class Cache:
         return captured
 
     def make_room(self) -> list[Key]:
-        """Reset the least recently used graphs until one more fits; return their keys. Their memory stays in the pool,
-        for the next one."""
+        """Reset the least recently used graphs until one more may be kept; return their keys.
+
+        Their memory stays in the pool, for the next graph.
+        """
         evicted = []
         while len(self._graphs) >= self.limit:
             key, captured = self._graphs.popitem(last=False)
@@ -146,10 +149,10 @@ class Cache:
     def _drop(self, captured: Captured) -> None:
         captured.reset()  # waits for the device, as the next line would
         self._dropped = combined([self._dropped, captured.timing.saving()])
-        captured.timing.replays = 0  # counted; a new graph of this layout has the same timing
+        captured.timing.replays = 0  # they are counted; a later graph of this layout goes on with this timing
 
     def new_graph(self, stream: Any, generators: Any) -> Graph:
-        """Return a graph to capture, emulated where there is no stream."""
+        """Return a graph to capture: an emulated one if there is no stream."""
         return EmulatedGraph() if stream is None else CudaGraph(stream, self._pool, generators)
 
     def add(
@@ -160,7 +163,7 @@ class Cache:
         pool_bytes_before: int,
         timing: Timing,
     ) -> Captured:
-        """Keep a graph that was captured."""
+        """Keep a graph that was captured. The pool had `pool_bytes_before` bytes before that."""
         captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing)
         self._graphs[key] = captured
         return captured
@@ -170,13 +173,12 @@ class Cache:
         return self._budget is not None and self.nbytes > self._budget
 
     def clear(self) -> None:
-        """Reset all graphs. The pool goes with the last."""
+        """Reset all graphs. The last one releases the pool."""
         while self._graphs:
-            self._drop(self._graphs.popitem()[1])  # first out of the cache: one that is reset must not serve
+            self._drop(self._graphs.popitem()[1])  # taken out first: a graph that is reset must not be found
 
     def saving(self) -> Saving:
-        """Return what all graphs so far have saved, those that were dropped too. Sync: waits for the calls that were
-        measured to end."""
+        """Return what all graphs have saved so far, dropped ones included. Sync: waits for the timed calls to end."""
         return combined([self._dropped, *(captured.timing.saving() for captured in self._graphs.values())])
 
     @property
@@ -186,5 +188,5 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool and all static inputs."""
+        """Bytes of the pool and of the buffers of all graphs."""
         return self._pool.nbytes + sum(captured.inputs.nbytes for captured in self._graphs.values())

@@ -1,4 +1,4 @@
-"""What one call of a step did, operation by operation, and where two calls first differ."""
+"""A record of the operations of one call, and where two records first differ."""
 
 import json
 import sys
@@ -21,12 +21,12 @@ from .._undo import Undo
 from .._user_line import line_text, running_place
 
 
-class _Call(NamedTuple):
+class _PythonCall(NamedTuple):
     """A call of one of torch's functions from Python."""
 
     function: Any
     numbers: tuple[str, ...]  # the arguments that are not tensors, in words
-    parameters: tuple[int, ...]  # those among the arguments, by identity
+    parameters: tuple[int, ...]  # the parameters among the arguments, by identity
     place: tuple[str, int] | None  # the user's line
 
 
@@ -35,46 +35,47 @@ class Operation(NamedTuple):
 
     Attributes:
         text: name, and arguments with dtypes and shapes.
-        details: what else decides which kernel runs: strides, devices; numbers that went in from Python.
-        call: the call of Python's that it is a part of, or whose backward it is a part of; None if that is not known.
-        node: of autograd's graph, whose backward it is a part of; "" if it is a part of a forward.
+        details: strides, devices, and numbers that Python code passed. They too decide which kernel runs.
+        call: the call from Python that it is a part of, in forward or backward; None if that is not known.
+        node: the autograd node that it is a part of in backward; "" in forward.
     """
 
     text: str
     details: tuple[Any, ...]
-    call: _Call | None
+    call: _PythonCall | None
     node: str
 
     @property
     def line(self) -> str:
-        """`file:line: source` of the user's, "" if that is not known."""
+        """`file:line: source` of the user's code, "" if that is not known."""
         return line_text(*self.call.place) if self.call is not None and self.call.place else ""
 
 
 class Record(NamedTuple):
-    """What a call did.
+    """The operations of a call.
 
     Attributes:
-        threads: its operations, on the calling thread and on each of autograd's.
+        threads: the operations on the calling thread, and those on each of autograd's threads.
     """
 
     threads: tuple[tuple[Operation, ...], ...]
 
 
 class Recorder:
-    """Context that records one call. It changes neither kernels nor memory, on no device, and may be in a capture.
+    """Context that records one call. It changes neither kernels nor memory, and can be used in a capture.
 
-    Operations come from an observer of torch's below dispatch: under a dispatch mode, even one that does nothing, torch
-    takes other kernels (`dispatch_mode_enabled` in ATen). It does not see what a Python number became: `x * 0.5` is a
-    product of two tensors there. So a function mode, which autograd and ATen do not see, notes numbers and lines.
+    Torch's execution trace has the operations. It is written below dispatch. A dispatch mode would not do: even under
+    one that does nothing, torch takes other kernels (`dispatch_mode_enabled` in ATen). The trace does not have the
+    numbers that Python code passes: there, `x * 0.5` is a product of two tensors. So a function mode, which neither
+    autograd nor ATen sees, notes numbers and lines.
 
     Args:
-        numbers: whether to use that mode: not around compiled code, which would be compiled anew for it.
-        lenient: leave out what torch does on a CPU alone, where graphs are emulated: its optimizers compute with step
-            counts on the host, and within its operations what is done may depend on values.
+        numbers: whether to use that mode. Compiled code would be compiled again for it.
+        lenient: whether to leave out what torch does only on a CPU, where graphs are emulated: its optimizers compute
+            with step counts on the host, and inside one operation it may do different things for different values.
 
     Attributes:
-        record: what the call did; None before its end, and where torch's observer cannot be had (`execution_trace`).
+        record: the operations of the call. None before its end, and if torch can write no trace (`execution_trace`).
     """
 
     def __init__(self, numbers: bool = True, lenient: bool = False) -> None:
@@ -98,12 +99,12 @@ class Recorder:
             file = Path(folder, "trace.json")
             with execution_trace(str(file)) as works:
                 if works:
-                    exit_mark(enter_mark(_FIRST))  # tells which thread this is
+                    exit_mark(enter_mark(_FIRST))  # shows in the trace which thread this is
                 with self._calls_noted() if works else nullcontext():
                     yield
             if works:
                 calls = [] if self._calls is None else self._calls.made
-                self.record = _parsed(list(_entries(file.read_text(errors="replace"))), calls, self._lenient)
+                self.record = _parsed(list(_read_entries(file.read_text(errors="replace"))), calls, self._lenient)
 
     @contextmanager
     def _calls_noted(self) -> Iterator[None]:
@@ -124,10 +125,10 @@ class _Calls(UnseenFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[_Call] = []
-        # Torch takes a mode off while it handles a call; interrupted in that, it may put it on again at any later time.
+        self.made: list[_PythonCall] = []
+        # Torch takes a mode off while it handles a call. After an interrupt it may put the mode on again at any time.
         self.notes = False
-        self._marks: list[Any] = []  # entered; none may end in another trace, where torch would crash
+        self._marks: list[Any] = []  # that are entered; if one ended in another trace, torch would crash
 
     def stop(self) -> None:
         """Note nothing from now on, and exit the marks that an interrupt has left entered."""
@@ -137,13 +138,13 @@ class _Calls(UnseenFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Attributes, such as x.shape, run nothing; record_function begins in one call what ends in another.
+        # Attributes, such as x.shape, run no operation. A record_function begins in one call and ends in another.
         if not self.notes or getattr(func, "__name__", "") == "__get__" or str(func).startswith("profiler."):
             return func(*args, **kwargs)
         leaves = tree_flatten((args, kwargs))[0]
         numbers = tuple(_in_words(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         parameters = tuple(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
-        call = _Call(func, numbers, parameters, running_place(sys._getframe(1)))
+        call = _PythonCall(func, numbers, parameters, running_place(sys._getframe(1)))
         self._marks.append(enter_mark(f"{_MARK}{len(self.made)}"))
         try:
             self.made.append(call)
@@ -158,7 +159,7 @@ _CONSTANTS = (Number, str, slice, torch.dtype, torch.device, torch.layout, torch
 
 
 def _in_words(value: Any) -> str:
-    """Return a number or constant as text, anything else as its type: two of that may be equal and not the same."""
+    """Return a number or constant as text, anything else as its type: equal texts of it could be of other objects."""
     return repr(value) if isinstance(value, _CONSTANTS) else type(value).__name__
 
 
@@ -167,15 +168,15 @@ def _in_words(value: Any) -> str:
 # torch's names for what opened an entry (ATen/record_function.h).
 _FUNCTION, _BACKWARD, _USER = 0, 1, 7
 _STEP = "Optimizer.step#"
-# What differs in a capture by itself: attention then keeps its random state on the device.
+# What differs in every capture: attention then keeps its random state on the device.
 _MADE_WITHIN = ("aten::empty", "aten::scalar_tensor", "aten::fill_", "aten::zeros", "aten::zero_")
 _RANDOM_STATE = ("philox_seed", "philox_offset", "rng_state", "unused")
-# Of torch's own entries these say nothing of the step, and communication is numbered from call to call.
+# Entries of torch's that say nothing about the step. Those of communication have another number in each call.
 _SKIPPED = ("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_comms", "[pytorch|profiler|")
 _NUMBERED = ("nccl:", "gloo:", "c10d::", "ProcessGroup")
 
 
-class _Node(NamedTuple):
+class _Entry(NamedTuple):
     name: str
     schema: str
     scope: int
@@ -186,78 +187,80 @@ class _Node(NamedTuple):
     inputs: Mapping[str, Any]
 
 
-def _entries(text: str) -> Iterator[Any]:
-    """Yield the entries of a trace, one by one: commas are missing where several threads wrote at a time."""
+def _read_entries(text: str) -> Iterator[Any]:
+    """Yield the entries of a trace. It is no valid JSON: commas are missing where several threads wrote at a time."""
     decoder, place = json.JSONDecoder(), text.find("[") + 1
     while (start := text.find("{", place)) >= 0:
         try:
             entry, place = decoder.raw_decode(text, start)
             yield entry
         except ValueError:
-            place = start + 1  # half an entry: what is within it is none
+            place = start + 1  # only a part of an entry was written
 
 
-def _parsed(entries: list[Any], calls: list[_Call], lenient: bool) -> Record | None:
-    """Return what a trace tells; None if it does not even tell which thread called."""
-    nodes = {entry["id"]: _node(entry) for entry in entries if "ctrl_deps" in entry}
-    ordered = sorted(nodes, key=lambda i: nodes[i].begun)
-    main = next((nodes[i].thread for i in ordered if nodes[i].name == _FIRST), None)
+def _parsed(written: list[Any], calls: list[_PythonCall], lenient: bool) -> Record | None:
+    """Return the record that a trace has; None if it does not show which thread called."""
+    entries = {entry["id"]: _entry_of(entry) for entry in written if "ctrl_deps" in entry}
+    ordered = sorted(entries, key=lambda i: entries[i].begun)
+    main = next((entries[i].thread for i in ordered if entries[i].name == _FIRST), None)
     if main is None:
         return None
-    # What other threads do meanwhile, such as a loader's, is none of the step's.
-    autograds = sorted({node.thread for node in nodes.values() if node.scope == _BACKWARD} - {main})
-    owners = _Owners(nodes, ordered, main)
+    # What other threads do meanwhile, such as a loader's, is no part of the step.
+    autograds = sorted({entry.thread for entry in entries.values() if entry.scope == _BACKWARD} - {main})
+    owners = _Owners(entries, ordered, main)
     noted: set[int] = set()
     threads: dict[int, list[Operation]] = {thread: [] for thread in (main, *autograds)}
     for i in ordered:
-        node = nodes[i]
-        if node.thread in threads and node.scope != _USER and not node.name.startswith(_SKIPPED):
-            within = node.parent in nodes and nodes[node.parent].scope == _FUNCTION  # one that raised has no entry
-            if within and (lenient or node.name.startswith(_MADE_WITHIN)):
+        entry = entries[i]
+        if entry.thread in threads and entry.scope != _USER and not entry.name.startswith(_SKIPPED):
+            within = (
+                entry.parent in entries and entries[entry.parent].scope == _FUNCTION
+            )  # an operation that raised has no entry
+            if within and (lenient or entry.name.startswith(_MADE_WITHIN)):
                 continue
             if lenient and owners.is_optimizers(i):
                 continue
-            call, autograds_node = owners.of(i)
+            call, autograd_node = owners.of(i)
             # Once per call: its first operation has the numbers that went into the call.
-            first = call >= 0 and not autograds_node and call not in noted
+            first = call >= 0 and not autograd_node and call not in noted
             noted.update([call] if first else [])
             owner = calls[call] if call >= 0 else None
-            threads[node.thread].append(_operation(node, owner, owner if first else None, autograds_node))
+            threads[entry.thread].append(_operation(entry, owner, owner if first else None, autograd_node))
     return Record(tuple(map(tuple, threads.values())))
 
 
-def _node(node: Any) -> _Node:
-    attributes = {attribute["name"]: attribute["value"] for attribute in node["attrs"]}
-    return _Node(
-        node["name"],
+def _entry_of(written: Any) -> _Entry:
+    attributes = {attribute["name"]: attribute["value"] for attribute in written["attrs"]}
+    return _Entry(
+        written["name"],
         str(attributes.get("op_schema", "")),
         int(attributes["scope"]),
         int(attributes["tid"]),
         int(attributes["rf_id"]),
-        int(node["ctrl_deps"]),
+        int(written["ctrl_deps"]),
         int(attributes["seq_id"]),
-        node["inputs"],
+        written["inputs"],
     )
 
 
 class _Owners:
-    """Finds the call of Python's that an entry of the trace belongs to."""
+    """Finds the call from Python that an entry of the trace belongs to."""
 
-    def __init__(self, nodes: dict[int, _Node], ordered: list[int], main: int) -> None:
-        self._nodes = nodes
+    def __init__(self, entries: dict[int, _Entry], ordered: list[int], main: int) -> None:
+        self._entries = entries
         self._known: dict[int, tuple[int, str]] = {}
-        self._makers: dict[int, int] = {}  # of autograd nodes, by sequence number
+        self._makers: dict[int, int] = {}  # the entries that made autograd nodes, by sequence number
         for i in ordered:
-            node = nodes[i]
-            if node.scope == _FUNCTION and node.sequence >= 0 and node.thread == main:
-                self._makers.setdefault(node.sequence, i)
+            entry = entries[i]
+            if entry.scope == _FUNCTION and entry.sequence >= 0 and entry.thread == main:
+                self._makers.setdefault(entry.sequence, i)
 
     def of(self, i: int) -> tuple[int, str]:
         """Return the number of the call, -1 if it is not known, and the node whose backward the entry is a part of."""
         path = []
-        while i in self._nodes and i not in self._known and not self._decides(i):
+        while i in self._entries and i not in self._known and not self._decides(i):
             path.append(i)
-            parent = self._nodes[i].parent
+            parent = self._entries[i].parent
             i = -1 if parent == i else parent  # the outermost entry is its own parent
         found = self._known[i] if i in self._known else self._decided(i)
         for each in path:
@@ -265,45 +268,45 @@ class _Owners:
         return found
 
     def is_optimizers(self, i: int) -> bool:
-        """Return whether the entry is a part of a step of one of torch's optimizers."""
-        while i in self._nodes:
-            kind, _, step = self._nodes[i].name.removeprefix(_STEP).partition(".")
-            if self._nodes[i].name.startswith(_STEP) and step == "step":
+        """Return whether the entry is a part of the step of one of torch's optimizers."""
+        while i in self._entries:
+            kind, _, step = self._entries[i].name.removeprefix(_STEP).partition(".")
+            if self._entries[i].name.startswith(_STEP) and step == "step":
                 return hasattr(torch.optim, kind)
-            i = -1 if self._nodes[i].parent == i else self._nodes[i].parent
+            i = -1 if self._entries[i].parent == i else self._entries[i].parent
         return False
 
     def _decides(self, i: int) -> bool:
-        node = self._nodes[i]
-        return node.name.startswith(_MARK) or node.scope == _BACKWARD
+        entry = self._entries[i]
+        return entry.name.startswith(_MARK) or entry.scope == _BACKWARD
 
     def _decided(self, i: int) -> tuple[int, str]:
-        if i not in self._nodes:
+        if i not in self._entries:
             return -1, ""
-        node = self._nodes[i]
-        if node.scope == _BACKWARD:
-            maker = self._makers.get(node.sequence)
-            return -1 if maker is None else self.of(maker)[0], node.name
-        return int(node.name.removeprefix(_MARK)), ""
+        entry = self._entries[i]
+        if entry.scope == _BACKWARD:
+            maker = self._makers.get(entry.sequence)
+            return -1 if maker is None else self.of(maker)[0], entry.name
+        return int(entry.name.removeprefix(_MARK)), ""
 
 
-def _operation(node: _Node, call: _Call | None, numbers: _Call | None, autograds_node: str) -> Operation:
-    if node.scope == _BACKWARD or node.name.startswith(_NUMBERED):
-        return Operation(node.name, (), call, autograds_node)
-    values, shapes, types, strides = _arguments(node)
+def _operation(entry: _Entry, call: _PythonCall | None, numbers: _PythonCall | None, autograd_node: str) -> Operation:
+    if entry.scope == _BACKWARD or entry.name.startswith(_NUMBERED):
+        return Operation(entry.name, (), call, autograd_node)
+    values, shapes, types, strides = _arguments(entry)
     arguments = ", ".join(map(_argument, values, shapes, types))
     from_python = () if numbers is None else (numbers.numbers, numbers.parameters)
     devices = tuple(str(value[-1]) for value, kind in zip(values, types, strict=True) if kind.startswith("Tensor("))
     details = (json.dumps(strides), devices, from_python)
-    return Operation(f"{node.schema.partition('(')[0] or node.name}({arguments})", details, call, autograds_node)
+    return Operation(f"{entry.schema.partition('(')[0] or entry.name}({arguments})", details, call, autograd_node)
 
 
-def _arguments(node: _Node) -> Iterator[list[Any]]:
-    """Yield values, shapes, types and strides of an operation's arguments, less those that hold random state."""
-    names = [text.split("=")[0].split(" ")[-1] for text in node.schema.partition("(")[2].split(", ") if text != "*"]
-    kept = [i for i in range(len(node.inputs["types"])) if i >= len(names) or names[i] not in _RANDOM_STATE]
+def _arguments(entry: _Entry) -> Iterator[list[Any]]:
+    """Yield values, shapes, types and strides of an operation's arguments, without those for random state."""
+    names = [text.split("=")[0].split(" ")[-1] for text in entry.schema.partition("(")[2].split(", ") if text != "*"]
+    kept = [i for i in range(len(entry.inputs["types"])) if i >= len(names) or names[i] not in _RANDOM_STATE]
     for kind in ("values", "shapes", "types", "strides"):
-        yield [node.inputs[kind][i] for i in kept]
+        yield [entry.inputs[kind][i] for i in kept]
 
 
 def _argument(value: Any, shape: Any, kind: str) -> str:
@@ -318,7 +321,7 @@ def _argument(value: Any, shape: Any, kind: str) -> str:
 
 
 def first_difference(eager: Record, captured: Record) -> str:
-    """Return in words where a capture first records something else than the eager call did, "" if nowhere."""
+    """Return in words the first operation of a capture that the eager call did not do; "" if they are the same."""
     for operations, others in zip_longest(eager.threads, captured.threads, fillvalue=()):
         for old, new in zip_longest(operations, others):
             if old is None or new is None or (old.text, old.details) != (new.text, new.details):
@@ -332,15 +335,15 @@ def _described(eager: Operation | None, captured: Operation | None) -> str:
     where = f"{line}{', in its backward' if node else ''} - " if line else f"in {node} - " if node else ""
     same = eager is not None and captured is not None and eager.text == captured.text
     then, now = next(
-        (texts for texts in _finer(eager, captured) if texts[0] != texts[1]) if same else iter([]),
+        (texts for texts in _differing_texts(eager, captured) if texts[0] != texts[1]) if same else iter([]),
         tuple("nothing more" if each is None else each.text for each in (eager, captured)),
     )
     return f"{where}the capture ran {now}, the eager call before it {then}"
 
 
-def _finer(eager: Operation | None, captured: Operation | None) -> Iterator[tuple[str, str]]:
-    """Yield texts of what tells two operations of one text apart."""
-    assert eager is not None  # of one text
+def _differing_texts(eager: Operation | None, captured: Operation | None) -> Iterator[tuple[str, str]]:
+    """Yield, for two operations of equal text, further texts by pairs, of which one pair differs."""
+    assert eager is not None  # it has a text
     assert captured is not None
     calls = eager.call, captured.call
     if eager.details[-1:] != captured.details[-1:] and None not in calls:
@@ -349,6 +352,6 @@ def _finer(eager: Operation | None, captured: Operation | None) -> Iterator[tupl
     yield tuple(f"{each.text} (strides {each.details[0]}, on {each.details[1]})" for each in (eager, captured))  # type: ignore[misc]  # two entries
 
 
-def _call_text(call: _Call) -> str:
+def _call_text(call: _PythonCall) -> str:
     name = resolve_name(call.function) or getattr(call.function, "__name__", repr(call.function))
     return f"{name} with {', '.join(call.numbers)}"

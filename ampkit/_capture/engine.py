@@ -109,7 +109,7 @@ class Engine:
             self._surroundings,
             device=device,
             generators=options.generators,
-            early=self._warmup > 2,
+            can_repeat=self._warmup > 2,
             watching=watching,
             declared=declared,
             clock=self._clock,
@@ -208,7 +208,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- without a graph
 
     def _adapt(self) -> None:
-        """Look at what has changed around the call. Drop graphs that are outdated, and say once what a change costs."""
+        """See what has changed since the last call. Drop graphs that are outdated, and say once what a change costs."""
         change = self._surroundings.observe()
         if change is None:
             return
@@ -225,8 +225,8 @@ class Engine:
         """Return the layout of this key. Warn if there were too many of them."""
         full = len(self._layouts) == MAX_LAYOUTS and key not in self._layouts
         if full and not self._fallback.has_warned("variation"):
-            around = self._surroundings.around
-            self._fallback.warn_once("variation", self._variation.text_of([(known, around) for known in self._layouts]))
+            now = self._surroundings.call_settings
+            self._fallback.warn_once("variation", self._variation.text_of([(known, now) for known in self._layouts]))
         return self._layouts.of(key)
 
     def _agreed_stage(self, key: Key, layout: Layout) -> Stage:
@@ -247,7 +247,7 @@ class Engine:
             return ""
         self._variation.follow(self.replays, self.captures)
         kept = min(self._cache.limit, MAX_LAYOUTS)
-        cause = self._variation.note(key, self._surroundings.around, self.captures, kept)
+        cause = self._variation.note(key, self._surroundings.call_settings, self.captures, kept)
         if cause is None:
             return ""
         if self._fallback.raises:
@@ -269,8 +269,8 @@ class Engine:
         if start is not None and self._ranks.wrappers:
             start = self._clock.now()  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
-        hurry = len(self._layouts) > _LOOKED_AT_FIRST
-        return self._warm_up_call(self.run, layout, leaves, phase, args, kwargs, hurry=hurry, start=start)
+        late = len(self._layouts) > _EARLY_PREFLIGHTS
+        return self._warm_up_call(self.run, layout, leaves, phase, args, kwargs, late_preflight=late, start=start)
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:
         """Capture for this key, replay the graph and compare it. Return the outputs, or `_NOT_CAPTURED`."""
@@ -371,7 +371,7 @@ class Engine:
 
 
 _NOT_CAPTURED = object()  # None may be what a function returns
-_LOOKED_AT_FIRST = 8  # layouts; more come from inputs that vary
+_EARLY_PREFLIGHTS = 8  # layouts; if there are more, most of them have only one call
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns
 
 

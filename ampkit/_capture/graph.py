@@ -1,4 +1,4 @@
-"""One captured graph: pool, stream, capture, replay, recovery, teardown; and the emulated graph."""
+"""A CUDA graph: its pool and stream, capture and replay, the recovery from a failed capture; and its emulation."""
 
 import contextlib
 import threading
@@ -19,24 +19,24 @@ from .capture_query import hidden_capture
 from .pool import growing_segments, growth, no_collection
 from .turns import within_capture
 
-Around = Callable[[], AbstractContextManager[Any]]
+MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class Graph(Protocol):
-    """What the engine needs of a graph."""
+    """A graph, emulated or not."""
 
-    def capture(self, fn: Callable[[], Any], around: Around = nullcontext) -> None:
-        """Record `fn` without doing its work. `around` makes a context in which `fn` is called for that."""
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
+        """Record `fn` without doing its work. `context` returns a context in which `fn` is called."""
 
     def replay(self) -> Any:
-        """Do the recorded work; return the outputs of `fn`, overwritten by the next replay."""
+        """Do the recorded work; return the outputs of `fn`, which the next replay overwrites."""
 
     def reset(self) -> None:
-        """Give back the graph and its memory."""
+        """Release the graph and its memory."""
 
 
 class _Streams(threading.local):
-    """The capture streams of each device, those of each thread: two threads may capture at the same time."""
+    """The capture streams of this thread, by device and use. Two threads may capture at the same time."""
 
     def __init__(self) -> None:
         self.by_use: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
@@ -46,10 +46,10 @@ _streams = _Streams()
 
 
 def capture_stream(device: torch.device, use: str = "steps") -> torch.cuda.Stream:
-    """Return the stream on which this thread warms up and captures everything of one use on this device.
+    """Return the stream on which this thread warms up and captures on this device, one for each use.
 
-    cuBLAS keeps a workspace of 32 MiB (on an H100) for good per stream, and per thread that used it. Graphs have it in
-    them, so that those which were captured on one stream must not run at the same time.
+    cuBLAS keeps a workspace of 32 MiB (on an H100) for each stream and thread that used it. A graph uses the workspace
+    of its capture, so two graphs that were captured on one stream must not run at the same time.
     """
     if (device, use) not in _streams.by_use:
         _streams.by_use[device, use] = torch.cuda.Stream(device)
@@ -59,13 +59,13 @@ def capture_stream(device: torch.device, use: str = "steps") -> torch.cuda.Strea
 class Pool:
     """Device memory that several graphs share, so that the largest of them sets its size.
 
-    What one graph uses while it runs, another may use when it runs: they must not overlap in time, and nobody may read
-    a graph's outputs after another graph of the pool was replayed. The memory is returned with the last graph.
+    The graphs use the same memory, one after the other. So they must not overlap in time, and a graph's outputs must be
+    read before another graph of the pool is replayed. The memory is released with the last graph.
     """
 
     def __init__(self) -> None:
         self._handle: Any = None  # torch's token
-        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # one that nobody holds has left
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # a graph that is garbage-collected leaves
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -84,7 +84,7 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its segments. Reads the allocator, not the device."""
+        """Bytes of its segments. It reads the allocator and does not wait for the device."""
         segments = torch.cuda.memory_snapshot(include_traces=False) if self._graphs else []
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._handle))
 
@@ -93,10 +93,10 @@ class CudaGraph:
     """A CUDA graph.
 
     Args:
-        stream: the side stream to capture on. Work that `fn` needs warmed up (cuBLAS workspaces, autograd's streams)
-            must have run on it before.
-        pool: where what `fn` allocates comes from.
-        generators: CUDA generators beside the default one that `fn` draws from. An unregistered one cannot be captured.
+        stream: the side stream to capture on. `fn` must have run on it before, for cuBLAS workspaces and autograd's
+            streams.
+        pool: the memory that `fn` allocates from.
+        generators: CUDA generators beside the default one that `fn` draws from. Another one could not be captured.
     """
 
     def __init__(self, stream: torch.cuda.Stream, pool: Pool, generators: Sequence[torch.Generator] = ()) -> None:
@@ -106,43 +106,43 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
 
-    def capture(self, fn: Callable[[], Any], around: Around = nullcontext) -> None:
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
         """Record `fn`. Nothing of it has run on the device when this returns.
 
-        User code in it learns nothing of the capture from `torch.cuda.is_current_stream_capturing()`.
+        In user code, `torch.cuda.is_current_stream_capturing()` returns False during the capture.
 
         Raises:
-            CaptureError: something in `fn` cannot be captured. It names the user's line; the process is as healthy as
-                before, random numbers continue where they were, and memory of the attempt is released.
+            CaptureError: something in `fn` cannot be captured. It names the user's line. The process is as healthy as
+                before, random numbers continue where they were, and the memory of the attempt is released.
 
         Sync: waits for the device, once.
         """
         try:
-            self._capture(fn, around)
+            self._capture(fn, context)
         except CaptureError as error:
             if not growth.gave_up(error.__cause__):
                 raise
-            self._capture(fn, around)
+            self._capture(fn, context)
 
-    def _capture(self, fn: Callable[[], Any], around: Around) -> None:
+    def _capture(self, fn: Callable[[], Any], context: MakeContext) -> None:
         assert self._graph is None  # one capture per object
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
         graph, handle = self._new_graph(), self._pool.enter(self)
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), no_collection(), within_capture():
             try:
-                torch.cuda.current_blas_handle()  # one per thread, and this thread may not have warmed up
+                torch.cuda.current_blas_handle()  # one per thread, and another thread may have warmed up
                 with growing_segments():
                     # thread_local: a data loader or another thread may allocate and pin memory meanwhile.
                     graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-                    with hidden_capture(self._stream), around():
+                    with hidden_capture(self._stream), context():
                         self._outputs = fn()
                     _end(graph)
             except BaseException as error:
                 self._outputs = None
                 self._recover(graph, handle)
                 if not isinstance(error, Exception):
-                    raise  # KeyboardInterrupt and the like are not the step's fault
+                    raise  # KeyboardInterrupt and the like do not come from the step
                 raise CaptureError(describe_failure(error)) from error
         self._graph = graph
 
@@ -174,7 +174,7 @@ class CudaGraph:
                 warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
                 graph.capture_end()
         except RuntimeError:
-            # The capture was invalid (a host sync): capture_end gave up half-way and left two things behind.
+            # The capture was invalid (a host sync), so capture_end gave up half-way. It leaves two things to do.
             with contextlib.suppress(RuntimeError):  # raised where capture_end got as far as doing it itself
                 drop_capture_from_allocator(self._stream.device, handle)
             self._end_generators()
@@ -185,8 +185,8 @@ class CudaGraph:
     def _end_generators(self) -> None:
         """Take the generators out of capture mode, in which every later `torch.rand` and replay raises.
 
-        Ending any valid capture does so, and unlike a new generator state it keeps graphs captured earlier in step
-        with them.
+        The end of any valid capture does that. A new generator state would, too, but graphs that were captured earlier
+        would then draw from the old one.
         """
         graph = self._new_graph()
         graph.capture_begin(capture_error_mode="thread_local")
@@ -196,23 +196,23 @@ class CudaGraph:
 
 
 class EmulatedGraph:
-    """Runs the recorded function again on each replay: everything around a graph is tested with it, without a GPU."""
+    """Runs the recorded function again in each replay. With it, all of ampkit but the graph is tested without a GPU."""
 
     def __init__(self) -> None:
         self._fn: Callable[[], Any] | None = None
-        self._around: Around | None = None
+        self._make_context: MakeContext | None = None
 
-    def capture(self, fn: Callable[[], Any], around: Around = nullcontext) -> None:
-        """Keep `fn`; it first runs in the first replay, and in the context for that one."""
-        self._fn, self._around = fn, around
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
+        """Keep `fn`. It runs in the first replay for the first time, then in this context."""
+        self._fn, self._make_context = fn, context
 
     def replay(self) -> Any:
         """Run the function."""
         assert self._fn is not None  # set by capture
-        around, self._around = self._around or nullcontext, None
+        context, self._make_context = self._make_context or nullcontext, None
         with Undo() as undo:
             undo.note(modes())
-            with around():
+            with context():
                 outputs = self._fn()
             undo.forget()
         return outputs
@@ -231,7 +231,7 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
         warnings.warn(message, CaptureWarning, stacklevel=2)
 
 
-# What torch 2.11 says, and what to write instead. Read from the messages, for none of them has a type of its own.
+# What torch 2.11's message has in it, and what to write instead. These errors have no type of their own.
 _ADVICE = (
     (
         "when stream is capturing",

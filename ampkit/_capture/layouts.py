@@ -1,4 +1,4 @@
-"""How far each layout without a graph is on its way to one, or why it never gets one."""
+"""The layouts without a graph: how far each one's warm-up is, or why it is never captured."""
 
 import enum
 from collections import OrderedDict
@@ -13,11 +13,11 @@ WARM_UP = "warm-up"  # what eager calls before a capture are counted under
 
 
 class Stage(enum.Enum):
-    """How far a layout is. One that has a graph is in the cache."""
+    """How far a layout without a graph is."""
 
     COLD = enum.auto()  # its next call is a part of its warm-up
-    WARM = enum.auto()  # its next call is captured, unless something is known that cannot be
-    REFUSED = enum.auto()  # all its calls are eager, for the reason that `Layout.refusal` gives
+    WARM = enum.auto()  # its next call is captured, unless the preflight has found a problem
+    REFUSED = enum.auto()  # all its calls are eager; `Layout.refusal` says why
 
 
 class Layout:
@@ -25,18 +25,19 @@ class Layout:
 
     Args:
         reason: what the calls of its warm-up are counted under.
-        warmup: how many eager calls it takes.
+        warmup: how many eager calls come before its capture.
         lenient: see `Rehearsal`.
 
     Attributes:
-        calls: eager calls so far.
-        evictions: how often its graph made room for another one.
-        looked: whether it has been called under the preflight.
-        problem: what the preflight found; "" if nothing.
-        rehearsal: the comparison of its capture with an eager call.
+        reason: as given; it may be set before each call.
+        calls: how many eager calls there were so far.
+        evictions: how often its graph was dropped to make room for another one.
+        checked: whether it has been called under the preflight.
+        problem: what the preflight found; "" if it found nothing.
+        rehearsal: compares its capture with an eager call.
         differed: whether a capture differed from that call.
         refusal: why it is never captured; "" if it may be.
-        writes: what its calls change.
+        writes: the tensors of the state that its calls change.
         timing: how long its calls take.
     """
 
@@ -46,7 +47,7 @@ class Layout:
         self._lenient = lenient
         self.calls = 0
         self.evictions = 0
-        self.looked = False
+        self.checked = False
         self.problem = ""
         self.rehearsal = Rehearsal(lenient)
         self.differed = False
@@ -59,31 +60,31 @@ class Layout:
         """How far it is."""
         if self.refusal:
             return Stage.REFUSED
-        return Stage.WARM if self.to_come <= 0 and (self.problem or self.rehearsal.done) else Stage.COLD
+        return Stage.WARM if self.calls_left <= 0 and (self.problem or self.rehearsal.done) else Stage.COLD
 
     @property
-    def to_come(self) -> int:
-        """How many eager calls it takes from now on: below 1 if it waits only for a rehearsal."""
-        # Shapes that take turns in too few graphs would be captured over and over: each time after twice the wait.
+    def calls_left(self) -> int:
+        """How many eager calls its warm-up still takes: below 1 if it only lacks a rehearsal."""
+        # If more shapes take turns than graphs are kept, each capture drops a graph. So the wait doubles each time.
         return (self._warmup << self.evictions) - self.calls
 
     def evict(self) -> None:
-        """Begin again: its graph has made room for another one."""
+        """Begin the warm-up again, because the graph was dropped to make room for another one."""
         self.calls, self.evictions = 0, self.evictions + 1
-        self.looked, self.rehearsal = False, Rehearsal(self._lenient)
+        self.checked, self.rehearsal = False, Rehearsal(self._lenient)
         self.reason = f"{WARM_UP} again: its graph made room for another"
 
 
 class Layouts:
-    """The layouts that have no graph, the one that came first first.
+    """The layouts that have no graph, the oldest first.
 
     Args:
-        warmup: eager calls that a layout takes before its capture.
+        warmup: how many eager calls come before the capture of a layout.
         lenient: see `Rehearsal`.
 
     Attributes:
         lenient: as given.
-        reason: what the warm-up of an input is counted under that was warm before, under other settings.
+        reason: what a warm-up is counted under if the same input had one before, under other settings.
     """
 
     def __init__(self, warmup: int, lenient: bool) -> None:
@@ -91,7 +92,7 @@ class Layouts:
         self.lenient = lenient
         self.reason = WARM_UP
         self._by_key: OrderedDict[Key, Layout] = OrderedDict()
-        self._seen: set[int] = set()  # inputs that came, by hash: the inputs may hold what is the user's
+        self._seen: set[int] = set()  # hashes of inputs; the inputs themselves would keep objects of the user's alive
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -103,7 +104,7 @@ class Layouts:
         return key in self._by_key
 
     def of(self, key: Key) -> Layout:
-        """Return the layout of this key: a new one if it has none yet. Then the first of too many goes."""
+        """Return the layout of this key, a new one if there is none. The oldest is dropped if there are too many."""
         layout = self._by_key.get(key)
         if layout is None:
             if len(self._by_key) == MAX_LAYOUTS:
@@ -116,9 +117,9 @@ class Layouts:
         return layout
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Forget all layouts."""
         self._by_key.clear()
 
 
-MAX_LAYOUTS = 256  # a batch that holds a step number makes one per call
+MAX_LAYOUTS = 256  # batches that contain the number of the step make one per call
 _MAX_SEEN = 4096

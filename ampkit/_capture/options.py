@@ -1,4 +1,4 @@
-"""How an engine captures, as the public functions take it, and what each option may be."""
+"""The options of a capture that all public functions take, and their checks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,21 +11,21 @@ GRAPHS = ("auto", "emulate", "off")
 
 
 class Options(NamedTuple):
-    """How an engine captures, as the public functions take it."""
+    """The options of a capture, see `graphed_step`."""
 
     graph: str  # "auto", "emulate" or "off"
     warmup: int  # eager calls per key
     on_failure: str  # "eager" or "raise"
-    verify: int  # replays that are compared with eager
+    verify: int  # how many replays are compared with eager calls
     generators: Sequence[torch.Generator]
     max_graphs: int
     memory_budget: int | None
 
     def checked(self, where: str) -> "Options":
-        """Return them in plain numbers and tuples.
+        """Return the same options as plain numbers and tuples.
 
         Raises:
-            ValueError: one cannot work. The message names it, as an argument of the public function `where`.
+            ValueError: an option cannot work. The message names it as an argument of the public function `where`.
         """
         check_choice(where, "graph", self.graph, GRAPHS)
         check_choice(where, "on_failure", self.on_failure, ("eager", "raise"))

@@ -1,4 +1,4 @@
-"""What holds for the process while a graph is captured: which segments of memory it takes, what must not happen."""
+"""Settings of the process during a capture: no garbage collection, no recompilation, memory segments that grow."""
 
 import gc
 import sys
@@ -13,41 +13,42 @@ from .._torch.compile import fail_on_recompile
 from .._undo import Undo
 
 
-class _Overlapping:
-    """Something that holds for the process, and that threads may ask for at the same time: the first of them makes it
-    so, the last one undoes it.
+class _SharedChange:
+    """A temporary change of the process that several threads may want at the same time.
+
+    The first thread makes the change, and the last one undoes it.
 
     Args:
-        make: makes it so, having noted how to undo that.
+        make: notes how to undo the change, and makes it.
     """
 
     def __init__(self, make: Callable[[Undo], None]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._holders: set[object] = set()
+        self._users: set[object] = set()
         self._undo = Undo()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Context in which it holds."""
+        """Context in which the change is made."""
         with Undo() as undo:
-            holder = object()
-            undo.note(self._leave, holder)
+            user = object()
+            undo.note(self._leave, user)
             with self._lock:
-                first = not self._holders
-                self._holders.add(holder)
+                first = not self._users
+                self._users.add(user)
                 if first:
                     self._make(self._undo)
             yield
 
-    def is_held(self) -> bool:
-        """Return whether somebody has asked for it."""
-        return bool(self._holders)
+    def is_made(self) -> bool:
+        """Return whether the change is made."""
+        return bool(self._users)
 
-    def _leave(self, holder: object) -> None:
+    def _leave(self, user: object) -> None:
         with self._lock:
-            self._holders.discard(holder)
-            if not self._holders:
+            self._users.discard(user)
+            if not self._users:
                 self._undo.undo()
 
 
@@ -57,18 +58,19 @@ def _stop_collection(undo: Undo) -> None:
         gc.disable()
 
 
-# A cycle freed in mid-capture would free its tensors, or a graph, into it. A collection before the capture would do as
-# well, but takes 0.1 s and more.
-no_collection = _Overlapping(_stop_collection)
+# A cycle that is collected during a capture may free tensors, or a graph, which a capture does not allow. To collect
+# before the capture would prevent that as well, but takes 0.1 s and more.
+no_collection = _SharedChange(_stop_collection)
 
 
-# torch.compile's stance is of the process.
-no_recompile = _Overlapping(fail_on_recompile)
+# torch.compile's stance is one for the whole process.
+no_recompile = _SharedChange(fail_on_recompile)
 
 
-# By itself the allocator takes segments of 20 MiB, or of one block's size, and never joins what lies in two. In one
-# that grows a ResNet-50 (b32, float16) takes 1388 MiB on an H100 instead of 1632, a ResNet-18 (b64) 172 either way,
-# ViT-B/16 (b32) 2246 instead of 2366, a GPT-2 (b16) 3764 instead of 3790; the milliseconds are the same.
+# By default the allocator takes segments of 20 MiB, or of one block's size, and never joins free memory of two
+# segments. In one segment that grows, a ResNet-50 (b32, float16) takes 1388 MiB on an H100 instead of 1632, a ResNet-18
+# (b64) 172 either way, ViT-B/16 (b32) 2246 instead of 2366, a GPT-2 (b16) 3764 instead of 3790; the milliseconds are
+# the same.
 class _Growth:
     """Whether pools take one segment that grows."""
 
@@ -87,32 +89,32 @@ class _Growth:
             return
         rest = settings.strip(" ,")
         rest = f"{rest}," if rest else ""
-        # What a text leaves out keeps its value, or gets its default, by option: so first off, then as it was.
+        # An option that a text leaves out keeps its value or gets its default, so that undoing takes two texts.
         undo.note(set_allocator_settings, settings)
         undo.note(set_allocator_settings, f"{rest}expandable_segments:False")
         try:
             set_allocator_settings(f"{rest}expandable_segments:True")
-        except ValueError:  # torch took the text, but not with more behind it
+        except ValueError:  # torch accepts the text, but not with an option appended
             undo.forget()
             set_allocator_settings(settings)
         else:
             self._tried = True
 
     def gave_up(self, error: BaseException | None) -> bool:
-        """Return whether a capture failed since this machine cannot map memory. Then no segment grows from now on.
+        """Return whether a capture failed because this machine cannot map memory. Then no segment grows from now on.
 
         WSL2 cannot (pytorch#192330), nor can some virtual GPUs. torch finds out at the first allocation.
         """
         text = str(error)
         if not self._tried or "CUDA driver error" not in text or "out of memory" in text:
             return False
-        self._impossible = True  # for every thread that is told so, the first or not
+        self._impossible = True
         return True
 
 
 def _excluded() -> bool:
     talks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    # Elsewhere than on Linux torch warns that it cannot (c10/cuda/CUDAAllocatorConfig.h).
+    # On systems other than Linux, torch warns that it cannot (c10/cuda/CUDAAllocatorConfig.h).
     return talks or sys.platform != "linux" or torch.cuda.get_allocator_backend() != "native"
 
 
@@ -123,4 +125,4 @@ def _changeable_settings() -> str | None:
 
 
 growth = _Growth()
-growing_segments = _Overlapping(growth.begin)
+growing_segments = _SharedChange(growth.begin)

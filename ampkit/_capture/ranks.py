@@ -1,4 +1,4 @@
-"""What the processes of one job must decide together: whether to capture."""
+"""The votes of the processes of one job on whether to capture."""
 
 import sys
 from collections.abc import Sequence
@@ -14,13 +14,18 @@ WARMUP_DDP = 12  # DDP rebuilds its buckets after the first step and samples tim
 class Ranks:
     """The processes that train one model together, or the only one.
 
-    They vote in the same calls, counted from the first: in each, until `_QUIET` in a row found nothing to decide, and
-    then now and then, as a graph may have been dropped. A vote that depended on what one rank sees, such as a short
-    batch, would wait for ever for the others.
+    Ranks vote in every call at first. Once all of them had nothing to capture in `_QUIET` votes in a row, they vote in
+    every `_EVERY`th call only, because a graph may have been dropped. All of them count the same calls. If one rank
+    voted for a reason of its own, such as a short batch, it would wait for the others for ever.
 
     Args:
-        model: if it is or holds a `DistributedDataParallel`, the ranks of its process group.
-        device: where NCCL can reduce a flag.
+        model: its ranks are those of the process group of a `DistributedDataParallel` in it. If it has none, there is
+            one rank.
+        device: where the votes are reduced.
+
+    Attributes:
+        wrappers: the `DistributedDataParallel` modules of the model; [] if there is only one rank.
+        warmup: how many eager calls they need before a capture.
     """
 
     other_found = "another rank found that its step cannot be captured; the message there says why."
@@ -39,11 +44,11 @@ class Ranks:
         """Return whether all ranks want to capture in this call, and whether all can. To be called in every call.
 
         Args:
-            wants: whether this rank would.
-            can: whether it knows of no reason against.
-            settled: whether it has nothing to capture in this call.
+            wants: whether this rank wants to.
+            can: whether this rank knows of no reason against it.
+            settled: whether this rank has nothing to capture in this call.
 
-        Sync: waits for the device where there is a vote.
+        Sync: waits for the device if there is a vote.
         """
         if not self.wrappers:
             return wants, can
@@ -76,19 +81,19 @@ class Ranks:
                 gradient.copy_(part.view_as(gradient))
 
     def close_before_end(self, graphs: Closable) -> None:
-        """See to it that the graphs are given up before the process group is."""
+        """Have the graphs released before the process group is destroyed."""
         if self.wrappers:
             close_before_end(graphs)
 
 
-_QUIET = 16  # more than there are places in a window of micro-batches, mostly
-_EAGER_VOTES = 256  # ranks whose batches always differ never come to rest
-_EVERY = 61  # prime, so that each place of a window has its turn
+_QUIET = 16  # mostly more than a window has micro-batches
+_EAGER_VOTES = 256  # votes; ranks whose batches always differ would vote in every call for ever
+_EVERY = 61  # prime, so that the votes fall on every micro-batch of a window in turn
 
 
 def _is_sharded(param: Tensor) -> bool:
     """Return whether a parameter is a DTensor, as `fully_shard` makes it."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # whoever made a DTensor has imported it, which takes long
+    tensors = sys.modules.get("torch.distributed.tensor")  # imported if there is a DTensor; its import takes long
     return tensors is not None and isinstance(param, tensors.DTensor)
 
 

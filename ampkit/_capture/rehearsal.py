@@ -1,4 +1,4 @@
-"""The last eager call before a capture: what the capture records must be what that call did."""
+"""The rehearsal: the last eager call before a capture, which must record the same operations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -7,15 +7,14 @@ from .._torch.compile import noticing_compiled_code
 from .call_record import Record, Recorder, first_difference
 from .capture_query import recording
 
-_MOST_MISSED = 4  # calls; then an observer of the user's own, or a busy thread, is there to stay
+_MOST_MISSED = 4  # calls; after that many, the profiler or the thread that is in the way is expected to stay
 
 
 class Rehearsal:
     """Compares the capture of one layout with the eager call before it, once.
 
-    A graph repeats what the capture recorded. Where that is something else than the eager call did, the step depends on
-    something that is neither its input nor declared state: on a number that changes on the host, or on whether it is
-    being captured.
+    A graph repeats what the capture recorded. If the eager call did something else, then the step depends on something
+    that is neither its input nor declared state, such as a number that changes on the host.
 
     Args:
         lenient: see `Recorder`.
@@ -34,23 +33,23 @@ class Rehearsal:
 
     @property
     def unseen(self) -> str:
-        """Why no call could be recorded, so that nothing can be compared; "" if one could be, or may yet."""
+        """Why no call could be recorded, so that nothing can be compared; "" if one was recorded, or still may be."""
         return self._reason if self._missed >= _MOST_MISSED else ""
 
     @property
     def done(self) -> bool:
-        """Whether a capture may follow."""
+        """Whether the capture may follow: a call was recorded, or none can be."""
         return self._eager is not None or bool(self.unseen)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Context of an earlier eager call, which shows whether compiled code runs."""
+        """Context of the call under the preflight. It notes whether compiled code runs."""
         with noticing_compiled_code() as compiled:
             yield
         self._numbers = not compiled()
 
     def give_up(self, reason: str) -> None:
-        """Compare nothing, for this reason."""
+        """Compare nothing, for this reason, which messages give."""
         self._missed, self._reason = _MOST_MISSED, reason
 
     @contextmanager
@@ -76,9 +75,9 @@ class Rehearsal:
         self._captured = recorder.record
 
     def difference(self) -> str | None:
-        """Return in words where the two differ first, "" if nowhere; then forget them.
+        """Return in words where the two calls first differ, "" if nowhere; then forget them.
 
-        None if the capture was not seen, since another thread was in the middle of something.
+        None if the capture could not be recorded, because of what another thread did.
         """
         eager, captured, self._eager, self._captured = self._eager, self._captured, None, None
         if eager is None:

@@ -1,4 +1,4 @@
-"""What surrounds a call: the number that stands for its settings, and what has changed, with what to write instead."""
+"""The settings of a call and the memory of the state: what has changed, and what to write instead."""
 
 import itertools
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 from .state import Generation, Settings, TrainingState
 
 
-class Around(NamedTuple):
-    """What surrounds a call.
+class CallSettings(NamedTuple):
+    """What a call depends on beside its input.
 
     Attributes:
-        settings: of the optimizers, the modules and torch.
+        settings: the settings of the optimizers, the modules and torch.
         replacements: how often memory of the state was replaced so far, which outdates all graphs.
         replaced: what was replaced last, in words.
     """
@@ -21,14 +21,14 @@ class Around(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A call is the first one with its settings, or the first one behind a replacement of memory.
+    """A call is the first one with its settings, or the first one after memory of the state was replaced.
 
     Attributes:
         outdates: whether all graphs are outdated.
         reason: what changed, in words.
         text: the same with values.
-        advice: what to write if it changes in each call, by the name of what changed, as far as there is something to
-            say to somebody who changes it once.
+        advice: what to write if it changes in each call, by the name of what changed. It has no entry where a user who
+            changes it only once need not be told anything.
     """
 
     outdates: bool
@@ -38,14 +38,14 @@ class Change(NamedTuple):
 
 
 class Surroundings:
-    """Looks, before each call, at the settings around it and at the memory of the state.
+    """Compares the settings, and the memory of the state, with those of the call before.
 
     Args:
         state: what a graph depends on beside its input.
 
     Attributes:
-        number: what stands for the settings around the call. Other settings never get the same number.
-        generation: of the call that was observed last, None before the first.
+        number: stands for the settings of the call in its key. Other settings never get the same number.
+        generation: that of the last call; None before the first one.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -57,17 +57,17 @@ class Surroundings:
         self.number = 0
 
     @property
-    def around(self) -> Around:
-        """What surrounds the call."""
-        return Around(self._settings[self.number], self._replacements, self._replaced)
+    def call_settings(self) -> CallSettings:
+        """What the call depends on beside its input."""
+        return CallSettings(self._settings[self.number], self._replacements, self._replaced)
 
     def observe(self) -> Change | None:
-        """Look at the surroundings of a call. Return what changed if no graph can be there for it, else None."""
+        """Read settings and memory. Return what changed; None if there may be a graph for this call nevertheless."""
         now, before = self._state.generation(), self.generation
         if now is before:
             return None
         change = None if now == before else self._compare(before, now)
-        self.generation = now  # last: a call that is interrupted leaves everything to the next one
+        self.generation = now  # last, so that the call after an interrupted one compares again
         return change
 
     def _compare(self, before: Generation | None, now: Generation) -> Change | None:
@@ -91,19 +91,18 @@ class Surroundings:
         return Change(outdates, old.changes(new), old.changes(new, values=True), advice)
 
     def accept(self) -> None:
-        """Take the present surroundings for those of the call that was observed last."""
+        """Take the present settings and memory for those of the last call."""
         self.generation = self._state.generation()
         self._settings[self.number] = self.generation.settings
 
     def forget(self) -> None:
-        """Forget everything, so that nothing counts as a change of it."""
+        """Forget the last call, so that the next one counts as the first."""
         self.generation = None
         self._settings.clear()
 
 
 def setting_advice(name: str) -> str:
-    """Return what to write instead of changing the setting of this name in each call, "" if there is nothing to say
-    to somebody who changes it once."""
+    """Return what to write instead of changing this setting in each call; "" if `Change.advice` has no entry for it."""
     if name.endswith(("['momentum']", "['betas']")):
         return "OneCycleLR and CyclicLR change it in every step, unless they get cycle_momentum=False."
     return "Of a param group, only lr may change without a new graph." if "param_groups[" in name else ""

@@ -9,17 +9,17 @@ import torch
 
 
 class Clock:
-    """Takes the time of a device: CUDA events on the current stream. On the host, where there is no device.
+    """Takes the time by CUDA events on the current stream of a device, or by the host's clock if there is no device.
 
-    Between two events lies what the stream did and all its waiting for the host, so that of a step that the host holds
-    up they show the host's time.
+    The time between two events includes the time in which the stream waited for the host. So if the host is slower than
+    the device, it is the host's time.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
 
     def now(self) -> Any:
-        """Return a mark of this moment, for `Durations`. Sync: none."""
+        """Return a mark of this moment, which `Durations.add` takes. Sync: none."""
         if self._device is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -31,10 +31,10 @@ class Durations:
     """How long some calls took.
 
     Args:
-        most: how many are wanted.
+        most: how many calls are to be timed.
 
     Attributes:
-        wanted: whether there are to be more.
+        wanted: whether more calls are to be timed.
     """
 
     def __init__(self, most: int) -> None:
@@ -44,12 +44,12 @@ class Durations:
         self._ms: list[float] = []
 
     def add(self, start: Any, end: Any) -> None:
-        """Note a call between two marks of a clock. Sync: none."""
+        """Add a call that began and ended at these marks of a clock. Sync: none."""
         self._marks.append((start, end))
         self.wanted = len(self._marks) + len(self._ms) < self._most
 
     def median_ms(self) -> float | None:
-        """Return the median, None where nothing was measured. Sync: waits for the last of the calls to end."""
+        """Return the median, None if no call was timed. Sync: waits for the last of the calls to end."""
         self._ms += (_milliseconds(start, end) for start, end in self._marks)
         self._marks.clear()
         return statistics.median(self._ms) if self._ms else None
@@ -59,9 +59,9 @@ class Timing:
     """How long calls with one layout of the input take.
 
     Attributes:
-        eager: of warm-up calls that are neither the first, in which libraries start, nor under the preflight.
-        replay: of calls that were a graph launch, from their second: the first one captures.
-        replays: how many there were.
+        eager: times of warm-up calls, other than the first one, in which libraries start, and that of the preflight.
+        replay: times of replays, other than the first one, which belongs to the call that captures.
+        replays: how many replays there were.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Timing:
         self.replays = 0
 
     def saving(self) -> "Saving":
-        """Return both medians. Sync: waits for the calls that were measured to end."""
+        """Return both medians. Sync: waits for the timed calls to end."""
         return Saving(self.replays, self.eager.median_ms(), self.replay.median_ms())
 
 
@@ -78,9 +78,9 @@ class Saving(NamedTuple):
     """What replays saved.
 
     Attributes:
-        replays: how many there were.
-        eager_ms: of one eager call, None where it was not measured.
-        replay_ms: of one replay, None where it was not measured.
+        replays: how many replays there were.
+        eager_ms: time of one eager call, None if it was not measured.
+        replay_ms: time of one replay, None if it was not measured.
     """
 
     replays: int
@@ -89,14 +89,17 @@ class Saving(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """Time saved by all replays, below 0 if they were slower; None where it is not known."""
+        """Time saved by all replays, below 0 if they were slower; None if one of the two times is not known."""
         if self.eager_ms is None or self.replay_ms is None:
             return None
         return self.replays * (self.eager_ms - self.replay_ms) / 1000
 
 
 def combined(savings: Iterable[Saving]) -> Saving:
-    """Return means over the replays: of those with both times, or where there are none of each time alone."""
+    """Return means, weighted by the replays, over the graphs for which both times are known.
+
+    If there is no such graph, the mean of each time is taken over the graphs for which that time is known.
+    """
     known = [saving for saving in savings if saving.replays]
     both = [saving for saving in known if saving.seconds is not None]
     eager = [(saving.replays, saving.eager_ms) for saving in both or known if saving.eager_ms is not None]
@@ -116,5 +119,5 @@ def _milliseconds(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end))
 
 
-_EAGER = 4  # a long warm-up has more; three calls have one
+_EAGER = 4  # of the calls of a long warm-up; one of three calls has one that is timed
 _REPLAYS = 8

@@ -1,4 +1,4 @@
-"""Whose turn it is: calls that share a capture stream are made one at a time, and run one behind the other."""
+"""Calls that share a capture stream: they are made one at a time, and the device runs one after the other."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,10 +17,10 @@ _R = TypeVar("_R")
 
 
 class StreamOrder:
-    """Puts what is launched on one stream behind what was launched last on another one.
+    """Makes the device run what is launched on one stream after what was launched before on another one.
 
-    Graphs that share static inputs, a pool, or what cuBLAS keeps for the stream of their capture must not overlap in
-    time. While all launches come from one stream, that takes a comparison of two numbers.
+    Graphs that share static inputs, a pool, or cuBLAS's workspace for the stream of their capture must not overlap in
+    time. As long as all launches are on one stream, `follow` only compares two numbers.
 
     Args:
         device: a CUDA device.
@@ -35,7 +35,7 @@ class StreamOrder:
     def follow(self) -> None:
         """Have the current stream wait for the last one, unless it is the same. To be called under a lock. Sync: none.
 
-        Not called within a capture, whose stream may not wait for what is outside of it.
+        It must not be called in a capture: a stream that captures may not wait for work outside of the capture.
         """
         if raw_stream(self._device.index) != self._address:
             current = torch.cuda.current_stream(self._device)
@@ -51,15 +51,15 @@ class Turns:
         device: where they compute.
 
     Attributes:
-        lock: held for the whole of a call, user code included. Another step may be called within.
+        lock: to be held during a call, user code included. Within the call another step may be called.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.lock = threading.RLock()  # not one per step: two threads could then wait for each other's
+        self.lock = threading.RLock()  # with a lock for each step, two threads could wait for each other
         self._order = StreamOrder(device) if device.type == "cuda" else None
 
     def begin(self, name: str) -> None:
-        """Put the work of a call behind that of the last one. To be called with the lock held."""
+        """Have the work of this call run after that of the last call. To be called with the lock held."""
         if _here.captures:
             raise AmpkitError(
                 f"{name} was called within the capture of another graphed function, which cannot hold a second graph. "
@@ -70,10 +70,10 @@ class Turns:
 
 
 class Turn:
-    """One step's place among the calls that share its capture stream.
+    """Makes the calls of one step, each when no other thread is in a call on the same capture stream.
 
     Args:
-        turns: of the stream.
+        turns: the calls on that stream.
         name: what messages call the step.
     """
 
@@ -83,7 +83,7 @@ class Turn:
         self._running = False
 
     def take(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Return what `fn` returns, called when all calls that other threads have begun are over.
+        """Return what `fn` returns, called when no other thread is in a call.
 
         Raises:
             AmpkitError: this step is running already, and `fn` is called from inside it.
@@ -112,7 +112,7 @@ class Turn:
 
 
 class _Here(threading.local):
-    """What is known per thread."""
+    """Whether this thread captures, and its turns by device."""
 
     def __init__(self) -> None:
         self.captures = False
@@ -123,7 +123,7 @@ _here = _Here()
 
 
 def turns_on(device: torch.device) -> Turns:
-    """Return the turns of what this thread makes for this device: it has one capture stream there."""
+    """Return the turns of the steps that this thread makes for this device. It has one capture stream there."""
     if device not in _here.turns:
         _here.turns[device] = Turns(device)
     return _here.turns[device]

@@ -93,7 +93,7 @@ def problems_of(
 ) -> list[Problem]:
     """Return what is wrong with a call of an operation below autograd, of which it may be known that it waited."""
     check = _check_of(op)
-    problems = list(check(_Call(_name(op), args, kwargs, result, watched))) if check else []
+    problems = list(check(_OperationCall(_name(op), args, kwargs, result, watched))) if check else []
     if waited and not problems:
         return [WAITS._replace(what=f"{_name(op)} {WAITS.what}")]
     return [problem._replace(graph_only=False) for problem in problems] if waited else problems
@@ -131,7 +131,7 @@ HOST_SOURCES: dict[str, Callable[[], Any]] = {"Python's random": random.getstate
 # ------------------------------------------------------------------------------------------------- checks by operation
 
 
-class _Call(NamedTuple):
+class _OperationCall(NamedTuple):
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -139,23 +139,23 @@ class _Call(NamedTuple):
     watched: Watched
 
 
-def _reads(call: _Call) -> Iterator[Problem]:
+def _reads(call: _OperationCall) -> Iterator[Problem]:
     if call.watched.has(call.args):
         yield READ if call.name in _SINGLE_READS else READ._replace(what=f"{call.name} waits for the device")
 
 
-def _depends_on_data(call: _Call) -> Iterator[Problem]:
+def _depends_on_data(call: _OperationCall) -> Iterator[Problem]:
     if call.watched.has((call.args, call.kwargs)):
         yield Problem(f"{call.name} waits for the device: the shape of its result depends on data", _KEEP_SHAPE)
 
 
-def _repeats(call: _Call) -> Iterator[Problem]:
+def _repeats(call: _OperationCall) -> Iterator[Problem]:
     counts = call.args[1] if len(call.args) > 1 else call.args[0]  # a number in inference mode, if the user gave one
     if call.watched.has(counts) and call.kwargs.get("output_size") is None:
         yield Problem("repeat_interleave waits for the device to count its result", "Pass output_size=.")
 
 
-def _indexes(call: _Call) -> Iterator[Problem]:
+def _indexes(call: _OperationCall) -> Iterator[Problem]:
     indices = tensors_in(call.args[1])
     if not call.watched.has(call.args[0]):
         return
@@ -172,7 +172,7 @@ def _is_fill(value: Any = None, accumulate: bool = False, *more: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu" and not accumulate
 
 
-def _copies(call: _Call) -> Iterator[Problem]:
+def _copies(call: _OperationCall) -> Iterator[Problem]:
     pairs = [(call.args[0], call.result)]
     if call.name == "lift_fresh":  # `torch.tensor(data, device=...)` hides its copy from dispatch modes, not this
         pairs = [(None, call.result)]
@@ -208,7 +208,7 @@ def _memory(pinned: bool) -> str:
     return "pinned host" if pinned else "pageable host"
 
 
-def _draws(call: _Call) -> Iterator[Problem]:
+def _draws(call: _OperationCall) -> Iterator[Problem]:
     results, generator = tensors_in(call.result), call.kwargs.get("generator")
     device, generators = call.watched
     if device.type != "cpu" and results and all(tensor.device.type == "cpu" for tensor in results):
@@ -221,7 +221,7 @@ def _draws(call: _Call) -> Iterator[Problem]:
             yield Problem(what, "Pass generators=[generator].", graph_only=True)
 
 
-_Check = Callable[[_Call], Iterator[Problem]]
+_Check = Callable[[_OperationCall], Iterator[Problem]]
 _SINGLE_READS = ("_local_scalar_dense", "item", "is_nonzero")
 # Of ATen, by name; others by their tags. `linalg_lstsq` has the tag of a shape that depends on data; its solutions have
 # none, and if a solver waits, the sync debug mode tells.

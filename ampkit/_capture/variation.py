@@ -11,7 +11,7 @@ from .._text import value_text
 from .._torch.tree import TreeSpec
 from .inputs import Constant, Spec, TensorSpec, paths
 from .state import GRADIENTS, MODES
-from .surroundings import MEMORY_ADVICE, Around, setting_advice
+from .surroundings import MEMORY_ADVICE, CallSettings, setting_advice
 
 
 class Key(NamedTuple):
@@ -91,7 +91,7 @@ class Variation:
         self._calls = 0
         self._captures = 0  # when the run began
         self._visits: Counter[Key] = Counter()
-        self._around: dict[Key, Around] = {}
+        self._call_settings: dict[Key, CallSettings] = {}
         self._last: Key | None = None
         self._returned = False  # whether a key came back after another one
         self._said: set[str] = set()
@@ -116,12 +116,12 @@ class Variation:
         """Take note that a message has named these, and what to write instead."""
         self._said.update(names)
 
-    def note(self, key: Key, around: Around, captures: int, kept: int) -> Cause | None:
+    def note(self, key: Key, call_settings: CallSettings, captures: int, kept: int) -> Cause | None:
         """Take note of a call that no graph was there for. Return the cause of the run, None as long as it has none.
 
         Args:
             key: of the call.
-            around: what surrounds it.
+            call_settings: what the call depends on beside its input.
             captures: how many graphs were captured so far.
             kept: how many keys are remembered at most.
         """
@@ -133,7 +133,7 @@ class Variation:
             self._returned = self._returned or (known and key != self._last)
             self._last = key
             self._visits[key] += 1
-            self._around.setdefault(key, around)
+            self._call_settings.setdefault(key, call_settings)
             overflows = not known and len(self._visits) == kept + 1
             if self._calls >= _CALLS and (overflows or self._calls % _CALLS == 0):
                 self._find_cause(captures, kept)
@@ -145,7 +145,7 @@ class Variation:
         never_back = not self._returned and captures == self._captures
         if keys < _VARIANTS or 2 * max(self._visits.values()) >= self._calls or not (crowded or never_back):
             return
-        cause = self.explain([*self._around.items()])
+        cause = self.explain([*self._call_settings.items()])
         if crowded or not cause.of_layouts:
             limit = f", and at most {kept} are kept" if crowded else ""
             self.cause = cause
@@ -153,10 +153,10 @@ class Variation:
                 f"no graph was replayed in the last {self._calls} calls, because {cause.examples}. Each of these "
                 f"{keys} variants takes {self._warmup} eager calls and a graph of its own{limit}. {cause.advice}"
             )
-            self._around.clear()  # it holds what the batches held
+            self._call_settings.clear()  # it holds what the batches held
             self._visits.clear()
 
-    def text_of(self, calls: Sequence[tuple[Key, Around]]) -> str:
+    def text_of(self, calls: Sequence[tuple[Key, CallSettings]]) -> str:
         """Return what a message says of many different calls between which there are replays."""
         cause = self.explain(calls)
         return (
@@ -164,11 +164,11 @@ class Variation:
             f"{self._warmup} eager calls and a graph of its own. {cause.advice}"
         )
 
-    def explain(self, calls: Sequence[tuple[Key, Around]]) -> Cause:
+    def explain(self, calls: Sequence[tuple[Key, CallSettings]]) -> Cause:
         """Return what differs most among calls, of which at least two differ."""
         found: dict[str, list[Part]] = {}  # by name, those with different values
-        for key, around in calls:
-            for part in self._parts(key, around):
+        for key, call_settings in calls:
+            for part in self._parts(key, call_settings):
                 known = found.setdefault(part.name, [])
                 if all(part.value != other.value for other in known):
                     known.append(part)
@@ -185,17 +185,22 @@ class Variation:
             of_layouts=all(isinstance(known[-1].value, (TensorSpec, TreeSpec)) for known in named),
         )
 
-    def _parts(self, key: Key, around: Around) -> Iterator[Part]:
+    def _parts(self, key: Key, call_settings: CallSettings) -> Iterator[Part]:
         yield Part("the structure of the batch", key.spec.tree, _TREE)
         for name, leaf in zip(paths(key.spec.tree), key.spec.leaves, strict=True):
             yield Part(name.replace("batch[0]", "batch", 1) if self._one_argument else name, leaf)
         if key.phase is not None:
             yield from key.phase.parts()
-        for name, value in around.settings.named().items():
+        for name, value in call_settings.settings.named().items():
             # Of these two the values say nothing.
             statement = f"{name} kept changing" if name in (MODES, GRADIENTS) else ""
             yield Part(name, value, setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE), statement)
-        yield Part(around.replaced, around.replacements, MEMORY_ADVICE, f"{around.replaced} again and again")
+        yield Part(
+            call_settings.replaced,
+            call_settings.replacements,
+            MEMORY_ADVICE,
+            f"{call_settings.replaced} again and again",
+        )
 
     def _leaf_advice(self, known: Sequence[Part]) -> str:
         name, values = known[0].name, [part.value for part in known]

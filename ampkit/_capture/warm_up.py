@@ -1,4 +1,4 @@
-"""The eager calls before a capture: what they show of the step, and what must be known before a graph may hold it."""
+"""The eager calls before a capture, which show whether and how the step can be captured."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -18,28 +18,26 @@ from .undeclared import Undeclared
 
 
 class Run(Protocol):
-    """How the engine calls eagerly."""
+    """`Engine.run`."""
 
     def __call__(self, reason: str, fn: Callable[[], Any], context: AbstractContextManager[Any] | None = None) -> Any:
         """Return what `fn` returns, called in this context and counted under this reason."""
 
 
 class WarmUp:
-    """Calls a layout eagerly: first under the preflight, then, if there is time, as it is, and last as the rehearsal.
-
-    Earlier calls, where there are more, are as they are too.
+    """Makes the calls of a layout's warm-up: one of them under the preflight, the last one as the rehearsal.
 
     Args:
         fn: what is called eagerly.
         captured: what a graph records: `fn`, or something that leaves the same bits.
-        state: what it may change.
-        surroundings: of the calls.
+        state: what `fn` may change.
+        surroundings: the settings of the calls.
         device: where the inputs are.
-        generators: CUDA generators beside the default one that it draws from.
-        early: whether there are more than two calls, so that a second look is possible.
-        watching: a context to be entered around the call under the preflight.
-        declared: whether the user has declared what `fn` may change, so that nothing else may be.
-        clock: for the calls that are timed.
+        generators: CUDA generators beside the default one that `fn` draws from.
+        can_repeat: whether a warm-up has more than two calls, so that the preflight can be repeated.
+        watching: returns a context for the call under the preflight.
+        declared: whether the user has declared what `fn` may change, so that it may change nothing else.
+        clock: times some of the calls.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class WarmUp:
         *,
         device: torch.device,
         generators: Sequence[torch.Generator],
-        early: bool,
+        can_repeat: bool,
         watching: Callable[[], AbstractContextManager[Any]],
         declared: bool,
         clock: Clock,
@@ -62,7 +60,7 @@ class WarmUp:
         self._surroundings = surroundings
         self._device = device
         self._generators = generators
-        self._early = early
+        self._can_repeat = can_repeat
         self._watching = watching
         self._undeclared = Undeclared(state, refuses_changes=declared)
         self._clock = clock
@@ -76,27 +74,27 @@ class WarmUp:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        hurry: bool,
+        late_preflight: bool,
         start: Any,
     ) -> Any:
         """Do the next call of this layout.
 
         Args:
-            run: of the engine.
+            run: `Engine.run`.
             layout: a cold one.
             leaves: the tensors and constants in `args` and `kwargs`.
-            phase: passed on.
-            args: passed on.
-            kwargs: passed on.
-            hurry: whether the preflight comes as late as it can. It is slow, and where each call has another layout,
-                most of them never see a second call.
-            start: a mark of the clock when the call began, None if it is not to be timed.
+            phase: the first argument of `fn`.
+            args: its other arguments.
+            kwargs: its keyword arguments.
+            late_preflight: whether the preflight comes as late as it can. It is slow. If each call has another layout,
+                most layouts have only one call, which then needs none.
+            start: the clock's mark of when the call began; None if it is not to be timed.
         """
         with Undo() as undo:
             undo.note(modes())
             with nullcontext() if layout.calls else layout.writes.noted(self._state):
-                if not layout.looked and layout.to_come <= (2 if hurry else 3):
-                    outputs = self._look(run, layout, leaves, lambda: self._fn(phase, *args, **kwargs))
+                if not layout.checked and layout.calls_left <= (2 if late_preflight else 3):
+                    outputs = self._call_under_preflight(run, layout, leaves, lambda: self._fn(phase, *args, **kwargs))
                 else:
                     outputs = self._call(run, layout, phase, args, kwargs, start)
             undo.forget()
@@ -106,7 +104,7 @@ class WarmUp:
     def _call(
         self, run: Run, layout: Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
     ) -> Any:
-        if layout.looked and not layout.problem and layout.to_come < 2 and not self._state.is_undecided():
+        if layout.checked and not layout.problem and layout.calls_left < 2 and not self._state.is_undecided():
 
             def rehearse() -> Any:
                 with layout.rehearsal.rehearsing():
@@ -117,18 +115,18 @@ class WarmUp:
             outputs = run(layout.reason, lambda: self._fn(phase, *args, **kwargs))
             if start is not None and layout.calls and layout.timing.eager.wanted:
                 layout.timing.eager.add(start, self._clock.now())
-        layout.calls += 1  # behind it: a call that raised has shown nothing
+        layout.calls += 1  # last: a call that raised has shown nothing
         return outputs
 
-    def _look(self, run: Run, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]) -> Any:
-        """Call under the preflight."""
+    def _call_under_preflight(self, run: Run, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]) -> Any:
         before = self._state.tensors().keys()
         with self._watching(), self._undeclared.watching(leaves) as observer:
             preflight = Preflight(self._device, self._generators, observer=observer)
-            outputs = run(layout.reason, lambda: self._looked_at(layout, leaves, fn), preflight)
-        # What is made for the first time may wait, as optimizer state does, or a mask that is kept: then look again. So
-        # does a scaler that still watches what the optimizer does.
-        first = layout.calls == 0 and self._early
+            outputs = run(layout.reason, lambda: self._call_for_preflight(layout, leaves, fn), preflight)
+        # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
+        # later ones do not, and so may a scaler that still watches what the optimizer does. Then the preflight is
+        # repeated.
+        first = layout.calls == 0 and self._can_repeat
         if observer.nested:
             layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
         made = self._state.is_undecided() or self._state.tensors().keys() != before
@@ -136,23 +134,26 @@ class WarmUp:
             layout.calls += first
             return outputs
         layout.problem = self._with_undeclared(describe(preflight.findings))
-        layout.looked = True  # behind it, or an interrupt could hide the problem
+        layout.checked = True  # after the line above, or an interrupt could hide the problem
         layout.calls += 1
         return outputs
 
-    def _looked_at(self, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]) -> Any:
-        """Call under a dispatch mode, which in inference mode sees composite operations whole, behind autocast: there
-        they compute something else. Without gradients they compute the same."""
+    def _call_for_preflight(self, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]) -> Any:
+        """Call with `no_grad` in place of inference mode, if the call is in that.
+
+        In inference mode a dispatch mode gets composite operations as one, and they then compute something else than
+        without it: autocast does not reach their parts. Under `no_grad` they compute the same as in inference mode.
+        """
         with layout.rehearsal.looking(), ExitStack() as stack:
             given = [*self._state.tensors().values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-            # Outside of inference mode nobody may write to what was made in it.
+            # A tensor made in inference mode may not be written to outside of it.
             if torch.is_inference_mode_enabled() and not any(map(Tensor.is_inference, given)):
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             return fn()
 
     def _with_undeclared(self, problem: str) -> str:
-        """Return a problem, and what must be declared; take what need not be into the state."""
+        """Return a problem, with what the user must declare. Take what need not be declared into the state."""
         if self._undeclared.adopt():
             self._surroundings.accept()
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))

@@ -1,4 +1,4 @@
-"""The function that a user declares: what it may change, and what is kept from it between calls."""
+"""`graphed`: a function of tensors, captured; the user declares the modules and optimizers that it may change."""
 
 import functools
 import threading
@@ -114,18 +114,18 @@ class GraphedFunction:
         for i, module in enumerate(modules):
             if options.graph != "off" and (problem := why_not_sharded(module)):
                 raise NotImplementedError(f"{name}, modules[{i}]: {problem}")
-        # Without a tensor in the modules, the first call tells the device.
+        # If the modules have no tensor, the device is that of the first call's arguments.
         self._engine = None if device is None else self._make_engine(device)
 
     def _make_engine(self, device: torch.device) -> Engine:
         if self._scaler is not None:
-            self._scaler.materialize(device)  # inside a capture its fill would reset the scale in every replay
+            self._scaler.materialize(device)  # if a capture made the scale, every replay would reset it
         blockers = [blocker for optimizer in self._optimizers if (blocker := why_not_capturable(optimizer))]
         if self._optimizers and (sparse := why_not_dense(self._modules)):
             blockers.insert(0, sparse)
         self._groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
         return Engine(
-            _Body(self._fn, self._modules, [] if blockers else self._groups, self._scaler, self._name),
+            _EngineFunction(self._fn, self._modules, [] if blockers else self._groups, self._scaler, self._name),
             TrainingState(
                 {f"modules[{i}]": module for i, module in enumerate(self._modules)},
                 self._optimizers,
@@ -153,12 +153,13 @@ class GraphedFunction:
             What the function returned, a tree of tensors and None, detached.
 
         Raises:
-            InputMismatch: a tensor on another device, a sparse one, one that requires grad, one that shares memory with
-                another one, or with the state, where the function changes one of the two in place; an unhashable leaf.
+            InputMismatch: a leaf cannot be an argument: a tensor is on another device, is sparse or requires grad; a
+                tensor shares memory with another one, or with the state, and the function changes one of the two in
+                place; a constant is not hashable.
             ValueError: the function returned something else.
 
-        Gradients that the function makes are gone after the call; `param.grad` that was there before is there after,
-        and what was added to it in place. Sync: none. Aliasing: the arguments are copied, and written back to only
+        Gradients that the function makes are gone after the call. A `param.grad` that was there before stays, with what
+        the function added to it in place. Sync: none. Aliasing: the arguments are copied, and written back to only
         where the function changes them in place; the outputs belong to the caller.
         """
         engine = self._engine
@@ -169,11 +170,11 @@ class GraphedFunction:
 
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs = engine(args, kwargs)
-        # Under an autocast of the caller's, torch would keep the casts of weights that this call has changed.
+        # The caller's autocast, if there is one, would go on with casts of weights that this call has changed.
         torch.clear_autocast_cache()
         if self._scaler is not None:
             self._scaler.watch_skips()
-            # What a capture left there is memory of one graph, which says nothing about a replay of another.
+            # A capture leaves tensors there that lie in the memory of one graph. Other graphs do not write them.
             self._scaler.grad_norm = self._scaler.found_inf = None
         return outputs
 
@@ -213,8 +214,8 @@ class GraphedFunction:
         self.close()
 
 
-class _Body:
-    """The user's function as the engine calls it: optimizers ready for capture, gradients and casts cleared away."""
+class _EngineFunction:
+    """The user's function as the engine calls it: with optimizers that can be captured, leaving no gradient or cast."""
 
     def __init__(
         self,
@@ -232,12 +233,12 @@ class _Body:
 
     def __call__(self, phase: object, *args: Any, **kwargs: Any) -> Any:
         params = [param for module in self._modules for param in module.parameters()]
-        given = [param.grad for param in params]
+        gradients = [param.grad for param in params]
         with Undo() as undo, ExitStack() as stack:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
-            undo.note(_give_back, params, given)
-            torch.clear_autocast_cache()  # of an autocast around the call, which has casts that an optimizer outdated
+            undo.note(_set_gradients, params, gradients)
+            torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             if self._scaler is not None:
                 stack.enter_context(self._scaler.unwatched())
             for groups in self._groups:
@@ -250,7 +251,7 @@ class _Body:
             return mapped_outputs(outputs, Tensor.detach, self._name)
 
 
-def _give_back(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+def _set_gradients(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
 
@@ -267,7 +268,7 @@ def _device(modules: Sequence[nn.Module]) -> torch.device | None:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Return the device of the first tensor among the arguments, the one where torch makes tensors if there is none."""
+    """Return the device of the first tensor among the arguments, torch's default device if there is none."""
     tensors = [leaf for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
     return tensors[0].device if tensors else torch.get_default_device()
 
@@ -281,5 +282,5 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], modules: Sequ
         if strangers:
             raise ValueError(
                 f"graphed(optimizers): optimizers[{i}] holds {len(strangers)} parameters of no module in modules, the "
-                f"first of shape {tuple(strangers[0].shape)}. Pass the module that has them in modules=(...)."
+                f"first of shape {tuple(strangers[0].shape)}. Pass their module in modules=(...)."
             )

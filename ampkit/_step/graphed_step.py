@@ -1,4 +1,4 @@
-"""The training step that a user calls: its arguments, what they must be, and the window of micro-batches it is in."""
+"""`graphed_step`: the training step that a user calls, and the checks of its arguments."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -64,42 +64,44 @@ def graphed_step(
 
     Args:
         loss_fn: `loss_fn(model, *batch, **batch)` returns the loss (a floating tensor of shape ()) or `(loss, aux)`,
-            aux a tree of tensors. Captured once and not called again in a replay: it must compute everything from its
-            inputs on the device.
-        model: all parameters on one device. Put it there, and load its state, before the first call. Or a
-            `DistributedDataParallel` made under a side stream (docs/capture.md): then all ranks decide together, and
-            `warmup` is at least 12.
-        optimizer: over parameters of `model`. To be captured it is Adam, AdamW or SGD with `fused=True`, or one
-            that has a `capturable` option.
-        policy: dtypes, see `Policy`. None leaves autocast as the caller has it. One with rules for modules must have
-            been put on the model by `policy.apply(model)`.
-        scaler: dynamic loss scale. None makes one if the policy computes in float16.
-        max_norm: clip the 2-norm over all gradients to this. `float("inf")` measures without clipping. None does
-            neither.
-        accumulate: calls (micro-batches) per optimizer step. Gradients are those of the mean of their losses: each loss
-            is divided by `accumulate` before its backward. Clipping, skipping and the schedule see the whole window.
-        scheduler: stepped once per optimizer step, skipped or not. It works on `group["lr"]`, which stays a float; the
-            step reads it through a device tensor, which is float32 on CUDA.
+            where aux is a tree of tensors. A replay does not call it again, so it must compute everything from its
+            inputs, on the device.
+        model: a module with all parameters on one device. Put it there, and load its state, before the first call. It
+            may be a `DistributedDataParallel` made under a side stream (docs/capture.md). Then all ranks decide
+            together whether to capture, and `warmup` is at least 12.
+        optimizer: an optimizer over parameters of `model`. Only Adam, AdamW and SGD with `fused=True`, and optimizers
+            that have a `capturable` option, are captured.
+        policy: the dtypes to compute in, see `Policy`. With None, autocast stays as the caller has it. A policy with
+            rules for modules must have been put on the model by `policy.apply(model)`.
+        scaler: the dynamic loss scale. With None, one is made if the policy computes in float16.
+        max_norm: clip the 2-norm over all gradients to this. `float("inf")` measures the norm without clipping. None
+            does neither.
+        accumulate: calls (micro-batches) per optimizer step. Each loss is divided by `accumulate` before its backward,
+            so that the gradients are those of the mean. Clipping, skipping and the schedule work once per optimizer
+            step.
+        scheduler: stepped once per optimizer step, skipped or not. It changes `group["lr"]`, which stays a float. The
+            step reads the rate from a tensor on the device, which is float32 on CUDA.
         buckets: sizes to pad batches to, see `Buckets`.
         warmup: eager calls per input layout before it is captured, at least 2 (1 is taken as 2). They are training
-            steps like any other. An early one is watched for what cannot be captured. The last one is recorded, and
-            what the capture records must be the same.
-        after_step: called with the model behind the optimizer, under `no_grad`, and captured: an EMA update
-            (`averaged.update_parameters` of torch's `AveragedModel`), a constraint on weights.
-        verify: compare the first so many replays with eager steps from the same state, bit by bit; on a difference name
-            the tensor and go on eagerly (or raise). Each takes two steps' time and a few copies of the state, and up to
-            eleven steps' time where kernels are not deterministic: what replays differ by from each other is allowed.
-        numerics: what `ampkit.debug.numerics(model)` returned: it measures in some of the steps, which get graphs of
-            their own, warmed up in the same way, and changes no bit of any step.
-        on_failure: "eager": if the step cannot be captured, or never is because the batch or a setting was new in each
-            of 32 calls, warn once and go on eagerly. "raise": raise `CaptureError`.
-        graph: "auto": a CUDA graph if the model is on CUDA. "emulate": the same engine, re-running `loss_fn` instead
-            of a graph, on any device. "off": eager.
+            steps like any other. One of the first is checked for what cannot be captured. The last one is recorded,
+            and the capture must record the same operations.
+        after_step: called with the model behind the optimizer, under `no_grad`, and captured. It may update an average
+            of the weights (`averaged.update_parameters` of torch's `AveragedModel`) or constrain them.
+        verify: compare this many replays, the first ones, bit by bit with eager steps from the same state. If they
+            differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
+            takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
+            takes up to eleven steps, and a difference as large as between replays is allowed.
+        numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
+            any step. Steps in which it measures get graphs of their own, warmed up in the same way.
+        on_failure: "eager": if the step cannot be captured, warn once and go on eagerly. The same happens if no graph
+            is ever used, because the batch or a setting was new in each of 32 calls. "raise": raise `CaptureError`.
+        graph: "auto": a CUDA graph if the model is on CUDA. "emulate": works on any device, and a replay runs `loss_fn`
+            again instead of a graph. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.
-        max_graphs: how many graphs are kept, one per input layout (and per place in the window, with `accumulate`);
-            then the least recently used one goes.
-        memory_budget: bytes that all graphs may take together (`report().bytes`), None without limit. While a graph is
-            captured, more may be taken. A layout whose graph alone takes more stays eager.
+        max_graphs: how many graphs are kept: one per input layout, and per micro-batch of a window. If there are more,
+            the least recently used one is dropped.
+        memory_budget: bytes that all graphs may take together (`report().bytes`); None for no limit. A capture may take
+            more while it is under way. A layout stays eager if its graph alone takes more.
 
     Returns:
         A `GraphedStep`: call it with a batch, on the model's device.
@@ -109,7 +111,7 @@ def graphed_step(
         NotImplementedError: a model whose parameters are sharded over processes (`fully_shard`), unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
 
-    Sync: none in a call, but one wait for the device when a graph is captured.
+    Sync: only the call that captures a graph waits for the device.
     """
     options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget).checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
@@ -182,19 +184,19 @@ class GraphedStep:
             **kwargs: passed on to `loss_fn` too, trees of the same kinds.
 
         Raises:
-            InputMismatch: a tensor on another device, a sparse one, one of a class of its own, one that requires grad,
-                one that shares memory with another one, or with the state, where the step changes one of the two in
-                place; an unhashable leaf.
+            InputMismatch: a leaf of the batch cannot be an argument: a tensor is on another device, is sparse, belongs
+                to a subclass or requires grad; a tensor shares memory with another one, or with the state, and the
+                step changes one of the two in place; a constant is not hashable.
             ValueError: the loss is not a floating tensor of shape () that requires grad.
             CaptureError: with `on_failure="raise"`, the step cannot be captured, and was not done; or `verify` found a
-                difference, and it was done eagerly.
+                difference, and the step was done eagerly.
 
-        An exception out of `loss_fn` ends the window: what it had accumulated is dropped, for a part of this
-        micro-batch may be in it.
+        An exception out of `loss_fn` ends the window. The gradients accumulated so far are dropped, because they may
+        have a part of this micro-batch.
 
         Sync: none. Aliasing: the batch is copied, and written back to only where `loss_fn` changes it in place; the
-        outputs belong to the caller. What `loss_fn` returns is copied tensor by tensor, so a view of an input or of
-        another output is a tensor of its own behind the call, in eager calls too.
+        outputs belong to the caller. What `loss_fn` returns is copied tensor by tensor, in eager calls too. So a view
+        of an input, or of another output, is returned as a tensor of its own.
         """
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
@@ -203,8 +205,9 @@ class GraphedStep:
     def flush(self) -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
 
-        The gradients stay sums over its micro-batches divided by `accumulate`, as in Lightning and in loops that write
-        `(loss / accumulate).backward()`. Does nothing where the window is empty. Eager, counted as such. Sync: none.
+        Each loss stays divided by `accumulate`, as in Lightning and in loops that write `(loss /
+        accumulate).backward()`. The step is eager, and counted as such. Nothing is done if the window is empty. Sync:
+        none.
         """
         self._turn.take(self._window.flush, "flush of a short window")
 
@@ -242,8 +245,8 @@ class GraphedStep:
     def close(self) -> None:
         """Release the graphs and their memory. A later call warms up and captures again. Waits for the device.
 
-        A window of micro-batches goes on where it was. A step that is garbage-collected releases its graphs too. Waits
-        for a call of another thread as well.
+        It also waits for a call of another thread to end. A window of micro-batches goes on where it was. The graphs
+        are released as well when the step is garbage-collected.
         """
         self._engine.close_in_turn()
 
@@ -255,7 +258,7 @@ class GraphedStep:
 
 
 def _device(model: nn.Module, policy: Policy | None) -> torch.device:
-    """Return the one device of the parameters, having checked their dtype against the policy."""
+    """Return the one device of the parameters. Raise a `ValueError` if their dtype is not the policy's."""
     check_instance("graphed_step", "model", model, nn.Module, "a torch.nn.Module")
     devices = {param.device: name for name, param in model.named_parameters()}
     if len(devices) != 1:

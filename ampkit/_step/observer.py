@@ -1,4 +1,4 @@
-"""What a training step tells somebody who watches its numbers, and when."""
+"""What a training step calls on an object that measures its gradients and activations, and when."""
 
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class Observer(Protocol):
-    """Somebody who measures in some of the steps. It must change no gradient and draw no random number.
+    """Measures in some of the steps. It must change no gradient and draw no random number.
 
-    A step calls `begin`, then in each micro-batch of an observed step `observing`, in its last one `gradients`, and
-    `stepped`. `observing` and `gradients` are captured: they must read nothing from the device, make no memory that
-    outlives them, and write to `tensors` alone.
+    Each optimizer step begins with `begin` and ends with `stepped`. An observed one enters `observing` in each of its
+    micro-batches, and calls `gradients` in the last one. These two are captured. So they must read nothing from the
+    device, write to `tensors` alone, and leave no other tensor that is read later.
     """
 
     def attach(self, model: nn.Module, device: torch.device) -> None:
-        """Get ready for the steps of this model on this device. Raise a `ValueError` if it watches another model."""
+        """Get ready for the steps of this model. Raise a `ValueError` if it was made for another one."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what observed steps write to, by the name that messages use. Called once, after `attach`."""
 
     def begin(self) -> bool:
-        """Return whether the optimizer step that begins now is to be observed. On the host, outside of a capture."""
+        """Return whether to observe the optimizer step that begins now. Called on the host, outside of a capture."""
 
     def observing(self) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch."""
@@ -32,8 +32,8 @@ class Observer(Protocol):
         """Measure the gradients in `param.grad`, which are multiplied by `scale` and not clipped yet."""
 
     def stepped(self, skipped: Tensor | None) -> None:
-        """Take note that an optimizer step was launched. On the host, outside of a capture.
+        """Take note that an optimizer step was launched. Called on the host, outside of a capture.
 
         Args:
-            skipped: how many steps the loss scale skipped so far, on the device; None without a loss scale.
+            skipped: how many steps were skipped so far, a tensor on the device; None if there is no loss scale.
         """

@@ -1,4 +1,4 @@
-"""What a captured function may return: trees of tensors, for a replay computes nothing else anew."""
+"""What a captured function may return: trees of tensors, because a replay computes nothing else anew."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,16 @@ from .._torch.tree import tree_flatten, tree_unflatten
 
 
 def mapped_outputs(outputs: Any, change: Callable[[Tensor], Tensor], who: str, place: str = "") -> Any:
-    """Return a tree of tensors and None with each tensor changed.
+    """Return the tree that a captured function returned, with `change(tensor)` in place of each tensor.
 
     Args:
-        outputs: what a function of the user's returned.
+        outputs: a tree of tensors and None.
         change: called with each tensor.
-        who: the function, for the message of an error.
-        place: where in its result the tree stands, for the same message.
+        who: what the error message calls the function.
+        place: what the error message says of the tree's place in what the function returned.
 
     Raises:
-        ValueError: there is something else in the tree.
+        ValueError: the tree has a leaf that is neither a tensor nor None.
     """
     leaves, tree = tree_flatten(outputs)
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""What a training step does: forward, backward, accumulation, unscale, clip, optimizer, scale update, what follows."""
+"""What a training step does: forward, backward, accumulation, unscale, clip, optimizer, scale update, `after_step`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,14 +20,14 @@ from .working_weights import WorkingWeights
 
 
 class StepOutput(NamedTuple):
-    """What a step returns. Tensors on the device, detached, never overwritten by a later step. Reading one waits for
-    it.
+    """What a step returns: detached tensors on the device, which no later step overwrites. Reading one waits for it.
 
     Attributes:
-        loss: the unscaled loss, shape (), in the policy's output dtype; with `accumulate`, of this micro-batch.
-        aux: what `loss_fn` returned beside the loss, floating tensors in the policy's output dtype; None if nothing.
-        grad_norm: 2-norm of the unscaled gradients before clipping, float32, shape (). None without scaling and
-            `max_norm`, and where a micro-batch does not end its window.
+        loss: the unscaled loss of this batch, or micro-batch, in the policy's output dtype; shape ().
+        aux: what `loss_fn` returned beside the loss, None if that was nothing. Floating tensors are in the policy's
+            output dtype.
+        grad_norm: 2-norm of the unscaled gradients before clipping, float32, shape (). None if there is neither a loss
+            scale nor `max_norm`, and None for a micro-batch that does not end its window.
         skipped: True if a gradient was not finite and the step changed nothing but the loss scale; bool, shape ().
     """
 
@@ -38,46 +38,52 @@ class StepOutput(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Where in a window of micro-batches a call is.
+    """Which part of an optimizer step a call does. Calls of different phases get different graphs.
 
     Attributes:
-        last: whether the optimizer steps in it.
-        held: indices of the parameters that have a gradient from earlier micro-batches.
-        observed: whether an observer measures in it: a graph of its own, so that all others hold none of its kernels.
+        last: whether the call has the last micro-batch of its window, so that the optimizer steps in it.
+        accumulated: indices of the parameters that have a gradient from earlier micro-batches of the window.
+        observed: whether an observer measures in the call. Other calls then have graphs without its kernels.
         others: what else decides which graph may serve the call.
     """
 
     last: bool
-    held: tuple[int, ...]
+    accumulated: tuple[int, ...]
     observed: bool = False
     others: tuple[Part, ...] = ()
 
     def parts(self) -> list[Part]:
-        """Return what messages name if it varies from call to call. `last` and `observed` cannot vary much."""
-        own = Part("the set of parameters with gradients from earlier micro-batches", self.held, _SAME_PARAMETERS)
-        return [own, *self.others]
+        """Return what messages name if it varies from call to call: `last` and `observed` have two values only."""
+        name = "the set of parameters with gradients from earlier micro-batches"
+        return [Part(name, self.accumulated, _SAME_PARAMETERS), *self.others]
 
 
 class TrainingStep:
     """The step as one function of phase and batch, for the engine to call, capture and replay.
 
-    Gradients that outlive a call are kept in tensors of their own, at addresses that never change: one that autograd
-    makes within a capture lives in the graph's pool and dies with the call. `param.grad` is None between calls.
+    `param.grad` is None between calls. Gradients that a later call needs are kept in tensors of the step's own, at
+    addresses that never change, because a gradient that autograd makes in a capture lies in the graph's pool.
 
     Args:
         loss_fn: see `graphed_step`.
         model: see `graphed_step`.
         optimizer: see `graphed_step`.
         policy: see `graphed_step`.
-        scaler: enabled or not.
+        scaler: the loss scale; a disabled one if there is none.
         max_norm: see `graphed_step`.
-        accumulate: micro-batches that a loss is the mean over.
+        accumulate: each loss is divided by this before its backward.
         after_step: called with the model behind the optimizer.
         ranks: the processes that average gradients, once per window.
-        device: where parameters are.
-        capturable: whether a graph may hold the optimizer.
+        device: where the parameters are.
+        capturable: whether the optimizer can be captured.
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
-        observer: who measures in the phases that are observed.
+        observer: measures in the phases that are observed.
+
+    Attributes:
+        scaler: as given.
+        observer: as given.
+        groups: the optimizer's param groups, as a capture needs them.
+        gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
     """
 
     def __init__(
@@ -108,12 +114,12 @@ class TrainingStep:
         self._after_step = after_step
         self._ranks = ranks
         self._device = device
-        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.groups = CapturableGroups(optimizer, device)
         self._capturable = capturable
-        self.gradients: dict[str, Tensor] = {}  # the kept ones, and the observer's, by the name that messages use
+        self.gradients: dict[str, Tensor] = {}
         self._working = WorkingWeights(model)
-        self._watched = False
+        self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
         self.observer = observer
@@ -122,20 +128,24 @@ class TrainingStep:
             self.gradients.update(observer.tensors())
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> tuple[StepOutput, tuple[int, ...]]:
-        """Do the part of a step that belongs to one micro-batch; return its output and what is held after it."""
+        """Do the part of a step that belongs to one micro-batch.
+
+        Returns:
+            The output, and the indices of the parameters that have an accumulated gradient behind the call.
+        """
         return self._run(phase, args, kwargs, nullcontext())
 
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> tuple[StepOutput, tuple[int, ...]]:
-        """Do the same, bit by bit, with the weights in the dtype that the step computes in. For a graph to record."""
-        # DDP has its hooks on the masters, whose gradients would come too late for it.
+        """Do the same, bit by bit, with the working weights. This is what a graph records."""
+        # DDP has its hooks on the master weights. With working weights it would get their gradients too late.
         return self._run(phase, args, kwargs, nullcontext() if self._ranks.wrappers else self._working.in_place())
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context for one call before a capture, which learns what `captured` may do."""
+        """Context for a call before a capture, which finds the weights that can have working copies."""
         with Undo() as undo:
-            undo.note(setattr, self, "_watched", False)
-            self._watched = True
+            undo.note(setattr, self, "_finds_casts", False)
+            self._finds_casts = True
             yield
 
     def _run(
@@ -145,41 +155,45 @@ class TrainingStep:
         with Undo() as undo:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
-            undo.note(self._drop, params)
-            self._take_up(params, phase.held)
-            torch.clear_autocast_cache()  # of an autocast around the step, which has casts that an optimizer outdated
-            for wrapper in () if phase.last else self._ranks.wrappers:
+            undo.note(_clear_gradients, params)
+            self._restore_gradients(params, phase.accumulated)
+            torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
+            without_sync = [] if phase.last else self._ranks.wrappers
+            for wrapper in without_sync:
                 undo.note(setattr, wrapper, "require_backward_grad_sync", wrapper.require_backward_grad_sync)
             with weights, self._observing(phase), ExitStack() as stack:
-                for wrapper in () if phase.last else self._ranks.wrappers:
+                for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward(args, kwargs)
                 scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
                 scaled.backward()
-            held: tuple[int, ...] = () if phase.last else self._hold(params, phase.held)
-            norm, skipped = self._finish(phase.observed) if phase.last else (None, self._never)
-        return StepOutput(
-            self._output(loss), mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux"), norm, skipped
-        ), held
+            accumulated: tuple[int, ...] = () if phase.last else self._keep_gradients(params, phase.accumulated)
+            norm, skipped = self._finish(phase.observed) if phase.last else (None, self._not_skipped)
+        aux = mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux")
+        return StepOutput(self._output(loss), aux, norm, skipped), accumulated
 
-    def flush(self, held: tuple[int, ...], observed: bool = False) -> tuple[Tensor | None, Tensor]:
-        """Step the optimizer on what is held; return gradient norm and whether the step was skipped."""
+    def flush(self, accumulated: tuple[int, ...], observed: bool = False) -> tuple[Tensor | None, Tensor]:
+        """Step the optimizer on the accumulated gradients, of the parameters with these indices.
+
+        Returns:
+            The gradient norm, and whether the step was skipped; see `StepOutput`.
+        """
         params = list(self._model.parameters())
         with Undo() as undo:
-            undo.note(self._drop, params)
-            self._take_up(params, held)
-            # DDP does it in the last backward of a window.
-            self._ranks.average([self.gradients[_name(i)] for i in held])
+            undo.note(_clear_gradients, params)
+            self._restore_gradients(params, accumulated)
+            # DDP averages in the last backward of a window, which this window does not have.
+            self._ranks.average([self.gradients[_name(i)] for i in accumulated])
             return self._finish(observed)
 
     def _observing(self, phase: Phase) -> AbstractContextManager[None]:
         if not phase.observed:
             return nullcontext()
-        assert self.observer is not None  # it asked for this
+        assert self.observer is not None  # only an observer asks for this
         return self.observer.observing()
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if not self._watched:
+        if not self._finds_casts:
             return self._loss_and_aux(args, kwargs)
         with self._working.watching() as uses:
             loss, aux = self._loss_and_aux(args, kwargs)
@@ -197,8 +211,9 @@ class TrainingStep:
         return loss, aux
 
     def _finish(self, observed: bool) -> tuple[Tensor | None, Tensor]:
+        """Do what comes behind the last backward; return the gradient norm, and whether the step was skipped."""
         if observed:
-            assert self.observer is not None  # or nothing would be observed
+            assert self.observer is not None  # only an observer asks for this
             self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
         with Undo() as undo:
             undo.note(self.scaler.forgetting())
@@ -215,22 +230,29 @@ class TrainingStep:
             with torch.no_grad():
                 self._after_step(self._model)
         found_inf = self.scaler.found_inf
-        return self.scaler.grad_norm, self._never if found_inf is None else found_inf > 0
+        return self.scaler.grad_norm, self._not_skipped if found_inf is None else found_inf > 0
 
     # ------------------------------------------------------------------------------------------------ accumulation
 
-    def _take_up(self, params: list[nn.Parameter], held: tuple[int, ...]) -> None:
-        """Give the held parameters their gradients and the others none."""
-        self._drop(params)
-        for i in held:
+    def _restore_gradients(self, params: list[nn.Parameter], accumulated: tuple[int, ...]) -> None:
+        """Give the parameters with these indices their accumulated gradients, and the others none."""
+        _clear_gradients(params)
+        for i in accumulated:
             params[i].grad = self.gradients[_name(i)]
 
-    def _hold(self, params: list[nn.Parameter], held: tuple[int, ...]) -> tuple[int, ...]:
-        """Move gradients that are not kept yet to where they stay; return the indices of all that are."""
-        known = set(held)
+    def _keep_gradients(self, params: list[nn.Parameter], accumulated: tuple[int, ...]) -> tuple[int, ...]:
+        """Copy the gradients that are new in this window to where they stay until its end.
+
+        Autograd has added the others in place.
+
+        Returns:
+            The indices of all parameters that have an accumulated gradient now.
+        """
+        known = set(accumulated)
         for i, param in enumerate(params):
             if param.grad is not None and param.grad.layout is not torch.strided:
-                self.gradients[_name(i)] = param.grad  # autograd sums into a new one, and no graph takes it
+                # Autograd makes a new tensor for the sum of sparse gradients. No step that has them is captured.
+                self.gradients[_name(i)] = param.grad
                 known.add(i)
         new = {i: param.grad for i, param in enumerate(params) if param.grad is not None and i not in known}
         for i, grad in new.items():
@@ -239,10 +261,6 @@ class TrainingStep:
         if new:
             foreach_copy_([self.gradients[_name(i)] for i in new], list(new.values()))
         return tuple(sorted(known.union(new)))
-
-    def _drop(self, params: list[nn.Parameter]) -> None:
-        for param in params:
-            param.grad = None
 
     # ------------------------------------------------------------------------------------------------------ outputs
 
@@ -256,6 +274,11 @@ _SAME_PARAMETERS = "Have the loss of each micro-batch depend on the same paramet
 
 def _name(parameter: int) -> str:
     return f"the accumulated gradient of parameter {parameter}"
+
+
+def _clear_gradients(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
 
 
 def _check_loss(loss: object) -> None:

@@ -1,4 +1,4 @@
-"""The window of micro-batches that make up one optimizer step: what it has so far, and what follows from its end."""
+"""The window of micro-batches that make up one optimizer step: how far it is, and what is done at its end."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 class NoStepError(Exception):
-    """The call has done no part of a step. The window is what it was before."""
+    """The call has done no part of a step, so that the window stays as it was before."""
 
 
 class Window:
@@ -37,15 +37,15 @@ class Window:
 
     Args:
         call: `call(args, kwargs, phase)` does one micro-batch, eagerly or as a graph. It returns the output, and the
-            parameters that have a gradient from this window behind it.
+            indices of the parameters that have an accumulated gradient behind the call.
         run: `run(reason, fn)` returns what `fn` returns, called eagerly and counted under this reason.
-        step: what is done.
-        size: micro-batches in a window, for callers that do not say where one stands.
+        step: the training step that `call` does a part of.
+        size: how many micro-batches a window has, for callers that do not say where one stands.
         after: called behind each optimizer step.
 
     Attributes:
-        call: as passed; may be replaced between two calls.
-        count: micro-batches so far.
+        call: as given; it may be replaced between two calls.
+        count: how many micro-batches the window has so far.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Window:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None = None) -> StepOutput:
         """Do one micro-batch; step the optimizer if it is the last one of the window.
 
-        An exception or an interrupt ends the window, for a part of the micro-batch may be in it, unless the exception
-        tells that nothing was done.
+        An exception or an interrupt ends the window, because the accumulated gradients may have a part of this
+        micro-batch. Only an exception that says that nothing was done leaves the window as it was.
         """
         if place is not None and place.first:
             self.count, self._accumulated = 0, ()
@@ -88,7 +88,7 @@ class Window:
         except (InputMismatch, CaptureError, NoStepError):
             self.count, self._accumulated = before
             raise
-        # Under an autocast of the caller's, torch would keep the casts of weights that this step has changed.
+        # The caller's autocast, if there is one, would go on with casts of weights that this step has changed.
         torch.clear_autocast_cache()
         if last:
             self._stepped(out.grad_norm)
@@ -99,7 +99,7 @@ class Window:
         return out
 
     def flush(self, reason: str) -> None:
-        """Step the optimizer, eagerly, on what the window has so far, if it has anything.
+        """Step the optimizer eagerly on the gradients accumulated so far, if there are any.
 
         Args:
             reason: what the call is counted under.
@@ -112,7 +112,7 @@ class Window:
         self._stepped(norm)
 
     def _stepped(self, grad_norm: Tensor | None) -> None:
-        # What a capture left there is memory of one graph, which says nothing about a replay of another.
+        # A capture leaves tensors there that lie in the memory of one graph. Replays of other graphs do not write them.
         self._scaler.grad_norm, self._scaler.found_inf = grad_norm, None
         if self._scaler.is_enabled():
             self._scaler.watch_skips()

@@ -1,4 +1,4 @@
-"""Which weights a captured step reads in the dtype that it computes in, and their way there and back."""
+"""Working weights: copies in low precision of the weights that autocast would cast, and how the gradients get back."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,21 +23,24 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class WorkingWeights:
-    """Low-precision copies of weights that autocast would cast one by one, in forward, and whose gradients in backward.
+    """Copies of weights in the dtype that autocast casts them to.
 
-    In place of two small kernels per weight there are two for all weights. While the step computes, modules hold the
-    copies; before and after it they hold the masters, so that optimizers, checkpoints, averages and everybody else see
-    those alone. The bits are autocast's: a weight has a copy only if a step that was watched did nothing with it but
-    cast it, once, and if its gradient came back through that cast.
+    Autocast takes two small kernels per weight: it casts the weight in forward, and its gradient in backward. With
+    working weights there are two kernels for all weights together. The copies are parameters of the modules only while
+    forward and backward run. Before and after that the modules have the master weights, so that optimizers,
+    checkpoints and averages see those alone.
+
+    The bits are those of autocast. A weight gets a copy only if an eager step has done nothing with it but cast it
+    once, and if its gradient came back through that cast.
 
     Args:
-        model: the module that holds the weights.
+        model: the module whose weights are copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by master
-        self._all: list[nn.Parameter] = []  # also those given up: a graph that was captured with one writes to it
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by master weight
+        self._all: list[nn.Parameter] = []  # also those that are no longer used, because older graphs write to them
         self._refused: set[nn.Parameter] = set()
 
     def __len__(self) -> int:
@@ -45,19 +48,19 @@ class WorkingWeights:
 
     @contextmanager
     def watching(self) -> Iterator["_Uses"]:
-        """Context for a forward, whose loss `learn` is to be given then."""
+        """Context for a forward. It yields what `learn` takes, together with the loss."""
         uses = _Uses()
         with Undo() as undo:
             enter(undo, uses)
             yield uses
 
     def learn(self, uses: "_Uses", loss: Tensor) -> None:
-        """Find the weights that the watched forward only cast, and make their copies; give up those that it did not."""
+        """Make copies of the weights that this forward has only cast. Give up copies of those it used otherwise."""
         consumers = _consumers(loss)
         for param in self._model.parameters():
             nodes = consumers.get(param, [])
             if not nodes and not uses.all[id(param)]:
-                continue  # not in this layout
+                continue  # this forward did not use it
             dtype = output_dtype(nodes[0]) if len(nodes) == 1 and nodes[0].name() == "ToCopyBackward0" else None
             only_cast = uses.all[id(param)] == uses.casts[id(param)] == 1
             if dtype not in _LOW or not only_cast or has_gradient_hooks(param) or param in self._refused:
@@ -69,8 +72,9 @@ class WorkingWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context for forward and backward in which modules hold the copies. At its end the masters have the gradients,
-        added to those they had. Sync: none.
+        """Context for forward and backward, in which the modules have the copies as their parameters.
+
+        At its end the gradients of the copies are added to those of the master weights. Sync: none.
         """
         present = [param for param in self._model.parameters() if param in self._copies]
         masters = {self._copies[param]: param for param in present}
@@ -82,7 +86,7 @@ class WorkingWeights:
             self._exchange(self._copies)
             yield
             with torch.no_grad():
-                _hand_over(masters)
+                _move_gradients(masters)
 
     def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
         self._exchange(masters)
@@ -107,7 +111,7 @@ class _Uses(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is. What it does to a weight is no cast in the graph of the loss."""
+        """Let compiled code run as it is. Its casts are no nodes of the loss's graph, so its weights get no copies."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +123,7 @@ class _Uses(TorchDispatchMode):
 
 
 def _consumers(loss: Tensor) -> dict[Tensor, list[Any]]:
-    """Return the nodes of the graph that hand a gradient to a leaf, by leaf."""
+    """Return the autograd nodes that compute the gradient of a leaf, by leaf."""
     found: dict[Tensor, list[Any]] = {}
     for node in graph_nodes([loss]):
         for following, _ in node.next_functions:
@@ -128,15 +132,15 @@ def _consumers(loss: Tensor) -> dict[Tensor, list[Any]]:
     return found
 
 
-def _hand_over(masters: "dict[nn.Parameter, nn.Parameter]") -> None:
-    """Cast the gradients of the copies and give them to their masters: one kernel, and one more where they add up."""
+def _move_gradients(masters: "dict[nn.Parameter, nn.Parameter]") -> None:
+    """Cast the gradients of the copies and add them to those of the master weights: one kernel each for all."""
     made = [(master, copy.grad, torch.empty_like(master)) for copy, master in masters.items() if copy.grad is not None]
     if not made:
         return
     foreach_copy_([fresh for _, _, fresh in made], [grad for _, grad, _ in made])
-    held = [(master.grad, fresh) for master, _, fresh in made if master.grad is not None]
-    if held:
-        foreach_add_([grad for grad, _ in held], [fresh for _, fresh in held])
+    sums = [(master.grad, fresh) for master, _, fresh in made if master.grad is not None]
+    if sums:
+        foreach_add_([grad for grad, _ in sums], [fresh for _, fresh in sums])
     for master, _, fresh in made:
         if master.grad is None:
             master.grad = fresh

@@ -10,7 +10,7 @@ import torch
 
 from ampkit._capture import pool as _segments
 from ampkit._capture.graph import CudaGraph
-from ampkit._capture.pool import _Growth, _Overlapping
+from ampkit._capture.pool import _Growth, _SharedChange
 from ampkit._errors import CaptureError
 from ampkit._torch.allocator import allocator_settings, set_allocator_settings
 from ampkit._undo import Undo
@@ -47,7 +47,7 @@ def test_segments_grow_and_nothing_else_changes(settings: str) -> None:
     before = all_settings()
 
     def capture() -> None:
-        with _Overlapping(_Growth().begin)():
+        with _SharedChange(_Growth().begin)():
             assert {**all_settings(), "PYTORCH_CUDA_ALLOC_CONF": settings} == {**before, "expandable_segments": True}
             raise KeyError
 
@@ -61,7 +61,7 @@ def test_what_the_user_has_set_stays(settings: str) -> None:
     """G4: to either value; a text with a backend is for the start of the process."""
     set_allocator_settings(settings)
     before = all_settings()
-    with _Overlapping(_Growth().begin)():
+    with _SharedChange(_Growth().begin)():
         assert all_settings() == before
     assert all_settings() == before
 
@@ -70,7 +70,7 @@ def test_an_option_that_the_last_text_does_not_name_stays() -> None:
     """G4: torch keeps expandable_segments:True behind a text without it."""
     set_allocator_settings("expandable_segments:True")
     set_allocator_settings("max_split_size_mb:512")
-    with _Overlapping(_Growth().begin)():
+    with _SharedChange(_Growth().begin)():
         pass
     assert allocator_settings() == ("max_split_size_mb:512", True)
 
@@ -84,7 +84,7 @@ def test_segments_do_not_grow_where_they_cannot(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr("sys.platform", "win32")
     else:
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: why)
-    with _Overlapping(_Growth().begin)():
+    with _SharedChange(_Growth().begin)():
         assert not allocator_settings()[1]
 
 
@@ -99,7 +99,7 @@ def test_a_text_that_takes_no_more_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(_segments, "allocator_settings", lambda: ("a:1", False))
     monkeypatch.setattr(_segments, "set_allocator_settings", refuse)
-    with _Overlapping(_Growth().begin)():
+    with _SharedChange(_Growth().begin)():
         assert told == ["a:1,expandable_segments:True", "a:1"]
     assert len(told) == 2
 
@@ -115,7 +115,7 @@ def test_a_machine_that_cannot_map_memory(monkeypatch: pytest.MonkeyPatch, messa
     graph, grew = CudaGraph.__new__(CudaGraph), []
 
     def capture(self: CudaGraph, fn: Any, around: Any) -> None:
-        with _Overlapping(growth.begin)():
+        with _SharedChange(growth.begin)():
             grew.append(allocator_settings()[1])
             if grew[-1]:
                 raise CaptureError("capture failed") from RuntimeError(message)
@@ -167,7 +167,7 @@ def test_an_error_in_the_making_leaves_nothing_held() -> None:
             raise KeyError
         _segments._stop_collection(undo)
 
-    context = _Overlapping(make)
+    context = _SharedChange(make)
     with pytest.raises(KeyError), context():
         pass
     with context():

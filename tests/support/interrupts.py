@@ -376,7 +376,7 @@ def process_state() -> dict[str, Any]:
         "optimizer hooks": [len(table) for table in torch_optimizers.HOOKS_OF_ALL],
         "collection": gc.isenabled(),
         "recording": (_capturing.captures.recorded, set(_passes.Passes.recording)),
-        "held back": (_segments.no_collection.is_held(), _segments.no_recompile.is_held()),
+        "made for captures": (_segments.no_collection.is_made(), _segments.no_recompile.is_made()),
         "capture": (_turns._here.captures, _capturing.captures.inside, dict(_capturing._streams)),
         "a trace can be written": trace_works(),
         "torch functions": torch._C._is_torch_function_enabled(),

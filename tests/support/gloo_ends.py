@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo  # imported later, by the first optimizer of each rank, it would take each a second
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, its default arguments would keep the process group alive
 from torch import nn

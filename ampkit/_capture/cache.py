@@ -20,6 +20,7 @@ class Captured:
         inputs: the buffers.
         nbytes: device memory that came with it: what the pool grew by in its capture, and the buffers.
         timing: how often it was replayed, and how long a replay and an eager call take.
+        told: whether the code of its eager calls is told that it is being captured.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class Captured:
         inputs: StaticInputs,
         pool_bytes: int,
         timing: Timing,
+        told: bool,
     ) -> None:
         self._graph = graph
         self.inputs = inputs
         self.nbytes = pool_bytes + inputs.nbytes
         self.timing = timing
+        self.told = told
         self._outputs: Any = _NONE_YET
         self._tensors: list[Tensor] = []  # in the outputs
         self._rebuilt: _Rebuild = next  # makes the same tree of other tensors
@@ -162,9 +165,10 @@ class Cache:
         inputs: StaticInputs,
         pool_bytes_before: int,
         timing: Timing,
+        told: bool,
     ) -> Captured:
         """Keep a graph that was captured. The pool had `pool_bytes_before` bytes before that."""
-        captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing)
+        captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, told)
         self._graphs[key] = captured
         return captured
 

@@ -1,30 +1,44 @@
-"""What user code is told when it asks whether its stream is being captured: what the eager call was told."""
+"""What code is told when it asks `torch.cuda.is_current_stream_capturing()`: the same eagerly and in a capture."""
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 
+from .._torch.autograd import current_graph_task
 from .._torch.streams import capturing_builtin, replace_capturing_builtin
 from .._undo import Undo
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 # Libraries take another branch in a capture (transformers/masking_utils.py builds another mask and so reaches another
-# attention kernel): the graph would hold another step than the eager one. torch's own callers must know the truth: the
-# optimizers' health check, SyncBatchNorm, symmetric memory. So must ampkit's.
+# attention kernel): the graph would contain another step than the eager one. torch's own callers must know the truth:
+# the optimizers' health check, symmetric memory. So must ampkit's.
 _TOLD_THE_TRUTH = ("torch", "ampkit")
+# Where the branch for a capture is also right outside of one: SyncBatchNorm leaves out a boolean mask.
+_BRANCHES_OF_TORCH = ("torch.nn.modules._functions",)
 
 
 class _Captures(threading.local):
-    """How many captures this thread is in, and how many calls whose operations are, or stand for, those of a graph."""
+    """What is known per thread.
 
-    inside = 0
-    recorded = 0  # captures, emulated ones too, and the eager calls that they are compared with
+    Attributes:
+        recorded: how many calls it is in whose operations are those of a graph, or are compared with them.
+        answer: what user code is told; None if that is the truth.
+        asked: whether user code has asked.
+    """
+
+    recorded = 0
+    answer: bool | None = None
+    asked = False
 
 
 captures = _Captures()
-_streams: dict[object, int] = {}  # the handles of the streams of ampkit's captures that are under way
+_answers: dict[object, tuple[int, bool]] = {}  # handles of streams, and what is told on them, the newest last
 _lock = threading.Lock()
 _is_capturing = capturing_builtin()
 
@@ -45,30 +59,69 @@ def hidden_capture(stream: torch.cuda.Stream) -> Iterator[None]:
     Other threads are told the truth of their own streams. The stream decides, not the thread alone, for checkpointing
     calls user code again on autograd's threads.
     """
+    with answering(False, stream.cuda_stream), recording():
+        yield
+
+
+@contextmanager
+def answering(answer: bool, stream: int | None = None) -> Iterator[None]:
+    """Context in which user code of this thread, and of autograd's threads on its stream, is told `answer`.
+
+    Args:
+        answer: whether its stream is being captured.
+        stream: the handle of the stream; None for the current one.
+    """
+    if stream is None:
+        stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
     with Undo() as undo:
-        capture = object()
-        undo.note(_end, capture)
-        undo.note(setattr, captures, "inside", captures.inside)
+        token = object()
+        undo.note(_end, token)
+        undo.note(setattr, captures, "answer", captures.answer)
         with _lock:
-            _streams[capture] = stream.cuda_stream
+            _answers[token] = stream, answer
             replace_capturing_builtin(_answer)
-        captures.inside += 1
-        with recording():
-            yield
+        captures.answer = answer
+        yield
 
 
-def _end(capture: object) -> None:
+def answered(fn: Callable[_P, _R], answer: bool) -> Callable[_P, _R]:
+    """Return `fn` for a call in which user code is told that it is being captured, if `answer` is true."""
+    if not answer:
+        return fn
+
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with answering(True):
+            return fn(*args, **kwargs)
+
+    return told
+
+
+@contextmanager
+def noting_questions(answer: bool) -> Iterator[Callable[[], bool]]:
+    """Context of an eager call. It yields a function that returns whether user code of this thread has asked."""
+    captures.asked = False
+    with answering(answer):
+        yield lambda: captures.asked
+
+
+def _end(token: object) -> None:
     with _lock:
-        _streams.pop(capture, None)
-        if not _streams:
+        _answers.pop(token, None)
+        if not _answers:
             replace_capturing_builtin(_is_capturing)
 
 
 def _answer() -> bool:
     """Take the place of what `torch.cuda.is_current_stream_capturing` calls, however its callers got hold of that."""
-    if not _is_capturing():
-        return False
-    # In the capturing thread also a stream that was forked off is part of the capture.
-    ours = captures.inside > 0 or torch.cuda.current_stream().cuda_stream in _streams.copy().values()
+    answer = captures.answer
+    if answer is None and torch.cuda.is_initialized():
+        here = torch.cuda.current_stream().cuda_stream
+        # The default stream, 0, is that of any thread. Only one of autograd's may be meant.
+        if here or current_graph_task() != -1:
+            told = [answer for stream, answer in _answers.copy().values() if stream == here]
+            answer = told[-1] if told else None
     caller = sys._getframe(2).f_globals.get("__name__", "")
-    return not ours or caller.partition(".")[0] in _TOLD_THE_TRUTH
+    if caller.partition(".")[0] in _TOLD_THE_TRUTH:
+        return (answer is True and caller in _BRANCHES_OF_TORCH) or _is_capturing()
+    captures.asked = True
+    return _is_capturing() if answer is None else answer

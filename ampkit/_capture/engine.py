@@ -13,7 +13,7 @@ from .._torch.modes import modes
 from .._torch.settings import settle_attention_priority
 from .._undo import Undo
 from .cache import Cache, Captured, copied
-from .capture_query import captures
+from .capture_query import answered, captures
 from .fallback import Fallback
 from .graph import capture_stream
 from .inputs import read_batch
@@ -99,7 +99,7 @@ class Engine:
             name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
         )
         self._cache = Cache(options.max_graphs, options.memory_budget)
-        self._layouts = Layouts(self._warmup, lenient=device.type == "cpu")
+        self._layouts = Layouts(self._warmup, lenient=device.type == "cpu", told=options.capturing is True)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
         self._warm_up_call = WarmUp(
@@ -113,12 +113,14 @@ class Engine:
             watching=watching,
             declared=declared,
             clock=self._clock,
+            may_tell=options.capturing == "auto",
         )
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
         )
         self._eager: Counter[str] = Counter()
         self._unverified = options.verify
+        self._told_since: int | None = None  # the number of a call
         self.replays = 0
         if options.graph == "auto" and device.type != "cuda":
             blocker = f"the model is on {device}, and CUDA graphs need a CUDA device."
@@ -152,20 +154,22 @@ class Engine:
         layout = self._layout(key)
         stage = self._agreed_stage(key, layout)
         if stage is Stage.COLD:
-            return self._warm_up(layout, leaves, phase, args, kwargs, start)
+            return self._warm_up(key, layout, leaves, args, kwargs, start)
         if stage is Stage.WARM:
             outputs = self._capture_and_replay(key, layout, leaves)
             if outputs is not _NOT_CAPTURED:
                 return outputs
         reason = self._fallback.refused or layout.refusal or "the ranks have not agreed to capture yet"
-        return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
+        fn = answered(self._fn, layout.told)
+        return self.run(reason, lambda: fn(phase, *args, **kwargs))
 
     def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call eagerly, because every call is eager, or because the call is a part of another engine's capture."""
         reason = self._fallback.refused or "within the capture of another"
         if self._fallback.refused and self._options.graph != "off":
             self._ranks.decide(wants=False, can=True, settled=True)
-        return self.run(reason, lambda: self._fn(phase, *args, **kwargs))
+        fn = answered(self._fn, self._options.capturing is True)
+        return self.run(reason, lambda: fn(phase, *args, **kwargs))
 
     # ----------------------------------------------------------------------------------------------- with a graph
 
@@ -188,7 +192,7 @@ class Engine:
         return outputs
 
     def _verified_replay(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
-        eager = partial(self._fn, phase)
+        eager = partial(answered(self._fn, captured.told), phase)
         verdict = self._on_stream(
             lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators)
         )
@@ -259,9 +263,9 @@ class Engine:
 
     def _warm_up(
         self,
+        key: Key,
         layout: Layout,
         leaves: list[Any],
-        phase: Hashable,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         start: Any,
@@ -270,7 +274,26 @@ class Engine:
             start = self._clock.now()  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
         late = len(self._layouts) > _EARLY_PREFLIGHTS
-        return self._warm_up_call(self.run, layout, leaves, phase, args, kwargs, late_preflight=late, start=start)
+        outputs = self._warm_up_call(
+            self.run, layout, leaves, key.phase, args, kwargs, late_preflight=late, start=start
+        )
+        if layout.told and layout.problem_untold and layout.checked:
+            self._say_told(key, layout)
+        return outputs
+
+    def _say_told(self, key: Key, layout: Layout) -> None:
+        """Say from which call on the code of this layout is told that it is being captured: the call just made."""
+        number = self.replays + sum(self._eager.values())
+        self._told_since = self._told_since or number
+        self._layouts.tell(key)
+        self._fallback.warn_once(
+            "told",
+            f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
+            f"{layout.problem_untold} From call {number} on the answer is True, in eager calls too. The last bits may "
+            "differ from those of the other branch. Pass capturing=True to begin with it, or capturing=False to stay "
+            "eager.",
+        )
+        layout.problem_untold = ""
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:
         """Capture for this key, replay the graph and compare it. Return the outputs, or `_NOT_CAPTURED`."""
@@ -355,6 +378,7 @@ class Engine:
                 eager_ms=saving.eager_ms,
                 replay_ms=saving.replay_ms,
                 saved_s=saving.seconds,
+                told_since=self._told_since,
             )
 
     def close_in_turn(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from .._errors import CaptureError
 from .._undo import Undo
 from .cache import Cache, Captured
+from .capture_query import answered
 from .fallback import Fallback
 from .graph import Graph
 from .inputs import StaticInputs
@@ -82,7 +83,7 @@ class LayoutCapture:
         graph, inputs = self._record(key, layout, leaves)
         self.captures += 1
         keep_apart(inputs, self._state, layout.writes.paths())
-        captured = self._cache.add(key, graph, inputs, pool_bytes, layout.timing)
+        captured = self._cache.add(key, graph, inputs, pool_bytes, layout.timing, layout.told)
         fits = self._ranks.agree(not self._cache.over_budget())
         return captured if fits else self._within_budget(key, layout, leaves)
 
@@ -92,7 +93,7 @@ class LayoutCapture:
         graph = self._cache.new_graph(self._stream, self._options.generators)
         before = self._state.tensors()
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
-        fn = self._fn
+        fn = answered(self._fn, layout.told)
 
         def recorded() -> Any:
             versions = inputs.versions()

@@ -27,6 +27,7 @@ class Layout:
         reason: what the calls of its warm-up are counted under.
         warmup: how many eager calls come before its capture.
         lenient: see `Rehearsal`.
+        told: see below.
 
     Attributes:
         reason: as given; it may be set before each call.
@@ -37,11 +38,13 @@ class Layout:
         rehearsal: compares its capture with an eager call.
         differed: whether a capture differed from that call.
         refusal: why it is never captured; "" if it may be.
+        told: whether its code is told that it is being captured, in eager calls too. Then it may take another branch.
+        problem_untold: what the preflight found while the code was told the truth; "" if it found nothing.
         writes: the tensors of the state that its calls change.
         timing: how long its calls take.
     """
 
-    def __init__(self, reason: str, warmup: int, lenient: bool) -> None:
+    def __init__(self, reason: str, warmup: int, lenient: bool, told: bool) -> None:
         self.reason = reason
         self._warmup = warmup
         self._lenient = lenient
@@ -52,6 +55,8 @@ class Layout:
         self.rehearsal = Rehearsal(lenient)
         self.differed = False
         self.refusal = ""
+        self.told = told
+        self.problem_untold = ""
         self.writes = Writes()
         self.timing = Timing()
 
@@ -81,17 +86,20 @@ class Layouts:
     Args:
         warmup: how many eager calls come before the capture of a layout.
         lenient: see `Rehearsal`.
+        told: whether the code of all layouts is told that it is being captured.
 
     Attributes:
         lenient: as given.
         reason: what a warm-up is counted under if the same input had one before, under other settings.
     """
 
-    def __init__(self, warmup: int, lenient: bool) -> None:
+    def __init__(self, warmup: int, lenient: bool, told: bool) -> None:
+        self._told = told
         self._warmup = warmup
         self.lenient = lenient
         self.reason = WARM_UP
         self._by_key: OrderedDict[Key, Layout] = OrderedDict()
+        self._told_later: set[int] = set()  # hashes of the inputs of `tell`
         self._seen: set[int] = set()  # hashes of inputs; the inputs themselves would keep objects of the user's alive
 
     def __len__(self) -> int:
@@ -110,11 +118,16 @@ class Layouts:
             if len(self._by_key) == MAX_LAYOUTS:
                 self._by_key.popitem(last=False)
             seen = hash((key.spec, key.phase))
-            layout = Layout(self.reason if seen in self._seen else WARM_UP, self._warmup, self.lenient)
+            told = self._told or seen in self._told_later
+            layout = Layout(self.reason if seen in self._seen else WARM_UP, self._warmup, self.lenient, told)
             self._by_key[key] = layout
             if len(self._seen) < _MAX_SEEN:
                 self._seen.add(seen)
         return layout
+
+    def tell(self, key: Key) -> None:
+        """Have the code of this input be told that it is being captured, also if its layout has to begin again."""
+        self._told_later.add(hash((key.spec, key.phase)))
 
     def clear(self) -> None:
         """Forget all layouts."""

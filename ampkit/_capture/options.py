@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import check_at_least, check_choice, read_all, read_positive
+from .._arguments import check_at_least, check_choice, read_all, read_positive, wrong
 
 GRAPHS = ("auto", "emulate", "off")
 
@@ -20,6 +20,7 @@ class Options(NamedTuple):
     generators: Sequence[torch.Generator]
     max_graphs: int
     memory_budget: int | None
+    capturing: str | bool = "auto"  # what code is told that asks whether its stream is being captured
 
     def checked(self, where: str) -> "Options":
         """Return the same options as plain numbers and tuples.
@@ -28,6 +29,8 @@ class Options(NamedTuple):
             ValueError: an option cannot work. The message names it as an argument of the public function `where`.
         """
         check_choice(where, "graph", self.graph, GRAPHS)
+        if not isinstance(self.capturing, bool) and self.capturing != "auto":
+            raise wrong(where, "capturing", self.capturing, "'auto', True or False")
         check_choice(where, "on_failure", self.on_failure, ("eager", "raise"))
         check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
         check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")

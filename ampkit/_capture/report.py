@@ -44,6 +44,8 @@ class Report:
             way. With several graphs, both times are means over the graphs, weighted by their replays.
         saved_s: seconds that replays have saved so far: the difference of the two times, multiplied by the replays of
             the graphs for which both are known. It is below 0 if replays are slower.
+        told_since: the number of the first call in which code that asks `torch.cuda.is_current_stream_capturing()` was
+            told True though nothing was captured, because its other branch cannot be captured; None if there was none.
     """
 
     graphs: int
@@ -58,6 +60,7 @@ class Report:
     eager_ms: float | None = None
     replay_ms: float | None = None
     saved_s: float | None = None
+    told_since: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict that `json` takes."""
@@ -72,6 +75,8 @@ class Report:
         times = [f"  {self._times()}"] if self.replay_ms is not None else []
         graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
         reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]
+        told = [f"  from call {self.told_since} on, code that asks whether it is being captured is told so"]
+        reasons += told if self.told_since is not None else []
         failure = [f"  not captured: {self.failure}"] if self.failure else []
         return "\n".join([head, *times, *graphs, *reasons, *failure])
 

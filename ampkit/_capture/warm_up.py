@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._torch.modes import modes
 from .._undo import Undo
+from .capture_query import answered, noting_questions
 from .layouts import Layout
 from .preflight import Preflight, describe
 from .state import TrainingState
@@ -38,6 +39,7 @@ class WarmUp:
         watching: returns a context for the call under the preflight.
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
         clock: times some of the calls.
+        may_tell: whether code that asks may be told that it is being captured, if its other branch cannot be.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class WarmUp:
         watching: Callable[[], AbstractContextManager[Any]],
         declared: bool,
         clock: Clock,
+        may_tell: bool,
     ) -> None:
         self._fn = fn
         self._captured = captured
@@ -64,6 +67,7 @@ class WarmUp:
         self._watching = watching
         self._undeclared = Undeclared(state, refuses_changes=declared)
         self._clock = clock
+        self._may_tell = may_tell
 
     def __call__(
         self,
@@ -105,14 +109,16 @@ class WarmUp:
         self, run: Run, layout: Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
     ) -> Any:
         if layout.checked and not layout.problem and layout.calls_left < 2 and not self._state.is_undecided():
+            captured = answered(self._captured, layout.told)
 
             def rehearse() -> Any:
                 with layout.rehearsal.rehearsing():
-                    return self._captured(phase, *args, **kwargs)
+                    return captured(phase, *args, **kwargs)
 
             outputs = run(layout.reason, rehearse)
         else:
-            outputs = run(layout.reason, lambda: self._fn(phase, *args, **kwargs))
+            fn = answered(self._fn, layout.told)
+            outputs = run(layout.reason, lambda: fn(phase, *args, **kwargs))
             if start is not None and layout.calls and layout.timing.eager.wanted:
                 layout.timing.eager.add(start, self._clock.now())
         layout.calls += 1  # last: a call that raised has shown nothing
@@ -120,9 +126,18 @@ class WarmUp:
 
     def _call_under_preflight(self, run: Run, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]) -> Any:
         before = self._state.tensors().keys()
+        asked = False
+
+        def call() -> Any:
+            nonlocal asked
+            with noting_questions(layout.told) as has_asked:
+                outputs = self._call_for_preflight(layout, leaves, fn)
+            asked = has_asked()
+            return outputs
+
         with self._watching(), self._undeclared.watching(leaves) as observer:
             preflight = Preflight(self._device, self._generators, observer=observer)
-            outputs = run(layout.reason, lambda: self._call_for_preflight(layout, leaves, fn), preflight)
+            outputs = run(layout.reason, call, preflight)
         # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
         # later ones do not, and so may a scaler that still watches what the optimizer does. Then the preflight is
         # repeated.
@@ -133,7 +148,14 @@ class WarmUp:
         if preflight.findings and (first or made):
             layout.calls += first
             return outputs
-        layout.problem = self._with_undeclared(describe(preflight.findings))
+        problem = describe(preflight.findings)
+        if problem and asked and self._may_tell and not layout.problem_untold:
+            layout.problem_untold, layout.told = problem, True  # another look, at the other branch
+            layout.calls += 1
+            return outputs
+        if problem and layout.problem_untold:  # neither branch can be captured: as if nothing had been tried
+            problem, layout.told = layout.problem_untold, False
+        layout.problem = self._with_undeclared(problem)
         layout.checked = True  # after the line above, or an interrupt could hide the problem
         layout.calls += 1
         return outputs

@@ -37,6 +37,7 @@ def graphed(
     generators: Sequence[torch.Generator] = (),
     max_graphs: int = 16,
     memory_budget: int | None = None,
+    capturing: str | bool = "auto",
 ) -> "Callable[[Callable[..., Any]], GraphedFunction]":
     """Decorate a function of tensors, so that after `warmup` calls a call is a single CUDA graph launch.
 
@@ -62,6 +63,7 @@ def graphed(
         generators: as for `graphed_step`.
         max_graphs: as for `graphed_step`.
         memory_budget: as for `graphed_step`.
+        capturing: as for `graphed_step`.
 
     Returns:
         A decorator that makes a `GraphedFunction`.
@@ -70,7 +72,8 @@ def graphed(
         ValueError: an argument that cannot work; the message says what to pass.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
     """
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget).checked("graphed")
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
+    options = options.checked("graphed")
     modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
     device = _device(modules)
     expected = "a tuple of torch.optim.Optimizer"

@@ -52,6 +52,7 @@ def graphed_step(
     generators: Sequence[torch.Generator] = (),
     max_graphs: int = 16,
     memory_budget: int | None = None,
+    capturing: str | bool = "auto",
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
 
@@ -102,6 +103,10 @@ def graphed_step(
             the least recently used one is dropped.
         memory_budget: bytes that all graphs may take together (`report().bytes`); None for no limit. A capture may take
             more while it is under way. A layout stays eager if its graph alone takes more.
+        capturing: what user code is told that asks `torch.cuda.is_current_stream_capturing()`, as the masks of
+            transformers do. "auto": in a capture what it is told eagerly, False. But if the branch that it then takes
+            cannot be captured, and the other one can, it is told True from then on, in eager calls too; a warning and
+            the report say from which call. True, False: this, from the first call on.
 
     Returns:
         A `GraphedStep`: call it with a batch, on the model's device.
@@ -113,7 +118,8 @@ def graphed_step(
 
     Sync: only the call that captures a graph waits for the device.
     """
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget).checked("graphed_step")
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
+    options = options.checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     if max_norm is not None:
         max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")

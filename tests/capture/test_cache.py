@@ -43,7 +43,7 @@ def test_outputs_are_rebuilt(name: str) -> None:
     graph = EmulatedGraph()
     graph.capture(lambda: expected)
     spec, leaves = read_batch((), {}, CPU)
-    captured = Captured(graph, StaticInputs(spec, leaves), 0, Timing())
+    captured = Captured(graph, StaticInputs(spec, leaves), 0, Timing(), False)
     first, second = captured.replay(leaves), captured.replay(leaves)
     assert tree_flatten(first)[1] == tree_flatten(expected)[1]
     assert_same(list(tree_flatten(first)[0]), list(tree_flatten(expected)[0]))

@@ -377,7 +377,7 @@ def process_state() -> dict[str, Any]:
         "collection": gc.isenabled(),
         "recording": (_capturing.captures.recorded, set(_passes.Passes.recording)),
         "made for captures": (_segments.no_collection.is_made(), _segments.no_recompile.is_made()),
-        "capture": (_turns._here.captures, _capturing.captures.inside, dict(_capturing._streams)),
+        "capture": (_turns._here.captures, _capturing.captures.answer, dict(_capturing._answers)),
         "a trace can be written": trace_works(),
         "torch functions": torch._C._is_torch_function_enabled(),
         "logging": torch_execution_trace._log_level().value if torch_execution_trace._log_level() is not None else None,

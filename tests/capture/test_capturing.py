@@ -1,0 +1,189 @@
+"""Code that asks whether it is being captured, and has a branch that a graph cannot contain."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic, training_state
+from torch import Tensor, nn
+
+import ampkit
+from ampkit._capture import capture_query
+
+asks = torch.cuda.is_current_stream_capturing  # imported by name, before any capture
+
+
+@pytest.fixture(autouse=True)
+def no_device_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a driver, torch raises an error where it is asked."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(capture_query, "_is_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+
+
+class Masked(nn.Module):
+    """Leaves out padding on the host, which waits for the device, unless it is told that it is being captured.
+
+    As transformers does with a padding mask, with other last bits in each branch.
+    """
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.checkpointed = checkpointed
+        self.told: list[bool] = []
+
+    def branch(self, x: Tensor) -> Tensor:
+        self.told.append(asks())
+        if self.told[-1]:
+            return torch.tanh(self.inner(x)) * 0.75
+        return torch.sigmoid(self.inner(x)) if bool((x > -100).all()) else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return self.last(torch.utils.checkpoint.checkpoint(self.branch, x, use_reentrant=False))
+        return self.last(self.branch(x))
+
+
+class Hopeless(Masked):
+    """Waits for the device in both branches."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        hidden = super().branch(x)
+        return hidden if bool(x.isfinite().all()) else x
+
+
+class Deaf(Masked):
+    """Waits for the device, and does not ask."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.inner(x)) if bool((x > -100).all()) else x
+
+
+def mean(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def trained(
+    engine: tuple[str, str], kind: type[Masked] = Masked, calls: int = 9, **options: Any
+) -> tuple[list[Any], ampkit.GraphedStep, Masked, list[str]]:
+    """Return loss and state after each call, the step, its model, and the warnings."""
+    device, graph = engine
+    torch.manual_seed(0)
+    model = kind(options.pop("checkpointed", False)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-5, fused=True)
+    history = []
+    with warnings.catch_warnings(record=True) as caught, deterministic():
+        warnings.simplefilter("always")
+        step = ampkit.graphed_step(mean, model, optimizer, graph=graph, **options)
+        for i in range(calls):
+            x = torch.linspace(-1, 1, 24, device=device).reshape(4, 6) + i / 8
+            history.append((step(x).loss, training_state(model, optimizer, step.scaler)))
+    return history, step, model, [str(w.message) for w in caught if issubclass(w.category, ampkit.CaptureWarning)]
+
+
+def by_hand(engine: tuple[str, str], answers: list[bool], checkpointed: bool = False) -> list[Any]:
+    """Return the same of eager steps, with these answers."""
+    device, _ = engine
+    torch.manual_seed(0)
+    model = Masked(checkpointed).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-5, fused=True)
+    step = ampkit.graphed_step(mean, model, optimizer, graph="off", capturing=False)
+    history = []
+    with deterministic():
+        for i, answer in enumerate(answers):
+            x = torch.linspace(-1, 1, 24, device=device).reshape(4, 6) + i / 8
+            call = capture_query.answered(step, answer)
+            history.append((call(x).loss, training_state(model, optimizer, step.scaler)))
+    return history
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_other_branch_is_captured(engine: tuple[str, str], checkpointed: bool) -> None:
+    """R2: one warning names line and call; the bits are those of eager with False before it, with True from it on."""
+    history, step, _, messages = trained(engine, checkpointed=checkpointed)
+    report = step.report()
+    assert report.told_since == 3
+    assert_same(history, by_hand(engine, [False, False, *[True] * 7], checkpointed))
+    assert (step.captures, step.replays) == (1, 5)
+    assert report.failure is None
+    assert "from call 3 on, code that asks whether it is being captured is told so" in str(report)
+    (message,) = messages
+    assert "test_capturing.py:" in message
+    assert "From call 3 on the answer is True, in eager calls too" in message
+    assert "capturing=True" in message
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_true_from_the_first_call(engine: tuple[str, str]) -> None:
+    """R2: capturing=True takes that branch in all calls, without a warning, also where nothing is captured."""
+    expected = by_hand(engine, [True] * 9)
+    history, step, _, messages = trained(engine, capturing=True)
+    assert_same(history, expected)
+    assert (step.replays, messages, step.report().told_since) == (6, [], None)
+    history, step, _, _ = trained((engine[0], "off"), capturing=True)
+    assert_same(history, expected)
+    assert step.replays == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_false_stays_eager(engine: tuple[str, str]) -> None:
+    """R2: capturing=False keeps the bits of torch alone; the message names the line."""
+    history, step, model, messages = trained(engine, capturing=False)
+    assert_same(history, by_hand(engine, [False] * 9))
+    assert step.replays == 0
+    assert not any(model.told)
+    assert "test_capturing.py:" in messages[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", [Hopeless, Deaf])
+def test_where_no_branch_can_be_captured(engine: tuple[str, str], kind: type[Masked]) -> None:
+    """The message is that of the branch that eager takes, and eager calls take it again."""
+    _, step, model, messages = trained(engine, kind)
+    assert step.replays == 0
+    assert len(messages) == 1
+    assert "test_capturing.py:" in messages[0]
+    assert step.report().told_since is None
+    assert sum(model.told) <= 1  # the call of the second look
+    assert not any(model.told[3:])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_it_is_told_so_again_after_a_change(engine: tuple[str, str]) -> None:
+    """R2: where graphs are dropped, since memory was replaced, the answer stays True."""
+    device, graph = engine
+    model = Masked().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+    step = ampkit.graphed_step(mean, model, optimizer, graph=graph)
+    x = torch.ones(4, 6, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for _ in range(7):
+            step(x)
+        model.inner.weight.data = model.inner.weight.data.clone()
+        del model.told[:]
+        for _ in range(7):
+            step(x)
+    assert all(model.told)
+    assert step.captures == 2
+
+
+def test_what_it_may_be() -> None:
+    """A ValueError names the argument and what came."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"graphed_step\(capturing='yes'\).*'auto', True or False"):
+        ampkit.graphed_step(mean, model, torch.optim.SGD(model.parameters(), lr=0.1), capturing="yes")
+
+
+@pytest.mark.cuda
+def test_sync_batch_norm_is_told_the_same(tmp_path: Any) -> None:
+    """SyncBatchNorm of torch asks too; in a call that is told so, it takes the branch of a capture eagerly as well."""
+    scope: dict[str, Any] = {"__name__": "torch.nn.modules._functions", "asks": asks}
+    exec("def ask(): return asks()", scope)
+    assert capture_query.answered(scope["ask"], True)() is True
+    assert capture_query.answered(scope["ask"], False)() is False
+    scope["__name__"] = "torch.optim.optimizer"
+    assert capture_query.answered(scope["ask"], True)() is False

@@ -22,7 +22,8 @@ from ..._text import ProgressBar, size_text, type_text
 from ..._user_line import line_text, user_line
 from ...debug._memory.forecast import forecast
 from ..bench.profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
-from .faults import CHECKS, Fault, Origins, Subject, Trial
+from .faults import CHECKS, Fault
+from .trial import Origins, Subject, Trial
 
 RETURNED = (
     "(loss_fn, model, optimizer, batches) or (loss_fn, model, optimizer, batches, options): loss_fn(model, *batch) "

@@ -31,6 +31,7 @@ SEVERITIES = ("high", "medium", "low")
 LOW = (torch.float16, torch.bfloat16)
 # They sum many exponentials or squares. Autocast on CUDA runs them in float32, or cuDNN does so inside its kernel.
 _WANTS_FLOAT32 = {"_softmax": "softmax", "_log_softmax": "log_softmax", "batch_norm": "batch_norm"}
+_NOT_FROZEN = ("params", "lr", "initial_lr")  # entries of a parameter group that a graph does not freeze
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,10 @@ def schedule_faults(trial: Trial) -> Iterator[Fault]:
     """
     groups = trial.subject.optimizer.param_groups
     scheduler = trial.subject.options.get("scheduler")
-    before = [_frozen(group) for group in groups]
+    before = [
+        {key: value for key, value in group.items() if key not in _NOT_FROZEN and not isinstance(value, Tensor)}
+        for group in groups
+    ]
     with without_compiled_code():
         for _ in range(2):
             trial.run(recorded=True)
@@ -165,12 +169,6 @@ def schedule_faults(trial: Trial) -> Iterator[Fault]:
         if hasattr(scheduler, "cycle_momentum") or name == "OneCycleLR":
             advice = f"Write {name}(..., cycle_momentum=False)."
         yield Fault("medium", "schedule", line, what, advice)
-
-
-def _frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group that a graph would freeze."""
-    not_frozen = ("params", "lr", "initial_lr")
-    return {key: value for key, value in group.items() if key not in not_frozen and not isinstance(value, Tensor)}
 
 
 def kernel_faults(trial: Trial) -> Iterator[Fault]:
@@ -246,7 +244,7 @@ class _KernelWatch(TorchDispatchMode):
         self.unrepeatable: Counter[tuple[str, str]] = Counter()  # by line and operation
 
     def __enter__(self) -> "_KernelWatch":
-        self._find_user_line = UserLineFinder(sys._getframe(1), skip_torch=False)
+        self._user_lines = UserLineFinder(sys._getframe(1), skip_torch=False)
         with ExitStack() as entered:
             entered.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -289,16 +287,11 @@ class _KernelWatch(TorchDispatchMode):
         dtypes = {leaf.dtype for leaf in leaves if leaf.is_floating_point() and leaf.numel()}
         if dtypes and dtypes <= set(LOW):
             what = f"{op} computes in {dtype_name(first.dtype)}"
-            self.imprecise[self._line(), what][self._recorder.module] += 1
+            self.imprecise[self._user_lines.line(), what][self._recorder.module] += 1
 
     def _on_warning(self, message: Any, *where: Any, **more: Any) -> None:
-        match = re.match(_UNREPEATABLE, str(message))
-        if match:
-            self.unrepeatable[self._line(), match[1]] += 1
-
-    def _line(self) -> str:
-        place = self._find_user_line()
-        return "" if place is None else place.line
+        if match := re.match(_UNREPEATABLE, str(message)):
+            self.unrepeatable[self._user_lines.line(), match[1]] += 1
 
 
 # The warning of torch (ATen/Context.cpp, alertNotDeterministic). That of cuBLAS has other words, and is no fault of the

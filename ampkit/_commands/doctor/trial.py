@@ -44,7 +44,7 @@ class Origins(TorchFunctionMode):
         return next((self._lines[thing] for thing in things if thing in self._lines), "")
 
     def __enter__(self) -> "Origins":
-        self._find_user_line = UserLineFinder(sys._getframe(1), skip_torch=False)
+        self._user_lines = UserLineFinder(sys._getframe(1), skip_torch=False)
         for kind in (torch.optim.Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader):
             self._note_instances(kind)
         super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
@@ -73,9 +73,8 @@ class Origins(TorchFunctionMode):
         return result
 
     def _note(self, thing: object) -> None:
-        place = self._find_user_line()
-        if place is not None and place.line:
-            self._lines[thing] = place.line
+        if line := self._user_lines.line():
+            self._lines[thing] = line
 
 
 @dataclass

@@ -35,6 +35,12 @@ def type_text(value: object) -> str:
     return type(value).__name__
 
 
+def error_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
 def value_text(value: object) -> str:
     """Return a number, a text, a dtype, a device, None or a tuple of these as Python writes it, cut in the middle where
     it is long; "" for anything else.
@@ -65,13 +71,12 @@ def grid(
         given = max(0, min(excess, widths[column] - least))
         widths[column] -= given
         excess -= given
-    return ["  ".join(_aligned(row, widths, texts)).rstrip() for row in rows]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int], texts: int) -> list[str]:
-    words = [_cut(cell, size).ljust(size) for cell, size in zip(row[:texts], widths[:texts], strict=True)]
-    numbers = [cell.rjust(size) for cell, size in zip(row[texts:], widths[texts:], strict=True)]
-    return words + numbers
+    lines = []
+    for row in rows:
+        words = [_cut(cell, size).ljust(size) for cell, size in zip(row[:texts], widths[:texts], strict=True)]
+        numbers = [cell.rjust(size) for cell, size in zip(row[texts:], widths[texts:], strict=True)]
+        lines.append("  ".join(words + numbers).rstrip())
+    return lines
 
 
 def _cut(text: str, size: int) -> str:

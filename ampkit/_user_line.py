@@ -152,6 +152,11 @@ class UserLineFinder:
             inside = inside or _short(frame)
         return None if self._skip_torch else SourceLocation(inside=inside)
 
+    def line(self) -> str:
+        """Return the user's `file:line: source` that the running code was called from, "" if there is none."""
+        place = self()
+        return "" if place is None else place.line
+
     def _forward_line(self, node: Any) -> str:
         """Return the user's line that made an autograd node, "" without anomaly mode, which stores the stack."""
         made = node.metadata.get("traceback_", [])[self._callers :]

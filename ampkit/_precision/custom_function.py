@@ -132,7 +132,12 @@ def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
             device = getattr(ctx, _DEVICE_TYPE)
         else:  # forward has torch's decorator, which does not record it
             device = _inferred("custom_bwd", method, grads)
-        grads = _cast_gradients(grads, getattr(ctx, _OUTPUT_DTYPES, None))
+        before = getattr(ctx, _OUTPUT_DTYPES, None)
+        if before is not None:  # autograd casts each gradient to the dtype of its output: `cast_outputs` changed that
+            grads = tuple(
+                grad if grad is None or dtype is None else grad.to(dtype)
+                for grad, dtype in zip(grads, before, strict=True)
+            )
         if device is None:
             return method(ctx, *grads, **kwargs)
         with torch.autocast(device, enabled=getattr(ctx, _AUTOCAST_ENABLED), dtype=getattr(ctx, _AUTOCAST_DTYPE)):
@@ -215,16 +220,6 @@ def _check_recorded(ctx: Any, method: Callable[..., Any]) -> None:
         )
 
 
-def _cast_gradients(grads: tuple[Any, ...], before: list[torch.dtype | None] | None) -> tuple[Any, ...]:
-    """Cast the gradient of each output to the dtype that the output had before `cast_outputs`, as autograd would."""
-    if before is None:
-        return grads
-    assert len(grads) == len(before)
-    return tuple(
-        grad if grad is None or dtype is None else grad.to(dtype) for grad, dtype in zip(grads, before, strict=True)
-    )
-
-
 def _cast_outputs(ctx: Any, outputs: Any, device: str, dtype: torch.dtype) -> Any:
     old = list(outputs) if isinstance(outputs, tuple) else [outputs]
     new = [_cast(value, device, dtype) for value in old]
@@ -288,8 +283,13 @@ def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
     A container in which nothing is cast is returned itself, not a copy.
     """
     if isinstance(value, Tensor):
-        eligible = value.is_floating_point() and value.device.type == device and value.dtype is not torch.float64
-        return _cast_tensor(value, dtype) if eligible else value
+        if not value.is_floating_point() or value.device.type != device or value.dtype in (torch.float64, dtype):
+            return value
+        if torch.compiler.is_compiling() or not value.requires_grad:
+            return value.to(dtype)
+        # autograd runs forward without gradients. A cast that has none would be a constant to a second derivative.
+        with torch.enable_grad():
+            return value.to(dtype)
     if isinstance(value, Iterator):
         return (_cast(part, device, dtype) for part in value)
     parts = _parts(value)
@@ -299,16 +299,6 @@ def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
     if all(new is old for new, old in zip(after, parts, strict=True)):
         return value
     return _rebuilt(value, after)
-
-
-def _cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.dtype is dtype:
-        return tensor
-    if torch.compiler.is_compiling() or not tensor.requires_grad:
-        return tensor.to(dtype)
-    # autograd runs forward without gradients. A cast that has none would be a constant to a second derivative.
-    with torch.enable_grad():
-        return tensor.to(dtype)
 
 
 def _parts(value: Any) -> list[Any]:

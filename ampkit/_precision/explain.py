@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .._arguments import check_choice, check_instance
-from .._text import dtype_name, grid, size_text
+from .._text import dtype_name, error_line, grid, size_text
 from .._torch.fake_tensors import is_limit_of_fake_tensors
 from .._user_line import user_line
 from . import module_rules
@@ -204,11 +204,10 @@ def _record(call: _ModelCall, autocast: AbstractContextManager[Any]) -> tuple[Op
 def _why(error: Exception) -> str:
     """Return what went wrong, and the user's line that led there."""
     where = f" ({line})" if (line := user_line(error)) else ""
-    text = str(error).strip().splitlines()
     limit = "Fake tensors have no values and no device"
     if not torch.backends.cuda.is_built():
         limit = "This torch was built without CUDA; one built with it can go on, also without a GPU"
-    return f"{type(error).__name__}: {text[0] if text else ''}{where}. {limit}."
+    return f"{error_line(error)}{where}. {limit}."
 
 
 def _collapsed(rows: Sequence[ExplanationRow]) -> list[ExplanationRow]:

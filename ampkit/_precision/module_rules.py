@@ -75,6 +75,11 @@ def class_name(cls: type[nn.Module]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def key_text(key: ModuleKey) -> str:
+    """Return a key as the text of a policy has it: the name of a class, or a string in double quotes."""
+    return class_name(key) if isinstance(key, type) else '"' + key.replace('"', '""') + '"'
+
+
 def class_named(name: str) -> type[nn.Module]:
     """Return the class of modules with this full name. Imports its module.
 
@@ -201,7 +206,7 @@ def _choose(
             unused.pop(key, None)
         deciding = exact or matching
         if len({dtype for _, dtype in deciding}) > 1:
-            shown = " and ".join(f"{_shown(key)}: {dtype_name(dtype)}" for key, dtype in deciding)
+            shown = " and ".join(f"{key_text(key)}: {dtype_name(dtype)}" for key, dtype in deciding)
             raise ValueError(
                 f"Policy.apply({_name(model)}): the rules {shown} both match module {names[0]!r}, a {_name(module)}. "
                 "Narrow one of them, or add a rule for the path of the module, which wins over the others."
@@ -209,7 +214,7 @@ def _choose(
         if deciding:
             chosen[module] = deciding[0][1]
     for key in unused:
-        problem = f"the rule {_shown(key)} matches no module. {_suggestion(key, paths)}"
+        problem = f"the rule {key_text(key)} matches no module. {_suggestion(key, paths)}"
         raise ValueError(f"Policy.apply({_name(model)}): {problem}")
     return chosen
 
@@ -332,7 +337,8 @@ def _forward(
         out = forward(module, *args, **kwargs)
     else:
         device_type = _device_type(args, kwargs, module)
-        around = _autocast_dtype(device_type)
+        has_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+        around = torch.get_autocast_dtype(device_type) if has_autocast else None
         args = tuple([_cast_tree(arg, rule.compute) for arg in args])
         kwargs = {name: _cast_tree(arg, rule.compute) for name, arg in kwargs.items()}
         with _autocast(device_type, rule.compute, rule.autocast):
@@ -348,12 +354,6 @@ def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Modul
         if isinstance(leaf, Tensor):
             return leaf.device.type
     return "cpu"
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
 
 
 def _autocast(device_type: str, dtype: torch.dtype, enabled: bool) -> AbstractContextManager[Any]:
@@ -393,10 +393,6 @@ def _cast_back(out: Any, around: torch.dtype | None, outside: torch.dtype) -> An
 
 def _name(module: nn.Module) -> str:
     return type(module).__name__
-
-
-def _shown(key: ModuleKey) -> str:
-    return class_name(key) if isinstance(key, type) else f'"{key}"'
 
 
 _SUBCLASSES: dict[tuple[type[nn.Module], _ForwardRule], type[nn.Module]] = {}

@@ -1,6 +1,6 @@
 """Which operations run in which module and in which dtypes: a dispatch mode sees them, below autograd and autocast."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.hooks import RemovableHandle
 
 from .._torch.compile import without_compiled_code
 from .._torch.modes import TorchDispatchMode
 from .._torch.operators import METADATA_OPS
+from .._torch.tensors import storage_of
 from .._torch.tree import tensors_in
 
 # Operations that have another name on each backend, and the name that is shown. The device chooses the backend, and the
@@ -133,8 +133,10 @@ class OpRecorder(TorchDispatchMode):
     def __enter__(self) -> "OpRecorder":
         with ExitStack() as entered:
             entered.enter_context(without_compiled_code())
-            for hook in self._hooks():
-                entered.callback(hook.remove)
+            for name, module in self._model.named_modules():
+                before = module.register_forward_pre_hook(partial(self._push, name), prepend=True)
+                entered.callback(before.remove)
+                entered.callback(module.register_forward_hook(partial(self._pop, name)).remove)
             self._undo = entered.pop_all()
         self._grad = torch.is_grad_enabled()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -143,11 +145,6 @@ class OpRecorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._undo.close()
-
-    def _hooks(self) -> Iterator[RemovableHandle]:
-        for name, module in self._model.named_modules():
-            yield module.register_forward_pre_hook(partial(self._push, name), prepend=True)
-            yield module.register_forward_hook(partial(self._pop, name))
 
     def _push(self, name: str, module: nn.Module, args: Any) -> None:
         self._path.append(name)
@@ -267,10 +264,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _storage(tensor: Tensor) -> Any:
-    try:
-        return StorageWeakRef(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return None
+    storage = storage_of(tensor)
+    return None if storage is None else StorageWeakRef(storage)
 
 
 def _compute_dtype(tensors: list[Tensor]) -> torch.dtype:

@@ -177,8 +177,10 @@ class _OpRulesMode(TorchFunctionMode):
             if value is not None and value is not False:
                 return func(*args, **kwargs)
         dtype = _widest((args, tuple(kwargs.values())), self.device_type) if isinstance(rule, str) else rule
-        if dtype is not None and input_only:
-            args, kwargs = _cast_input(args, kwargs, dtype, self.device_type)
+        if dtype is not None and input_only and args:
+            args = (_cast(args[0], dtype, self.device_type), *args[1:])
+        elif dtype is not None and input_only:
+            kwargs = {**kwargs, "input": _cast(kwargs.get("input"), dtype, self.device_type)}
         elif dtype is not None:
             args = _cast(args, dtype, self.device_type)
             kwargs = {name: _cast(value, dtype, self.device_type) for name, value in kwargs.items()}
@@ -207,14 +209,6 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
         # A namedtuple is made from its fields by _make; its class takes them as separate arguments.
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value.to(dtype) if _castable(value, device_type) else value
-
-
-def _cast_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device_type: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (_cast(args[0], dtype, device_type), *args[1:]), kwargs
-    return args, {**kwargs, "input": _cast(kwargs.get("input"), dtype, device_type)}
 
 
 def _widest(values: Any, device_type: str) -> torch.dtype | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._arguments import check_choice
+from .._text import error_line
 from .._torch.fake_tensors import fake_tensor_mode
 from .._torch.modes import TorchDispatchMode
 from .._torch.operators import METADATA_OPS, TO_COPY, op_overload, op_schema, ops_with_kernel
@@ -206,11 +207,12 @@ def op_table(device_type: str = "cuda") -> OpTable:
         try:
             rules[name], note = _Probe(name, device_type).rule()
         except Exception as error:  # an operation of another library may do anything, and belongs into the table
-            rules[name], note = "unknown", _first_line(error)
+            rules[name], note = "unknown", error_line(error)
         if note:
             notes[name] = note
     for name in notes:
-        if _is_by_dimension_name(name) and (rule := _rule_of_siblings(name, rules)):
+        by_dimension_name = any(map(_is_dimension_name, op_schema(op_overload(name)).arguments))
+        if by_dimension_name and (rule := _rule_of_siblings(name, rules)):
             rules[name] = rule
             notes[name] = "the rule of its overload by position, as no fake tensor has dimension names"
     return OpTable(device_type, str(torch.__version__), rules, notes)
@@ -223,10 +225,6 @@ def _has_overload(name: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def _is_by_dimension_name(name: str) -> bool:
-    return any(map(_is_dimension_name, op_schema(op_overload(name)).arguments))
 
 
 def _rule_of_siblings(name: str, rules: Mapping[str, str]) -> str | None:
@@ -310,7 +308,7 @@ class _Probe:
         except _StopError as stop:
             return _Observed(counter.casts, stop.arguments)
         except Exception as error:
-            return _Observed(counter.casts, error=_first_line(error))
+            return _Observed(counter.casts, error=error_line(error))
         return _Observed(counter.casts)
 
 
@@ -406,8 +404,3 @@ def _autocast_state(device_type: str, enabled: bool) -> Iterator[None]:
         torch.set_autocast_enabled(device_type, before[0])
         torch.set_autocast_dtype(device_type, before[1])
         torch.set_autocast_cache_enabled(cached)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"

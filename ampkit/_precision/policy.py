@@ -13,7 +13,7 @@ from .._arguments import check_device_type, check_instance, listed, shortened, s
 from .._text import dtype_name
 from . import module_rules
 from .dtypes import DTYPES, as_dtype, canonical_name
-from .module_rules import ModuleKey, ModuleRules, class_name, class_named, module_key
+from .module_rules import ModuleKey, ModuleRules, class_named, key_text, module_key
 from .op_rules import PROMOTE, OpRule, OpRules, define, op_name, op_rules_context
 
 # Names of whole policies: (params, compute, output). Those with a hyphen are Lightning's `Trainer(precision=...)`.
@@ -135,7 +135,7 @@ class Policy:
             rules = (f"{name}:{_written(rule)}" for name, rule in self.ops)
             texts.append("ops={" + ",".join(rules) + "}")
         if self.modules:
-            rules = (f"{_shown(key)}:{dtype_name(rule)}" for key, rule in self.modules)
+            rules = (f"{key_text(key)}:{dtype_name(rule)}" for key, rule in self.modules)
             texts.append("modules={" + ",".join(rules) + "}")
         return ",".join(texts)
 
@@ -301,15 +301,11 @@ def _module_rule_pairs(pairs: list[tuple[Any, Any]]) -> tuple[tuple[ModuleKey, t
             raise ValueError(
                 f"Policy(modules=...): {dtype_name(other)} and {value} for {shown(key)}. Give it one rule."
             )
-    return tuple(sorted(rules.items(), key=lambda pair: _shown(pair[0])))
+    return tuple(sorted(rules.items(), key=lambda pair: key_text(pair[0])))
 
 
 def _written(rule: OpRule) -> str:
     return rule if isinstance(rule, str) else dtype_name(rule)
-
-
-def _shown(key: ModuleKey) -> str:
-    return class_name(key) if isinstance(key, type) else '"' + key.replace('"', '""') + '"'
 
 
 def _split(text: str, whole: str) -> list[str]:

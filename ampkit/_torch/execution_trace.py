@@ -42,7 +42,7 @@ def execution_trace(path: str) -> Iterator[bool]:
     Nested tensors must not occur in the context. They make the lists disagree, with the same consequence.
     """
     with Undo() as undo:
-        trace = _Trace(path)
+        trace = _TraceFile(path)
         undo.note(trace.end)
         impossible = os.environ.get(_READS_TENSORS, "0") != "0" or _graph_in_other_thread()
         if impossible or _one_trace.setdefault("trace", trace) is not trace:
@@ -55,8 +55,8 @@ def execution_trace(path: str) -> Iterator[bool]:
         yield trace.begun
 
 
-class _Trace:
-    """One that is written to a file, or is about to be."""
+class _TraceFile:
+    """An execution trace that is written to a file, or is about to be."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -79,7 +79,7 @@ class _Trace:
         _one_trace.pop("trace", None)
 
 
-_one_trace: dict[str, _Trace] = {}  # at most one; `setdefault` is one step for all threads
+_one_trace: dict[str, _TraceFile] = {}  # at most one; `setdefault` is one step for all threads
 
 
 def _graph_in_other_thread() -> bool:

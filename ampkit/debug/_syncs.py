@@ -73,7 +73,12 @@ class Syncs:
         return bool(self.findings)
 
     def __str__(self) -> str:
-        rows = [self._head(), *_table(self.findings)]
+        lines = len({finding.line or finding.what for finding in self.findings})
+        head = "No line waits for the device or copies pageable memory."
+        if lines:
+            wait, copy = ("lines wait", "copy") if lines > 1 else ("line waits", "copies")
+            head = f"{lines} {wait} for the device or {copy} pageable memory, {self.ms:.3f} ms in all:"
+        rows = [head, *_table(self.findings)]
         if self.graph_only:
             rows.append("The host does not wait for these, but a CUDA graph cannot capture them:")
             rows += _table(self.graph_only)
@@ -98,13 +103,6 @@ class Syncs:
     def _sorted(self, graph_only: bool) -> list[Finding]:
         found = [finding for finding in self._preflight.findings if finding.graph_only == graph_only]
         return sorted(found, key=lambda finding: -1.0 if finding.ms is None else finding.ms, reverse=True)
-
-    def _head(self) -> str:
-        lines = len({finding.line or finding.what for finding in self.findings})
-        if not lines:
-            return "No line waits for the device or copies pageable memory."
-        wait, copy = ("lines wait", "copy") if lines > 1 else ("line waits", "copies")
-        return f"{lines} {wait} for the device or {copy} pageable memory, {self.ms:.3f} ms in all:"
 
 
 def find_syncs(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Syncs:

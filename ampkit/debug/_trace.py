@@ -167,7 +167,9 @@ class Trace:
         if not self._listens:  # stopped while this event was on its way
             return
         try:
-            line = _line_of(frame) if self._finds_lines else ""
+            line = ""
+            if self._finds_lines and not (line := running_line(frame)) and (node := current_node()) is not None:
+                line = f"backward of {node.name()}"
             named = dict(zip(GPU_TRACE_KINDS[kind], handles, strict=True))
             event = TraceEvent(kind, line, time.perf_counter(), threading.get_ident(), **named)
             self._uncounted.append(event)
@@ -288,8 +290,3 @@ def _register_callbacks() -> None:
         for kind, registry in registries.items():
             if _CALLBACKS[kind] not in registry.callback_list:
                 registry.add_callback(_CALLBACKS[kind])
-
-
-def _line_of(frame: FrameType) -> str:
-    node = current_node()
-    return running_line(frame) or (f"backward of {node.name()}" if node is not None else "")

@@ -22,7 +22,8 @@ from ..._text import ProgressBar, size_text, type_text
 from ..._user_line import line_text, user_line
 from ...debug._memory.forecast import forecast
 from ..bench.profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
-from .faults import CHECKS, Fault, Origins, Subject, Trial
+from .faults import CHECKS, Fault
+from .trial import Origins, Subject, Trial
 
 RETURNED = (
     "(loss_fn, model, optimizer, batches) or (loss_fn, model, optimizer, batches, options): loss_fn(model, *batch) "
@@ -81,19 +82,14 @@ class Diagnosis:
             f"{self.name} on {self.device}, torch {torch.__version__}: {count if self.findings else 'no findings'}"
         ]
         for found in self.findings:
-            lines += ["", *_in_words(found)]
+            times = f" ({found.count} times)" if found.count > 1 else ""
+            waited = f", {found.ms:.3f} ms" if found.ms else ""
+            lines += ["", f"{found.severity:8}{found.kind}: {found.line or '(no line of yours)'}"]
+            lines += [f"{'':8}{found.what}{times}{waited}", f"{'':8}{found.advice}"]
         lines += ["", *self.notes] if self.notes else []
         if self.unchecked:
             lines += ["", "Not checked:", *(f"  {text}" for text in self.unchecked)]
         return "\n".join(lines)
-
-
-def _in_words(found: Fault) -> Iterator[str]:
-    times = f" ({found.count} times)" if found.count > 1 else ""
-    waited = f", {found.ms:.3f} ms" if found.ms else ""
-    yield f"{found.severity:8}{found.kind}: {found.line or '(no line of yours)'}"
-    yield f"{'':8}{found.what}{times}{waited}"
-    yield f"{'':8}{found.advice}"
 
 
 def diagnose(
@@ -131,9 +127,13 @@ def _trial(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) ->
     except UsageError:
         raise
     except Exception as error:  # whatever the user's code raises
-        where = user_line(error)
-        raise DoctorError(f"{name}: {type(error).__name__}: {error}{f' ({where})' if where else ''}") from error
+        raise DoctorError(f"{name}: {_error_text(error)}") from error
     return trial
+
+
+def _error_text(error: Exception) -> str:
+    where = user_line(error)
+    return f"{type(error).__name__}: {error}{f' ({where})' if where else ''}"
 
 
 def _examined(diagnosis: Diagnosis, trial: Trial, progress: ProgressBar) -> Diagnosis:
@@ -163,8 +163,7 @@ def _unchecked_if_it_fails(diagnosis: Diagnosis, title: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the user's code may fail after a first step that went well
-        where = user_line(error)
-        diagnosis.unchecked.append(f"{title}: {type(error).__name__}: {error}{f' ({where})' if where else ''}")
+        diagnosis.unchecked.append(f"{title}: {_error_text(error)}")
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop
@@ -314,18 +313,17 @@ def _add_memory(diagnosis: Diagnosis, trial: Trial) -> None:
     # A policy that changes the model has been applied to it, so the model without the policy no longer exists.
     applied = policy is not None and bool(policy.modules or policy.params is not torch.float32)
     policies = [policy] if applied else dict.fromkeys((None, policy))
-    peaks = {str(each): _peak(trial, each, device) for each in policies}
+    subject, inputs = trial.subject, trial.kept[0]
+    loss_fn = _LossOfBatch(subject.loss_fn)
+    peaks = {
+        str(each): forecast(loss_fn, subject.model, subject.optimizer, inputs, policy=each, device=device).peak
+        for each in policies
+    }
     diagnosis.figures["memory"] = {"device": device, "peak_bytes": peaks}
     parts = (
         f"{size_text(peak)} {'without a policy' if name == 'None' else f'under {name}'}" for name, peak in peaks.items()
     )
     diagnosis.notes.append(f"Memory of a step on {device}, forecast: {', '.join(parts)}.")
-
-
-def _peak(trial: Trial, policy: Policy | None, device: str) -> int:
-    subject = trial.subject
-    loss_fn = _LossOfBatch(subject.loss_fn)
-    return forecast(loss_fn, subject.model, subject.optimizer, trial.kept[0], policy=policy, device=device).peak
 
 
 class _LossOfBatch(nn.Module):

@@ -1,44 +1,37 @@
 """The faults that a training step can have, how a few eager steps show each, and what to write instead."""
 
-import copy
-import functools
-import itertools
 import re
 import sys
 import warnings
-from collections import Counter, UserDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..._batches.prefetch import prefetch
-from ..._capture.inputs import Spec, path, read_batch
+from ..._capture.inputs import Spec, path
 from ..._capture.preflight import Preflight
 from ..._optimizer.step_kind import why_not_capturable
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
-from ..._step.graphed_step import GraphedStep, graphed_step
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import call_from_binding
 from ..._torch.tree import tree_flatten
 from ..._user_line import UserLineFinder
-from .host_values import CallRecorder, TorchCall, differences
+from .host_values import differences
+from .trial import Trial
 
 SEVERITIES = ("high", "medium", "low")
-MOST_BATCHES = 32  # the first batches are read to compare their shapes
-KEPT_BATCHES = 4  # the first few of them are kept and trained on
 LOW = (torch.float16, torch.bfloat16)
 # They sum many exponentials or squares. Autocast on CUDA runs them in float32, or cuDNN does so inside its kernel.
 _WANTS_FLOAT32 = {"_softmax": "softmax", "_log_softmax": "log_softmax", "batch_norm": "batch_norm"}
+_NOT_FROZEN = ("params", "lr", "initial_lr")  # entries of a parameter group that a graph does not freeze
 
 
 @dataclass(frozen=True)
@@ -68,165 +61,6 @@ class Fault:
     def rank(self) -> tuple[int, float, int]:
         """Sort key that puts the worst faults first."""
         return SEVERITIES.index(self.severity), -(self.ms or 0.0), -self.count
-
-
-class Origins(TorchFunctionMode):
-    """Context that notes the user's line that makes each tensor, optimizer, scheduler and data loader.
-
-    It can be entered several times. Sync: none. It keeps none of these objects alive.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines: Any = WeakIdKeyDictionary()
-        self._entered = ExitStack()
-
-    def of(self, *things: object) -> str:
-        """Return `file:line: source` of the first of these objects whose line is known, "" if none is."""
-        return next((self._lines[thing] for thing in things if thing in self._lines), "")
-
-    def __enter__(self) -> "Origins":
-        self._find_user_line = UserLineFinder(sys._getframe(1), skip_torch=False)
-        for kind in (torch.optim.Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader):
-            self._note_instances(kind)
-        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        with self._entered:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
-
-    def _note_instances(self, kind: Any) -> None:
-        original = kind.__init__
-
-        @functools.wraps(original)
-        def __init__(thing: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces a method of this name
-            self._note(thing)
-            original(thing, *args, **kwargs)
-
-        self._entered.callback(setattr, kind, "__init__", original)
-        kind.__init__ = __init__
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for thing in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(thing, Tensor):
-                self._note(thing)
-        return result
-
-    def _note(self, thing: object) -> None:
-        place = self._find_user_line()
-        if place is not None and place.line:
-            self._lines[thing] = place.line
-
-
-@dataclass
-class Subject:
-    """The training loop to examine.
-
-    Attributes:
-        line: `file:line: source` of the function that returned it. A fault without a line of its own is shown there.
-        loss_fn: see `graphed_step`.
-        model: see `graphed_step`.
-        optimizer: see `graphed_step`.
-        batches: iterable of batches. The items of a tuple or list are passed to `loss_fn` after the model, those of a
-            dict as keyword arguments.
-        options: further arguments of `graphed_step`.
-        origins: knows the lines that made tensors and objects.
-        whole: whether a batch is passed as one argument, whatever its type.
-    """
-
-    line: str
-    loss_fn: Callable[..., Any]
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    batches: Iterable[Any]
-    options: dict[str, Any]
-    origins: Origins
-    whole: bool = False
-
-
-@dataclass
-class Trial:
-    """A training loop with its first batches, on which it can be trained eagerly, again and again.
-
-    Args:
-        subject: the training loop. Its model is trained.
-
-    Raises:
-        ValueError: if `graphed_step` raises it, or if there is no batch.
-        InputMismatch: if a batch cannot be an input of a graph.
-    """
-
-    subject: Subject
-    step: GraphedStep = field(init=False)
-    device: torch.device = field(init=False)
-    specs: list[Spec] = field(init=False, default_factory=list)
-    lines: list[str] = field(init=False, default_factory=list)  # for each of `specs`, the line that made its batch
-    kept: list[tuple[Any, Any]] = field(init=False, default_factory=list)
-    # What steps called: a list of calls per step, by layout of the batch and place in the window of micro-batches.
-    records: dict[Any, list[list[TorchCall]]] = field(init=False, default_factory=dict)
-    uncapturable_lines: set[str] = field(init=False, default_factory=set)
-    _seen: set[Any] = field(init=False, default_factory=set)
-    _next: Iterator[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.step = self._step(self.subject.options)
-        self.device = next(self.subject.model.parameters()).device
-        with self.subject.origins:
-            for batch in itertools.islice(self.subject.batches, MOST_BATCHES):
-                self._keep(batch)
-        if not self.kept:
-            raise ValueError("there is no batch")
-        self._next = itertools.cycle(range(len(self.kept)))
-
-    def _step(self, options: dict[str, Any]) -> GraphedStep:
-        subject = self.subject
-        return graphed_step(subject.loss_fn, subject.model, subject.optimizer, **{**options, "graph": "off"})
-
-    def _keep(self, batch: Any) -> None:
-        tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-        line = self.subject.origins.of(*tensors)  # the copies below are not made by a line of the user's
-        moved = next(iter(prefetch([batch], self.device)))
-        args, kwargs = self._arguments(moved)
-        buckets = self.subject.options.get("buckets")
-        padded_args, padded = (args, kwargs) if buckets is None else buckets.pad_batch(args, kwargs)
-        self.specs.append(read_batch(padded_args, padded, self.device)[0])
-        self.lines.append(line)
-        if len(self.kept) < KEPT_BATCHES:
-            self.kept.append((args, kwargs))
-
-    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, (dict, UserDict)) and not self.subject.whole:
-            return (), dict(batch)
-        several = isinstance(batch, (tuple, list)) and not self.subject.whole
-        return tuple(batch) if several else (batch,), {}
-
-    def without_schedule(self) -> "Trial":
-        """Return this trial without its scheduler, which may have few steps left."""
-        other = copy.copy(self)
-        other.step = self._step({key: value for key, value in self.subject.options.items() if key != "scheduler"})
-        return other
-
-    def run(self, *, recorded: bool = False) -> None:
-        """Do one optimizer step. If `recorded`, record the calls of torch that the user's lines make."""
-        for place in range(self.subject.options.get("accumulate", 1)):
-            i = next(self._next)
-            args, kwargs = self.kept[i]
-            key = self.specs[i], place
-            # The first call of a kind is not recorded: it may make something that is kept (a mask, a table).
-            if recorded and key in self._seen:
-                with CallRecorder() as recorder:
-                    self.step(*args, **kwargs)
-                self.records.setdefault(key, []).append(recorder.calls)
-            else:
-                self.step(*args, **kwargs)
-            self._seen.add(key)
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether at least two calls with the same batch layout were recorded, so that they could be compared."""
-        return any(len(records) > 1 for records in self.records.values())
 
 
 # ------------------------------------------------------------------------------------------- checks that need no step
@@ -319,7 +153,10 @@ def schedule_faults(trial: Trial) -> Iterator[Fault]:
     """
     groups = trial.subject.optimizer.param_groups
     scheduler = trial.subject.options.get("scheduler")
-    before = [_frozen(group) for group in groups]
+    before = [
+        {key: value for key, value in group.items() if key not in _NOT_FROZEN and not isinstance(value, Tensor)}
+        for group in groups
+    ]
     with without_compiled_code():
         for _ in range(2):
             trial.run(recorded=True)
@@ -332,12 +169,6 @@ def schedule_faults(trial: Trial) -> Iterator[Fault]:
         if hasattr(scheduler, "cycle_momentum") or name == "OneCycleLR":
             advice = f"Write {name}(..., cycle_momentum=False)."
         yield Fault("medium", "schedule", line, what, advice)
-
-
-def _frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group that a graph would freeze."""
-    not_frozen = ("params", "lr", "initial_lr")
-    return {key: value for key, value in group.items() if key not in not_frozen and not isinstance(value, Tensor)}
 
 
 def kernel_faults(trial: Trial) -> Iterator[Fault]:
@@ -413,7 +244,7 @@ class _KernelWatch(TorchDispatchMode):
         self.unrepeatable: Counter[tuple[str, str]] = Counter()  # by line and operation
 
     def __enter__(self) -> "_KernelWatch":
-        self._find_user_line = UserLineFinder(sys._getframe(1), skip_torch=False)
+        self._user_lines = UserLineFinder(sys._getframe(1), skip_torch=False)
         with ExitStack() as entered:
             entered.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -456,16 +287,11 @@ class _KernelWatch(TorchDispatchMode):
         dtypes = {leaf.dtype for leaf in leaves if leaf.is_floating_point() and leaf.numel()}
         if dtypes and dtypes <= set(LOW):
             what = f"{op} computes in {dtype_name(first.dtype)}"
-            self.imprecise[self._line(), what][self._recorder.module] += 1
+            self.imprecise[self._user_lines.line(), what][self._recorder.module] += 1
 
     def _on_warning(self, message: Any, *where: Any, **more: Any) -> None:
-        match = re.match(_UNREPEATABLE, str(message))
-        if match:
-            self.unrepeatable[self._line(), match[1]] += 1
-
-    def _line(self) -> str:
-        place = self._find_user_line()
-        return "" if place is None else place.line
+        if match := re.match(_UNREPEATABLE, str(message)):
+            self.unrepeatable[self._user_lines.line(), match[1]] += 1
 
 
 # The warning of torch (ATen/Context.cpp, alertNotDeterministic). That of cuBLAS has other words, and is no fault of the

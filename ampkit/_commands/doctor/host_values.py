@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -110,26 +111,14 @@ class CallRecorder(TorchFunctionMode):
     def _record(self, name: str, args: Any, kwargs: Any) -> None:
         place = self._find_user_line()
         # A function mode does not see built-in backwards, only what other modes call on their tensors.
-        if place is not None and place.line and not place.backward and not _in_an_optimizer():
-            with without_torch_function():
-                self.calls.append(TorchCall(place.line, name, tuple(_values(args, kwargs))))
-
-
-def _in_an_optimizer() -> bool:
-    """Return whether an optimizer's step is on the stack. Torch wraps the step of every optimizer, the user's too."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
-    return False
-
-
-def _values(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[str]:
-    for value in args:
-        yield _value_text(value)
-    for name in sorted(kwargs):
-        yield f"{name}={_value_text(kwargs[name])}"
+        if place is None or not place.line or place.backward:
+            return
+        # torch wraps the step of every optimizer, the user's too.
+        if any(frame.f_code.co_filename.startswith(_OPTIMIZERS) for frame, _ in walk_stack(sys._getframe(1))):
+            return
+        with without_torch_function():
+            values = *map(_value_text, args), *(f"{key}={_value_text(kwargs[key])}" for key in sorted(kwargs))
+            self.calls.append(TorchCall(place.line, name, values))
 
 
 def _value_text(value: Any) -> str:
@@ -158,7 +147,9 @@ def differences(one: Sequence[TorchCall], other: Sequence[TorchCall]) -> Iterato
             yield _other_call(left, right)
             return
         if left.values != right.values:
-            yield Difference(left.line, f"{left.name} takes {_first_that_differs(left, right)}")
+            pairs = itertools.zip_longest(left.values, right.values, fillvalue="nothing")
+            a, b = next((_short(a), _short(b)) for a, b in pairs if a != b)
+            yield Difference(left.line, f"{left.name} takes {a} in one step and {b} in another")
 
 
 def _other_call(left: TorchCall | None, right: TorchCall | None) -> Difference:
@@ -168,12 +159,6 @@ def _other_call(left: TorchCall | None, right: TorchCall | None) -> Difference:
     if left and right and left.line != right.line:
         names[1] = f"{names[1]} in {right.line}"
     return Difference(call.line, f"a step {names[0]} here, where another step {names[1]}")
-
-
-def _first_that_differs(left: TorchCall, right: TorchCall) -> str:
-    pairs = itertools.zip_longest(left.values, right.values, fillvalue="nothing")
-    one, other = next((a, b) for a, b in pairs if a != b)
-    return f"{_short(one)} in one step and {_short(other)} in another"
 
 
 def _short(text: str) -> str:

@@ -109,7 +109,12 @@ class Comparison:
             all: show every row. Otherwise the first that differs and the worst are shown, in the order of the run.
         """
         first, rows = self.first, list(self.rows) if all else self._worst_rows()
-        lines = [self._head(), *self._only_in_one_run()]
+        threshold = "bit by bit" if self.min_db is None else f"to {self.min_db:g} dB"
+        head = f"{len(self.rows)} tensors are equal {threshold}"
+        if first is not None:
+            differ = sum(map(self._differs, self.rows))
+            head = f"{differ} of {len(self.rows)} tensors are not equal {threshold}. The first is {first}"
+        lines = [head, *self._only_in_one_run()]
         if rows:
             cells = [_COLUMNS, *(_cells(row, row is first) for row in rows)]
             width = shutil.get_terminal_size(_WITHOUT_TERMINAL).columns
@@ -117,13 +122,6 @@ class Comparison:
         if len(rows) < len(self.rows):
             lines.append(f"... {len(self.rows) - len(rows)} more rows; .table(all=True) shows all")
         return "\n".join(lines)
-
-    def _head(self) -> str:
-        threshold = "bit by bit" if self.min_db is None else f"to {self.min_db:g} dB"
-        if self.first is None:
-            return f"{len(self.rows)} tensors are equal {threshold}"
-        differ = sum(map(self._differs, self.rows))
-        return f"{differ} of {len(self.rows)} tensors are not equal {threshold}. The first is {self.first}"
 
     def _only_in_one_run(self) -> Iterator[str]:
         for run, names in (("a", self.only_a), ("b", self.only_b)):

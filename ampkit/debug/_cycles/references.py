@@ -4,6 +4,7 @@ import gc
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,8 +70,9 @@ def _references(holder: object) -> Iterator[_Reference]:
         yield f".{name}", (attributes, value)
     for cls in type(holder).__mro__:
         for name, member in vars(cls).items():
-            if type(member) is types.MemberDescriptorType and (value := _slot(member, holder)) is not None:
-                yield f".{name}", (value,)
+            if type(member) is types.MemberDescriptorType:
+                with suppress(AttributeError):  # not set
+                    yield f".{name}", (member.__get__(holder),)
     yield ".__class__", (type(holder),)
 
 
@@ -80,13 +82,6 @@ def _attributes(holder: object) -> dict[str, object]:
     except AttributeError:
         return {}
     return found if type(found) is dict else {}  # for a class it is a view of the dict: see _of_class
-
-
-def _slot(member: types.MemberDescriptorType, holder: object) -> object:
-    try:
-        return member.__get__(holder)
-    except AttributeError:  # not set
-        return None
 
 
 def _of_dict(holder: dict[Any, object]) -> Iterator[_Reference]:
@@ -101,11 +96,6 @@ def _of_sequence(holder: Any) -> Iterator[_Reference]:
         yield f"[{i}]", (value,)
 
 
-def _of_set(holder: set[object]) -> Iterator[_Reference]:
-    for value in holder:
-        yield " element", (value,)
-
-
 def _of_function(holder: types.FunctionType) -> Iterator[_Reference]:
     for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False):
         for value in gc.get_referents(cell):
@@ -117,11 +107,6 @@ def _of_function(holder: types.FunctionType) -> Iterator[_Reference]:
         yield f" default of {name!r}", (holder.__kwdefaults__, value)
 
 
-def _of_cell(holder: types.CellType) -> Iterator[_Reference]:
-    for value in gc.get_referents(holder):
-        yield " of a closure", (value,)
-
-
 def _of_frame(holder: types.FrameType) -> Iterator[_Reference]:
     cells = [thing for thing in gc.get_referents(holder) if type(thing) is types.CellType]
     for name, value in holder.f_locals.items():
@@ -130,10 +115,6 @@ def _of_frame(holder: types.FrameType) -> Iterator[_Reference]:
             if any(inside is value for inside in gc.get_referents(cell)):
                 yield f" local {name!r}", (cell, value)
     yield " called by", (holder.f_back,)
-
-
-def _of_traceback(holder: types.TracebackType) -> Iterator[_Reference]:
-    yield ".tb_next", (holder.tb_next,)
 
 
 def _of_error(holder: BaseException) -> Iterator[_Reference]:
@@ -159,24 +140,20 @@ def _of_module(holder: nn.Module) -> Iterator[_Reference]:
             yield f".{name}", (attributes, table, value)
 
 
-def _of_tensor(holder: Tensor) -> Iterator[_Reference]:
-    yield ".grad_fn", (holder.grad_fn,)
-
-
-_REFERENCES: dict[type, Callable[[Any], Iterator[_Reference]]] = {
+_REFERENCES: dict[type, Callable[[Any], Iterable[_Reference]]] = {
     dict: _of_dict,
     list: _of_sequence,
     tuple: _of_sequence,
     deque: _of_sequence,
-    set: _of_set,
+    set: lambda holder: ((" element", (value,)) for value in holder),
     types.FunctionType: _of_function,
-    types.CellType: _of_cell,
+    types.CellType: lambda holder: ((" of a closure", (value,)) for value in gc.get_referents(holder)),
     types.FrameType: _of_frame,
-    types.TracebackType: _of_traceback,
+    types.TracebackType: lambda holder: [(".tb_next", (holder.tb_next,))],
     BaseException: _of_error,
     type: _of_class,
     nn.Module: _of_module,
-    Tensor: _of_tensor,
+    Tensor: lambda holder: [(".grad_fn", (holder.grad_fn,))],
 }
 
 
@@ -186,19 +163,15 @@ _REFERENCES: dict[type, Callable[[Any], Iterator[_Reference]]] = {
 def _name(thing: Any) -> str:
     kind = type(thing)
     if issubclass(kind, Tensor):
-        return _tensor_name(thing)
+        memory = weak_storage_of(thing)
+        size = f", {size_text(memory[1])}" if memory else ""
+        graph = ", with its autograd graph" if thing.grad_fn is not None else ""
+        return f"{kind.__name__} {tuple(thing.shape)} {dtype_name(thing.dtype)} {thing.device}{size}{graph}"
     if kind is types.FrameType:
         return f"frame of {thing.f_code.co_name}"
     if kind is types.FunctionType:
         return f"function {thing.__qualname__}"
     return f"class {thing.__name__}" if issubclass(kind, type) else kind.__name__
-
-
-def _tensor_name(tensor: Tensor) -> str:
-    memory = weak_storage_of(tensor)
-    size = f", {size_text(memory[1])}" if memory else ""
-    graph = ", with its autograd graph" if tensor.grad_fn is not None else ""
-    return f"{type(tensor).__name__} {tuple(tensor.shape)} {dtype_name(tensor.dtype)} {tensor.device}{size}{graph}"
 
 
 def lines_of(things: Sequence[object]) -> list[str]:
@@ -210,15 +183,11 @@ def lines_of(things: Sequence[object]) -> list[str]:
             found.append(line_text(thing.__code__.co_filename, thing.__code__.co_firstlineno))
         elif type(thing) is types.FrameType:
             found.append(line_text(thing.f_code.co_filename, raised.get(id(thing), thing.f_lineno)))
-    return list(dict.fromkeys(found or _class_lines(map(type, things))))
-
-
-def _class_lines(classes: Iterable[type]) -> Iterator[str]:
-    """Yield the lines of the classes that have an `__init__` in Python, which says where it is."""
-    for kind in classes:
-        init = vars(kind).get("__init__")
-        if type(init) is types.FunctionType:
-            yield line_text(init.__code__.co_filename, init.__code__.co_firstlineno)
+    if not found:  # a class does not say where it is, but its `__init__` does, if that is written in Python
+        inits = [vars(type(thing)).get("__init__") for thing in things]
+        codes = [init.__code__ for init in inits if type(init) is types.FunctionType]
+        found = [line_text(code.co_filename, code.co_firstlineno) for code in codes]
+    return list(dict.fromkeys(found))
 
 
 def weak_storage_of(tensor: Tensor) -> tuple[StorageWeakRef, int] | None:

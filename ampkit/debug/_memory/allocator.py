@@ -98,7 +98,11 @@ class CachingAllocator(Allocator):
             return 0
         size = _whole(size, BLOCK)
         small = size <= SMALL
-        block = self._best_fit(size, small) or self._new_segment(size, small)
+        block = self._best_fit(size, small)
+        if block is None:
+            segment = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT if size < _MEDIUM else _whole(size, _ROUND)
+            block = _MemoryBlock(self.reserved, segment, small)
+            self.reserved += segment
         left = block.size - size
         if left >= BLOCK if small else left > SMALL:
             rest = _MemoryBlock(block.address + size, left, small, before=block, behind=block.behind)
@@ -117,7 +121,11 @@ class CachingAllocator(Allocator):
         for side in (block.before, block.behind):
             if side is not None and side.free:
                 self._remove_free(side)
-                block = self._joined(*sorted((side, block), key=lambda part: part.address))
+                block, second = sorted((side, block), key=lambda part: part.address)
+                block.size += second.size
+                block.behind = second.behind
+                if second.behind is not None:
+                    second.behind.before = block
         self._add_free(block)
 
     def workspace(self, func: Any, in_backward: bool) -> int:
@@ -137,12 +145,6 @@ class CachingAllocator(Allocator):
         self._remove_free(block)
         return block
 
-    def _new_segment(self, size: int, small: bool) -> _MemoryBlock:
-        whole = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT if size < _MEDIUM else _whole(size, _ROUND)
-        block = _MemoryBlock(self.reserved, whole, small)
-        self.reserved += whole
-        return block
-
     def _add_free(self, block: _MemoryBlock) -> None:
         block.free = True
         self._free_blocks[block.address] = block
@@ -153,14 +155,6 @@ class CachingAllocator(Allocator):
         del self._free_blocks[block.address]
         sizes = self._free_sizes[block.small]
         del sizes[bisect_left(sizes, (block.size, block.address))]
-
-    @staticmethod
-    def _joined(first: _MemoryBlock, second: _MemoryBlock) -> _MemoryBlock:
-        first.size += second.size
-        first.behind = second.behind
-        if second.behind is not None:
-            second.behind.before = first
-        return first
 
 
 def _whole(size: int, unit: int) -> int:

@@ -1,7 +1,7 @@
 """Which category each allocation belongs to: decided by what becomes of it between its creation and its end."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import FrameType
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..._text import dtype_name
 from ..._torch.autograd import current_node, newest_sequence_number, sequence_number
@@ -64,7 +63,7 @@ class MemoryTracker(TorchDispatchMode):
         self._model = model
         self._optimizers = optimizers
         self._inputs = inputs
-        self._blame = UserLineFinder(entered, skip_torch=False)
+        self._user_lines = UserLineFinder(entered, skip_torch=False)
         self._allocator = allocator
         self._untracked = UntrackedMemory(device) if device.type == "cuda" and reads_device else None
         self._exit = ExitStack()
@@ -91,8 +90,14 @@ class MemoryTracker(TorchDispatchMode):
         self.add_inputs(self._inputs)
         with ExitStack() as entered:
             entered.enter_context(without_compiled_code())
-            for hook in self._hooks():
-                entered.callback(hook.remove)
+            for name, module in () if self._model is None else self._model.named_modules():
+                before = module.register_forward_pre_hook(partial(self._enter_module, name), prepend=True)
+                after = module.register_forward_hook(partial(self._leave_module, name), always_call=True)
+                entered.callback(before.remove)
+                entered.callback(after.remove)
+            for optimizer in self._optimizers:
+                entered.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
+                entered.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
             self._exit = entered.pop_all()
         self._timeline.start()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no annotation there
@@ -126,14 +131,6 @@ class MemoryTracker(TorchDispatchMode):
         return self._timeline.profile(label, self._device, forecast)
 
     # -------------------------------------------------------------------------------------------------------- hooks
-
-    def _hooks(self) -> Iterator[RemovableHandle]:
-        for name, module in () if self._model is None else self._model.named_modules():
-            yield module.register_forward_pre_hook(partial(self._enter_module, name), prepend=True)
-            yield module.register_forward_hook(partial(self._leave_module, name), always_call=True)
-        for optimizer in self._optimizers:
-            yield optimizer.register_step_pre_hook(self._before_optimizer)
-            yield optimizer.register_step_post_hook(self._after_optimizer)
 
     def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
         self._modules.append(name)
@@ -247,8 +244,7 @@ class MemoryTracker(TorchDispatchMode):
         """Return module and line of an operation, or in backward those of the forward operation."""
         if node is not None and not self._modules and (made := self._forward_places.get(sequence_number(node))):
             return made
-        place = self._blame()
-        here = self._modules[-1] if self._modules else "", "" if place is None else place.line
+        here = self._modules[-1] if self._modules else "", self._user_lines.line()
         if node is None or self._modules:
             self._forward_places.setdefault(newest_sequence_number(), here)
         return here

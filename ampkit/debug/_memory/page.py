@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..._arguments import check_path
 from ..._text import size_text
@@ -61,6 +60,8 @@ def _figure(plotted: PlottedProfile, axis: ByteAxis) -> str:
         "series": [plotted.series[category] for category in axis.categories],
         "peak": plotted.events.index(plotted.peak_at),
     }
+    # Without `<`, nothing in it can end the script element.
+    script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     rows = [
         f'<tr><th><i style="background:{COLOURS[category]}"></i>{category}</th><td></td></tr>'
         for category in reversed(axis.categories)
@@ -68,17 +69,12 @@ def _figure(plotted: PlottedProfile, axis: ByteAxis) -> str:
     return (
         f"<figure><figcaption>{_title(plotted)}</figcaption>{_svg(plotted, axis, xs)}"
         f'<table class="now"><caption></caption>{"".join(rows)}<tr><th>all</th><td></td></tr></table>'
-        f'<script type="application/json">{_json(data)}</script></figure>'
+        f'<script type="application/json">{script}</script></figure>'
     )
 
 
 def _title(plotted: PlottedProfile) -> str:
     return html.escape(profile_title(plotted.profile))
-
-
-def _json(data: Any) -> str:
-    """Return JSON for a script element. Without `<`, nothing in it can end the element."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _when(plotted: PlottedProfile, event: int, x: float) -> str:
@@ -172,14 +168,10 @@ def _peak_table(plotted: Sequence[PlottedProfile]) -> str:
     heads = "".join(f"<th>{_title(one)}</th>" for one in plotted)
     rows = []
     for name in [*(name for name in CATEGORIES if any(peak[name] for peak in peaks)), "all"]:
-        first = peaks[0][name]
-        cells = [size_text(first), *(size_text(peak[name]) + _percentage(peak[name], first) for peak in peaks[1:])]
+        first, *others = (peak[name] for peak in peaks)
+        cells = [size_text(first), *(size_text(size) + (f" ({size / first:.0%})" if first else "") for size in others)]
         rows.append(f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return f"<table><tr><th></th>{heads}</tr>{''.join(rows)}</table>"
-
-
-def _percentage(number: int, of: int) -> str:
-    return f" ({number / of:.0%})" if of else ""
 
 
 def _holder_table(plotted: PlottedProfile) -> str:

@@ -191,7 +191,9 @@ class ObservedStep:
     def _how_it_overflowed(self, first: int) -> str:
         tensor, row = self._tensors[first], self._row(first)
         amount = f"{row.nonfinite} of {row.count} values are not finite"
-        broken = [name for name, i in self._of_module(tensor.module).items() if not self._magnitudes[i] < math.inf]
+        broken = [
+            name for name, i in self._parameters.get(tensor.module, {}).items() if not self._magnitudes[i] < math.inf
+        ]
         if broken:
             return f"{amount}; {broken[0]} is not finite itself: it broke in an earlier step"
         return {
@@ -201,9 +203,6 @@ class ObservedStep:
             "grad_input": f"its grad_input: {amount}",
             "gradient": f"the gradient of {tensor.name}: {amount}",
         }[tensor.what]
-
-    def _of_module(self, module: str) -> Mapping[str, int]:
-        return self._parameters.get(module, {})
 
     # ------------------------------------------------------------------------------------------------------ underflow
 
@@ -238,7 +237,7 @@ class ObservedStep:
 
     def _has_weights(self, module: str) -> bool:
         """Return whether the module's first parameter, its weight, is not zero. That of a BatchNorm may start as 0."""
-        return any(self._magnitudes[i] > 0 for i in list(self._of_module(module).values())[:1])
+        return any(self._magnitudes[i] > 0 for i in list(self._parameters.get(module, {}).values())[:1])
 
     def _zeros_and_subnormals(self, i: int) -> str:
         zeros, subnormal = self._zeros[i] / self._counts[i], self._subnormals[i] / self._counts[i]

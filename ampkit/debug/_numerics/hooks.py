@@ -143,13 +143,9 @@ class ModelHooks:
             if not in_backward():
                 to.add(self._row[name, "output"], tensor)
             if tensor.grad_fn is not None:
-                tensor.register_hook(partial(_on_gradient, to, self._row[name, "grad_output"]))
+                tensor.register_hook(partial(to.add, self._row[name, "grad_output"]))
         for node, i in _nodes_of_inputs(outputs, edges, newest):
             node.register_hook(partial(_on_node, to, self._row[name, "grad_input"], i))
-
-
-def _on_gradient(to: Measurements, row: int, grad: Tensor) -> None:
-    to.add(row, grad)
 
 
 def _on_node(to: Measurements, row: int, i: int, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> None:

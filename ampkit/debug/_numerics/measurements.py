@@ -135,7 +135,9 @@ class Measurements:
         self.dtypes[row] = tensor.dtype
 
     def _measure(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        identity = _identity(tensor)
+        layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+        # Equal for two tensors of the same elements in the same memory, which nobody changed.
+        identity = tensor.data_ptr(), tensor.numel(), tensor.dtype, version(tensor), layout
         for known, _, result in self._recent:
             if known == identity:
                 return result
@@ -156,9 +158,3 @@ class Measurements:
         """Forget everything that was measured."""
         self.closed = True
         self._recent.clear()
-
-
-def _identity(tensor: Tensor) -> object:
-    """Return a value that is equal for two tensors of the same elements in the same memory, which nobody changed."""
-    layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype, version(tensor), layout

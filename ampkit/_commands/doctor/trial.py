@@ -1,0 +1,186 @@
+"""A training loop that can be trained again and again, its first batches, and the lines that made its objects."""
+
+import copy
+import functools
+import itertools
+import sys
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..._batches.prefetch import prefetch
+from ..._capture.inputs import Spec, read_batch
+from ..._step.graphed_step import GraphedStep, graphed_step
+from ..._torch.tree import tree_flatten
+from ..._user_line import UserLineFinder
+from .host_values import CallRecorder, TorchCall
+
+MOST_BATCHES = 32  # the first batches are read to compare their shapes
+KEPT_BATCHES = 4  # the first few of them are kept and trained on
+
+
+class Origins(TorchFunctionMode):
+    """Context that notes the user's line that makes each tensor, optimizer, scheduler and data loader.
+
+    It can be entered several times. Sync: none. It keeps none of these objects alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: Any = WeakIdKeyDictionary()
+        self._entered = ExitStack()
+
+    def of(self, *things: object) -> str:
+        """Return `file:line: source` of the first of these objects whose line is known, "" if none is."""
+        return next((self._lines[thing] for thing in things if thing in self._lines), "")
+
+    def __enter__(self) -> "Origins":
+        self._user_lines = UserLineFinder(sys._getframe(1), skip_torch=False)
+        for kind in (torch.optim.Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader):
+            self._note_instances(kind)
+        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self._entered:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
+
+    def _note_instances(self, kind: Any) -> None:
+        original = kind.__init__
+
+        @functools.wraps(original)
+        def __init__(thing: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces a method of this name
+            self._note(thing)
+            original(thing, *args, **kwargs)
+
+        self._entered.callback(setattr, kind, "__init__", original)
+        kind.__init__ = __init__
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for thing in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(thing, Tensor):
+                self._note(thing)
+        return result
+
+    def _note(self, thing: object) -> None:
+        if line := self._user_lines.line():
+            self._lines[thing] = line
+
+
+@dataclass
+class Subject:
+    """The training loop to examine.
+
+    Attributes:
+        line: `file:line: source` of the function that returned it. A fault without a line of its own is shown there.
+        loss_fn: see `graphed_step`.
+        model: see `graphed_step`.
+        optimizer: see `graphed_step`.
+        batches: iterable of batches. The items of a tuple or list are passed to `loss_fn` after the model, those of a
+            dict as keyword arguments.
+        options: further arguments of `graphed_step`.
+        origins: knows the lines that made tensors and objects.
+        whole: whether a batch is passed as one argument, whatever its type.
+    """
+
+    line: str
+    loss_fn: Callable[..., Any]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterable[Any]
+    options: dict[str, Any]
+    origins: Origins
+    whole: bool = False
+
+
+@dataclass
+class Trial:
+    """A training loop with its first batches, on which it can be trained eagerly, again and again.
+
+    Args:
+        subject: the training loop. Its model is trained.
+
+    Raises:
+        ValueError: if `graphed_step` raises it, or if there is no batch.
+        InputMismatch: if a batch cannot be an input of a graph.
+    """
+
+    subject: Subject
+    step: GraphedStep = field(init=False)
+    device: torch.device = field(init=False)
+    specs: list[Spec] = field(init=False, default_factory=list)
+    lines: list[str] = field(init=False, default_factory=list)  # for each of `specs`, the line that made its batch
+    kept: list[tuple[Any, Any]] = field(init=False, default_factory=list)
+    # What steps called: a list of calls per step, by layout of the batch and place in the window of micro-batches.
+    records: dict[Any, list[list[TorchCall]]] = field(init=False, default_factory=dict)
+    uncapturable_lines: set[str] = field(init=False, default_factory=set)
+    _seen: set[Any] = field(init=False, default_factory=set)
+    _next: Iterator[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step = self._step(self.subject.options)
+        self.device = next(self.subject.model.parameters()).device
+        with self.subject.origins:
+            for batch in itertools.islice(self.subject.batches, MOST_BATCHES):
+                self._keep(batch)
+        if not self.kept:
+            raise ValueError("there is no batch")
+        self._next = itertools.cycle(range(len(self.kept)))
+
+    def _step(self, options: dict[str, Any]) -> GraphedStep:
+        subject = self.subject
+        return graphed_step(subject.loss_fn, subject.model, subject.optimizer, **{**options, "graph": "off"})
+
+    def _keep(self, batch: Any) -> None:
+        tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+        line = self.subject.origins.of(*tensors)  # the copies below are not made by a line of the user's
+        moved = next(iter(prefetch([batch], self.device)))
+        args, kwargs = self._arguments(moved)
+        buckets = self.subject.options.get("buckets")
+        padded_args, padded = (args, kwargs) if buckets is None else buckets.pad_batch(args, kwargs)
+        self.specs.append(read_batch(padded_args, padded, self.device)[0])
+        self.lines.append(line)
+        if len(self.kept) < KEPT_BATCHES:
+            self.kept.append((args, kwargs))
+
+    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(batch, (dict, UserDict)) and not self.subject.whole:
+            return (), dict(batch)
+        several = isinstance(batch, (tuple, list)) and not self.subject.whole
+        return tuple(batch) if several else (batch,), {}
+
+    def without_schedule(self) -> "Trial":
+        """Return this trial without its scheduler, which may have few steps left."""
+        other = copy.copy(self)
+        other.step = self._step({key: value for key, value in self.subject.options.items() if key != "scheduler"})
+        return other
+
+    def run(self, *, recorded: bool = False) -> None:
+        """Do one optimizer step. If `recorded`, record the calls of torch that the user's lines make."""
+        for place in range(self.subject.options.get("accumulate", 1)):
+            i = next(self._next)
+            args, kwargs = self.kept[i]
+            key = self.specs[i], place
+            # The first call of a kind is not recorded: it may make something that is kept (a mask, a table).
+            if recorded and key in self._seen:
+                with CallRecorder() as recorder:
+                    self.step(*args, **kwargs)
+                self.records.setdefault(key, []).append(recorder.calls)
+            else:
+                self.step(*args, **kwargs)
+            self._seen.add(key)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether at least two calls with the same batch layout were recorded, so that they could be compared."""
+        return any(len(records) > 1 for records in self.records.values())

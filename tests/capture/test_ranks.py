@@ -47,11 +47,15 @@ def assert_equal_runs(rows: Rows, graph: str, reference: str = "off") -> Rows:
 OVERFLOWS = ["--policy", "float16", "--overflows", "1", "9"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "accumulate"),
-    [([], 1), (["--policy", "bfloat16", "--max-norm", "0.5"], 3), ([*OVERFLOWS, "--max-norm", "0.5"], 3)],
-    ids=["float32", "bfloat16-clip", "float16-clip-overflow-on-one-rank"],
+    [
+        pytest.param([], 1, id="float32"),
+        pytest.param(["--policy", "bfloat16", "--max-norm", "0.5"], 3, id="bfloat16-clip", marks=pytest.mark.slow),
+        pytest.param(
+            [*OVERFLOWS, "--max-norm", "0.5"], 3, id="float16-clip-overflow-on-one-rank", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_ranks_train_the_bits_of_eager(options: list[str], accumulate: int) -> None:
     """L4: weights are equal on both ranks, and all state is that of eager DDP, over windows and overflows."""
@@ -114,21 +118,25 @@ def test_a_job_ends(how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [["--jobs", "10", "--busy", "2"], ["--jobs", "10", "--slow-release"]],
+    [["--busy", "2"], ["--slow-release"]],
     ids=["under load", "while gloo waits for Python's lock"],
 )
-def test_jobs_end(options: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("jobs", "how"),
+    [("6", gloo_ends.HOW[:3]), ("4", gloo_ends.HOW[3:])],
+    ids=["group destroyed", "group not destroyed"],
+)
+def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:
     """R10: jobs end with 0 wherever the model lives, destroyed group or not. (`gloo_ends.py --jobs 200 --busy 2`: 200.)
 
     In the second, gloo's threads still want Python's lock when the process group goes: of three such jobs one hung.
     """
-    command = [sys.executable, gloo_ends.__file__, *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    command = [sys.executable, gloo_ends.__file__, "--jobs", jobs, "--how", *how, *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    assert run.stdout.endswith(f"{options[1]} of {options[1]} jobs ended with exit code 0 on both ranks\n")
+    assert run.stdout.endswith(f"{jobs} of {jobs} jobs ended with exit code 0 on both ranks\n")
 
 
 @pytest.mark.slow

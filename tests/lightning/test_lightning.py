@@ -759,7 +759,6 @@ def test_rules_for_modules_hold_while_fit_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_two_processes() -> None:
     """L4: gloo on the CPU. Weights are equal on both ranks and to those without ampkit; metrics are each rank's own."""
     options = ["--accumulate", "3", "--kind", "bf16-mixed", "--clip", "0.1"]
@@ -771,7 +770,6 @@ def test_two_processes() -> None:
     assert ours[0]["weights"] == ours[1]["weights"]
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_two_processes_decide_together() -> None:
     """L4: what one rank finds in its warm-up keeps both eager, and neither waits for the other for ever."""

@@ -134,7 +134,7 @@ def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:
     In the second, gloo's threads still want Python's lock when the process group goes: of three such jobs one hung.
     """
     command = [sys.executable, gloo_ends.__file__, "--jobs", jobs, "--how", *how, *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     assert run.stdout.endswith(f"{jobs} of {jobs} jobs ended with exit code 0 on both ranks\n")
 

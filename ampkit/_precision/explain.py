@@ -19,7 +19,7 @@ from .._user_line import user_line
 from . import module_rules
 from .fake_tensors import can_save_for_backward, fake_copy, fake_device
 from .op_recorder import ExplanationRow, OpRecorder, Totals, merged
-from .policy import Policy, read_policy
+from .policy import Policy, changes_model, read_policy
 
 _SHORT = {
     torch.float64: "f64",
@@ -157,7 +157,7 @@ def explain(
     call = model, inputs, kwargs
     with fake_device(device_type):
         copied = _copied(call, device_type, None)
-        if policy is not None and (policy.modules or policy.params is not torch.float32):
+        if policy is not None and changes_model(policy):
             policy.apply(copied[0])
         recorder, stopped = _record(copied, nullcontext() if policy is None else policy.autocast(device_type))
         plain, _ = _record(_copied(call, device_type, torch.float32), Policy().autocast(device_type))

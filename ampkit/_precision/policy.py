@@ -124,8 +124,15 @@ class Policy:
         for part in parts:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             key = key.lower()
-            if not equals or key not in _FIELDS or key in values:
-                raise ValueError(f"Policy.parse({shown(text)}): {_problem(part, key, equals, values)} {_LEGAL}")
+            problem = ""
+            if not equals:
+                problem = f"{shown(part)} is not a policy.{_meant(part, (*_POLICIES, 'half'))}"
+            elif key in values:
+                problem = f"{shown(key)} is given twice."
+            elif key not in _FIELDS:
+                problem = f"{shown(key)} is not a field of Policy.{_meant(key, _FIELDS)}"
+            if problem:
+                raise ValueError(f"Policy.parse({shown(text)}): {problem} {_LEGAL}")
             values[key] = _rules(text, key, value) if key in _RULE_FIELDS else _dtype(key, value)
         return cls(**values)
 
@@ -233,6 +240,11 @@ def read_policy(where: str, value: Any) -> Policy | None:
         raise ValueError(f"{where}(policy={shown(value)}): {error}") from None
 
 
+def changes_model(policy: Policy) -> bool:
+    """Return whether `Policy.apply` has more to do than to cast outputs: rules for modules, or another dtype."""
+    return bool(policy.modules or policy.params is not torch.float32)
+
+
 _FIELDS = tuple(field.name for field in fields(Policy))
 _RULE_FIELDS = ("ops", "modules")
 _LEGAL = (
@@ -240,14 +252,6 @@ _LEGAL = (
     f"with the dtypes {', '.join(DTYPES)}; rules follow as in "
     "'ops={softmax:float32,add:promote},modules={torch.nn.LayerNorm:float32,\"head\":float32}'."
 )
-
-
-def _problem(part: str, key: str, equals: str, seen: dict[str, Any]) -> str:
-    if not equals:
-        return f"{shown(part)} is not a policy.{_meant(part, (*_POLICIES, 'half'))}"
-    if key in seen:
-        return f"{shown(key)} is given twice."
-    return f"{shown(key)} is not a field of Policy.{_meant(key, _FIELDS)}"
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

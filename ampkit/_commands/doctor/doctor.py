@@ -16,7 +16,7 @@ from torch import nn
 
 from ..._errors import UsageError
 from ..._precision.fake_tensors import can_save_for_backward
-from ..._precision.policy import Policy
+from ..._precision.policy import Policy, changes_model
 from ..._step.graphed_step import graphed_step
 from ..._text import ProgressBar, size_text, type_text
 from ..._user_line import line_text, user_line
@@ -311,8 +311,7 @@ def _add_memory(diagnosis: Diagnosis, trial: Trial) -> None:
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     device = "cuda" if can_save_for_backward("cuda") else "cpu"
     # A policy that changes the model has been applied to it, so the model without the policy no longer exists.
-    applied = policy is not None and bool(policy.modules or policy.params is not torch.float32)
-    policies = [policy] if applied else dict.fromkeys((None, policy))
+    policies = [policy] if policy is not None and changes_model(policy) else dict.fromkeys((None, policy))
     subject, inputs = trial.subject, trial.kept[0]
     loss_fn = _LossOfBatch(subject.loss_fn)
     peaks = {

@@ -31,6 +31,8 @@ SEVERITIES = ("high", "medium", "low")
 LOW = (torch.float16, torch.bfloat16)
 # They sum many exponentials or squares. Autocast on CUDA runs them in float32, or cuDNN does so inside its kernel.
 _WANTS_FLOAT32 = {"_softmax": "softmax", "_log_softmax": "log_softmax", "batch_norm": "batch_norm"}
+# The kinds of uncapturable lines, by a word in what is said of them. The first that fits counts.
+_KINDS = (("draws", "host random numbers"), ("pageable", "pageable copy"), ("", "blocking line"))
 _NOT_FROZEN = ("params", "lr", "initial_lr")  # entries of a parameter group that a graph does not freeze
 
 
@@ -137,13 +139,8 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
         # `optimizer_faults` reports an optimizer that reads its step count, with the line to write instead.
         if found.line or "torch/optim/" not in found.what:
             ms = found.ms if trial.device.type == "cuda" and not found.graph_only else None
-            yield Fault("high", _kind(found.what), found.line, found.what, found.advice, found.count, ms)
-
-
-def _kind(what: str) -> str:
-    if "draws" in what:
-        return "host random numbers"
-    return "pageable copy" if "pageable" in what else "blocking line"
+            kind = next(kind for word, kind in _KINDS if word in found.what)
+            yield Fault("high", kind, found.line, found.what, found.advice, found.count, ms)
 
 
 def schedule_faults(trial: Trial) -> Iterator[Fault]:

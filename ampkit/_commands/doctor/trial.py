@@ -145,19 +145,18 @@ class Trial:
         tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
         line = self.subject.origins.of(*tensors)  # the copies below are not made by a line of the user's
         moved = next(iter(prefetch([batch], self.device)))
-        args, kwargs = self._arguments(moved)
+        args: tuple[Any, ...] = (moved,)
+        kwargs: dict[str, Any] = {}
+        if isinstance(moved, (dict, UserDict)) and not self.subject.whole:
+            args, kwargs = (), dict(moved)
+        elif isinstance(moved, (tuple, list)) and not self.subject.whole:
+            args = tuple(moved)
         buckets = self.subject.options.get("buckets")
         padded_args, padded = (args, kwargs) if buckets is None else buckets.pad_batch(args, kwargs)
         self.specs.append(read_batch(padded_args, padded, self.device)[0])
         self.lines.append(line)
         if len(self.kept) < KEPT_BATCHES:
             self.kept.append((args, kwargs))
-
-    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, (dict, UserDict)) and not self.subject.whole:
-            return (), dict(batch)
-        several = isinstance(batch, (tuple, list)) and not self.subject.whole
-        return tuple(batch) if several else (batch,), {}
 
     def without_schedule(self) -> "Trial":
         """Return this trial without its scheduler, which may have few steps left."""

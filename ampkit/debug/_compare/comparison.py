@@ -108,7 +108,11 @@ class Comparison:
         Args:
             all: show every row. Otherwise the first that differs and the worst are shown, in the order of the run.
         """
-        first, rows = self.first, list(self.rows) if all else self._worst_rows()
+        first, rows = self.first, list(self.rows)
+        if not all:
+            worst = sorted((row for row in rows if not row.equal and row is not first), key=_worst_first)
+            shown = [*([first] if first else []), *worst][:_SHOWN]
+            rows = [row for row in rows if any(row is other for other in shown)]
         threshold = "bit by bit" if self.min_db is None else f"to {self.min_db:g} dB"
         head = f"{len(self.rows)} tensors are equal {threshold}"
         if first is not None:
@@ -131,12 +135,6 @@ class Comparison:
                 if some:
                     tensors, more = "tensors" if len(some) > 1 else "tensor", "; ..." if len(some) > _NAMED else ""
                     yield f"{len(some)} {tensors} only in run {run}{why}: {'; '.join(some[:_NAMED])}{more}"
-
-    def _worst_rows(self) -> list[ComparedTensor]:
-        first = self.first
-        worst = sorted((row for row in self.rows if not row.equal and row is not first), key=_worst_first)
-        shown = [*([first] if first else []), *worst][:_SHOWN]
-        return [row for row in self.rows if any(row is other for other in shown)]
 
 
 def _worst_first(row: ComparedTensor) -> tuple[float, float]:

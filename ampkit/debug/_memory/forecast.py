@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..._arguments import check_at_least, check_callable, check_choice, check_instance
 from ..._precision.fake_tensors import can_save_for_backward, fake_copy, fake_device
-from ..._precision.policy import Policy, read_policy
+from ..._precision.policy import Policy, changes_model, read_policy
 from ..._text import type_text
 from ..._torch.fake_tensors import is_limit_of_fake_tensors
 from ..._torch.modes import TorchDispatchMode
@@ -123,7 +123,7 @@ class _FakeStep:
         device: str,
     ) -> None:
         (self._model, self._loss_fn), self._batch = fake_copy((model, loss_fn), device), fake_copy(batch, device)
-        if policy is not None and (policy.modules or policy.params is not torch.float32):
+        if policy is not None and changes_model(policy):
             policy.apply(self._model)
         pairs = zip(model.parameters(), self._model.parameters(), strict=True)
         copies: dict[int, Any] = {id(param): fake for param, fake in pairs}

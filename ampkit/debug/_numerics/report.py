@@ -63,12 +63,14 @@ class NumericsReport:
             shown = tuple(row for row in shown if row in worst)
         width = max([len(row.name) for row in shown], default=6)
         head = f"{'name':{width}}  what         dtype      largest    not finite  zeros   subnormal  flushed in fp16"
-        lines = [
-            f"{row.name:{width}}  {row.what:11}  {row.dtype:8}  {_largest(row):>10}  {row.nonfinite:10d}  "
-            f"{row.zeros / row.count:6.1%}  {row.subnormal / row.count:9.1%}  {row.flushed / row.count:6.1%}"
-            for row in shown
-        ]
-        return "\n".join([head, *lines])
+        lines = [head]
+        for row in shown:
+            largest = f"{'>=' if row.nonfinite else ''}{row.largest:.3e}"
+            lines.append(
+                f"{row.name:{width}}  {row.what:11}  {row.dtype:8}  {largest:>10}  {row.nonfinite:10d}  "
+                f"{row.zeros / row.count:6.1%}  {row.subnormal / row.count:9.1%}  {row.flushed / row.count:6.1%}"
+            )
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         if self.step is None:
@@ -85,7 +87,3 @@ class NumericsReport:
         if self.never_called:
             lines.append(f"never called, or inside compiled code: {', '.join(self.never_called[:_MODULES_NAMED])}")
         return "\n".join([*lines, f"step {self.step}, the worst rows of {len(self.rows)}:", self.table(_SHOWN)])
-
-
-def _largest(row: NumericsRow) -> str:
-    return f"{'>=' if row.nonfinite else ''}{row.largest:.3e}"

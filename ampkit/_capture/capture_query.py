@@ -1,4 +1,4 @@
-"""What user code is told when it asks whether its stream is being captured: what the eager call was told."""
+"""The answer to user code that asks whether its stream is being captured: the same as in an eager call."""
 
 import sys
 import threading
@@ -10,17 +10,17 @@ import torch
 from .._torch.streams import capturing_builtin, replace_capturing_builtin
 from .._undo import Undo
 
-# Libraries take another branch in a capture (transformers/masking_utils.py builds another mask and so reaches another
-# attention kernel): the graph would hold another step than the eager one. torch's own callers must know the truth: the
-# optimizers' health check, SyncBatchNorm, symmetric memory. So must ampkit's.
+# Libraries take another branch in a capture: transformers/masking_utils.py builds another mask, and another attention
+# kernel runs. So the graph would not do what the eager step does. Torch needs the true answer (health check of the
+# optimizers, SyncBatchNorm, symmetric memory), and so does ampkit.
 _TOLD_THE_TRUTH = ("torch", "ampkit")
 
 
 class _Captures(threading.local):
-    """How many captures this thread is in, and how many calls whose operations are, or stand for, those of a graph."""
+    """Counts the captures that are under way in this thread, and calls whose operations are recorded."""
 
     inside = 0
-    recorded = 0  # captures, emulated ones too, and the eager calls that they are compared with
+    recorded = 0  # these captures, emulated ones, and the eager calls that captures are compared with
 
 
 captures = _Captures()
@@ -40,10 +40,10 @@ def recording() -> Iterator[None]:
 
 @contextmanager
 def hidden_capture(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Context of a capture on this stream, of which `torch.cuda.is_current_stream_capturing()` tells user code nothing.
+    """Context of a capture on this stream, in which `torch.cuda.is_current_stream_capturing()` is False for user code.
 
-    Other threads are told the truth of their own streams. The stream decides, not the thread alone, for checkpointing
-    calls user code again on autograd's threads.
+    Other threads get the true answer for their own streams. The answer depends on the stream as well as on the thread,
+    because checkpointing calls user code again on autograd's threads.
     """
     with Undo() as undo:
         capture = object()
@@ -65,10 +65,10 @@ def _end(capture: object) -> None:
 
 
 def _answer() -> bool:
-    """Take the place of what `torch.cuda.is_current_stream_capturing` calls, however its callers got hold of that."""
+    """Answer in place of the builtin that `torch.cuda.is_current_stream_capturing` calls."""
     if not _is_capturing():
         return False
-    # In the capturing thread also a stream that was forked off is part of the capture.
+    # In the thread that captures, other streams that wait for the capturing one are captured too.
     ours = captures.inside > 0 or torch.cuda.current_stream().cuda_stream in _streams.copy().values()
     caller = sys._getframe(2).f_globals.get("__name__", "")
     return not ours or caller.partition(".")[0] in _TOLD_THE_TRUTH

@@ -17,7 +17,7 @@ from .timing import Clock
 from .undeclared import Undeclared
 
 
-class Run(Protocol):
+class CallEagerly(Protocol):
     """`Engine.run`."""
 
     def __call__(self, reason: str, fn: Callable[[], Any], context: AbstractContextManager[Any] | None = None) -> Any:
@@ -67,7 +67,7 @@ class WarmUp:
 
     def __call__(
         self,
-        run: Run,
+        run: CallEagerly,
         layout: Layout,
         leaves: Sequence[Any],
         phase: Hashable,
@@ -102,7 +102,13 @@ class WarmUp:
         return outputs
 
     def _call(
-        self, run: Run, layout: Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
+        self,
+        run: CallEagerly,
+        layout: Layout,
+        phase: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        start: Any,
     ) -> Any:
         if layout.checked and not layout.problem and layout.calls_left < 2 and not self._state.is_undecided():
 
@@ -118,7 +124,9 @@ class WarmUp:
         layout.calls += 1  # last: a call that raised has shown nothing
         return outputs
 
-    def _call_under_preflight(self, run: Run, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]) -> Any:
+    def _call_under_preflight(
+        self, run: CallEagerly, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]
+    ) -> Any:
         before = self._state.tensors().keys()
         with self._watching(), self._undeclared.watching(leaves) as observer:
             preflight = Preflight(self._device, self._generators, observer=observer)

@@ -552,10 +552,11 @@ def test_closing_begins_a_new_count() -> None:
 
 
 def causes(*batches: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    around = Surroundings(TrainingState({}, []))
-    around.observe()
+    surroundings = Surroundings(TrainingState({}, []))
+    surroundings.observe()
     calls = [
-        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), around.around) for args, kwargs in batches
+        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), surroundings.call_settings)
+        for args, kwargs in batches
     ]
     return Variation(torch.device("cuda", 1), 3, False).explain(calls)
 

@@ -53,7 +53,10 @@ def test_no_number_comes_twice() -> None:
     change = surroundings.observe()
     assert change is not None
     assert (change.outdates, change.reason) == (True, "model.weight was replaced")
-    assert (surroundings.around.replacements, surroundings.around.replaced) == (1, "model.weight was replaced")
+    assert (surroundings.call_settings.replacements, surroundings.call_settings.replaced) == (
+        1,
+        "model.weight was replaced",
+    )
     numbers.append(surroundings.number)
     outdated = []
     for i in range(70):

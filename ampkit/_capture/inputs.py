@@ -209,7 +209,12 @@ class StaticInputs:
         self._tree = spec.tree
         # `versions` reads the version of each buffer. A tensor that is made in inference mode has none.
         with torch.inference_mode(False):
-            static = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            static = [
+                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                if isinstance(leaf, Tensor)
+                else leaf
+                for leaf in leaves
+            ]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._buffers: list[Tensor] = [static[i] for i in self._places]
         self._sizes = [stop - start for start, stop in (span(leaves[i]) for i in self._places)]
@@ -297,10 +302,6 @@ class StaticInputs:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _once(tensor: Tensor) -> Tensor:

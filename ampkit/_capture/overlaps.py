@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .._torch.modes import without_dispatch_modes, without_torch_function
 from .._torch.tensors import version
+from .bits import bits
 from .inputs import StaticInputs
 from .spans import Spans, has_memory
 from .state import TrainingState
@@ -26,7 +27,7 @@ class Writes:
         before = {path: (tensor, _version(tensor)) for path, tensor in _memory(state).items()}
         # torch does not raise the version of running statistics when batch_norm writes them, so values are compared.
         with without_dispatch_modes(), without_torch_function(), torch.no_grad():  # modes of the user's see nothing
-            values = {path: _bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
+            values = {path: bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
         yield
         flags: dict[torch.device, dict[str, Tensor]] = {}
         with without_dispatch_modes(), without_torch_function(), torch.no_grad():
@@ -35,7 +36,7 @@ class Writes:
                 if was is not tensor or number is None or number != _version(tensor):
                     self._paths.add(path)
                 elif path in values:
-                    differs = (values.pop(path) != _bits(tensor)).any()
+                    differs = (values.pop(path) != bits(tensor)).any()
                     flags.setdefault(tensor.device, {})[path] = differs
             self._copies += [_FlagCopy(found, device) for device, found in flags.items()]
 
@@ -103,12 +104,6 @@ def _is_compared(path: str, tensor: Tensor) -> bool:
     """Return whether to compare a tensor's bits: those of a buffer, unless it is as large as a cache."""
     small = tensor.untyped_storage().nbytes() <= _MAX_COMPARED if has_memory(tensor) else False
     return small and not isinstance(tensor, nn.Parameter) and not path.startswith("optimizer[")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.contiguous().reshape(-1).view(torch.uint8)
 
 
 _MAX_COMPARED = 2**26  # bytes

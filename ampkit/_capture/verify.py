@@ -11,6 +11,7 @@ from .._torch.operators import written_arguments
 from .._torch.tensors import storage_address, version
 from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .._undo import Undo
+from .bits import bits, real
 from .cache import Captured
 from .state import TrainingState
 
@@ -208,20 +209,12 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[st
         right = got.get(path)
         if right is None or right.shape != left.shape or right.dtype != left.dtype:
             differences[path] = float("inf")
-        elif not torch.equal(_bits(left), _bits(right)):  # sync
-            a, b = (_real(part).double() for part in (left, right))
+        elif not torch.equal(bits(left), bits(right)):  # sync
+            a, b = (real(part).double() for part in (left, right))
             size, scale = (a - b).abs().max(), a.abs().max()
             relative = float(size / scale.clamp_min(torch.finfo(torch.float64).tiny))
             differences[path] = relative if relative == relative else float("inf")  # nan: one of them is not finite
     return differences
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return _real(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 class _WriteWatch(TorchDispatchMode):

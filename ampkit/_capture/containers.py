@@ -1,4 +1,4 @@
-"""Which tensors an object holds, and how a copy of it holds others: in containers, and in attributes."""
+"""The tensors in an object's items and attributes, and copies of the object with other tensors."""
 
 import copy
 import types
@@ -39,7 +39,7 @@ _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 
 
 def is_record(thing: object) -> bool:
-    """Return whether an object is its items and attributes and no more: it is rebuilt from others by `with_values`."""
+    """Return whether an object consists of its items and attributes alone, so that `with_values` can copy it."""
     fields = ("__dataclass_fields__", "__attrs_attrs__")
     return isinstance(thing, (dict, UserDict, *_ITEMS)) or any(hasattr(type(thing), name) for name in fields)
 

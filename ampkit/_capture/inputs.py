@@ -1,4 +1,4 @@
-"""What counts as the same input, and the static buffers that a captured step reads its input from."""
+"""The layout of an input, which is a part of its key, and the static buffers that a graph reads its input from."""
 
 import operator
 from bisect import bisect_left
@@ -19,7 +19,7 @@ from .spans import Spans, span
 
 
 class TensorSpec(NamedTuple):
-    """What a kernel can see of a tensor without reading it."""
+    """The layout of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,7 +33,7 @@ class TensorSpec(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A leaf that is not a tensor. The type counts, for True == 1 == 1.0, but they are not the same argument."""
+    """A leaf that is not a tensor. The type is compared too, since True == 1 == 1.0, but the arguments differ."""
 
     kind: type
     value: Any
@@ -43,11 +43,11 @@ class Constant(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The key of an input. Its hash runs no Python code, for it is computed in every call.
+    """The layout of an input. Its hash is computed in every call, so it runs no Python code.
 
     Attributes:
-        structure: the input without its leaves, see `_structure`; torch's tree where that knows a container that
-            ampkit does not.
+        structure: the input without its leaves, see `_structure`. It is torch's tree if there is a container that
+            `_structure` does not know.
         leaves: a `TensorSpec` or a `Constant` per leaf.
     """
 
@@ -67,9 +67,9 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
     """Return the spec and the leaves of a batch.
 
     Raises:
-        InputMismatch: a tensor leaf is not strided, quantized, of a class of its own, on another device than `device`,
-            or requires grad; another leaf holds tensors, or is not hashable; a container holds itself. The message has
-            the leaf's path.
+        InputMismatch: a tensor is not strided, is quantized, belongs to a subclass, is on another device than `device`,
+            or requires grad; another leaf has tensors in it, or is not hashable; a container contains itself. The
+            message has the leaf's path.
 
     Sync: none. Aliasing: the leaves are the caller's objects.
     """
@@ -88,29 +88,29 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a buffer can take the place of a tensor."""
+    """Return whether a plain tensor, as a graph reads it, can take the place of this one."""
     plain = type(tensor) in _PLAIN and not tensor.is_nested and not tensor.is_quantized
     return plain and tensor.layout is torch.strided
 
 
 def check_plain(leaf: Tensor, tree: TreeSpec, i: int) -> None:
-    """Raise an `InputMismatch` unless a buffer can take the place of this leaf of a batch."""
+    """Raise an `InputMismatch` unless this leaf of a batch is plain, see `is_plain`."""
     if not is_plain(leaf):
         raise InputMismatch(_not_plain(leaf, path(tree, i)))
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Return `tree_flatten((args, kwargs))`, whose trees of plain containers are made only once each.
+    """Return `tree_flatten((args, kwargs))`. It is faster, because trees of plain containers are kept.
 
     Raises:
-        InputMismatch: a container holds itself.
+        InputMismatch: a container contains itself.
     """
     leaves, structure = _flattened(args, kwargs)
     return leaves, _tree_of(structure)
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Hashable]:
-    """Return the leaves of a batch, and its structure, which is torch's tree where `_structure` finds none."""
+    """Return the leaves of a batch, and its structure, see `Spec`."""
     leaves: list[Any] = []
     try:
         try:
@@ -125,7 +125,7 @@ def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
     if structure not in _trees:
         by_torch, tree = tree_flatten((args, kwargs))
         if len(by_torch) != len(leaves) or not all(map(operator.is_, by_torch, leaves)):
-            return by_torch, tree  # another torch, with another idea of these containers
+            return by_torch, tree  # this version of torch flattens these containers in another way
         if len(_trees) == _MAX_TREES:
             _trees.clear()
         _trees[structure] = tree
@@ -133,7 +133,7 @@ def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
 
 
 def _tree_of(structure: Hashable) -> TreeSpec:
-    """Return torch's tree of what has this structure."""
+    """Return torch's tree of a batch with this structure."""
     if isinstance(structure, TreeSpec):
         return structure
     tree = _trees.get(structure)  # which may have been cleared
@@ -141,7 +141,7 @@ def _tree_of(structure: Hashable) -> TreeSpec:
 
 
 def _example(structure: Any) -> Any:
-    """Return something that has this structure: the inverse of `_structure`."""
+    """Return a batch that has this structure: the inverse of `_structure`."""
     if structure is None:
         return 0
     kind, *parts = structure
@@ -149,17 +149,17 @@ def _example(structure: Any) -> Any:
         middle = len(parts) // 2 if kind is dict else 0
         children = [_example(part) for part in parts[middle:]]
         return dict(zip(parts[:middle], children, strict=True)) if kind is dict else kind(children)
-    return tuple(map(_example, structure))  # the one of args and the one of kwargs
+    return tuple(map(_example, structure))  # of args and of kwargs
 
 
 class _NotPlainError(Exception):
-    """A batch holds something that may be a container of its own."""
+    """A batch has a leaf or container of another type, which torch may know as a container."""
 
 
 def _structure(node: Any, leaves: list[Any]) -> Hashable:
-    """Return what a tree is without its leaves, which are appended to `leaves`.
+    """Return a tree without its leaves. Append the leaves to `leaves`.
 
-    None stands for a leaf, and a tuple for a container: its type, its keys if it is a dict, and its children.
+    In the result None stands for a leaf, and a tuple for a container: its type, its keys if it is a dict, its children.
     """
     kind = type(node)
     if kind in _LEAVES:
@@ -172,50 +172,58 @@ def _structure(node: Any, leaves: list[Any]) -> Hashable:
     raise _NotPlainError
 
 
-_PLAIN = (Tensor, nn.Parameter)  # what a buffer would be in place of another class, a loss could tell
+_PLAIN = (Tensor, nn.Parameter)  # a tensor of another class would reach the loss function as a plain tensor
 _LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
-_MAX_TREES = 256  # a dict with other keys in each batch makes one per call
+_MAX_TREES = 256  # batches that are dicts with other keys each time make one per call
 _trees: dict[Hashable, TreeSpec] = {}
 
 
 def paths(tree: TreeSpec) -> list[str]:
-    """Return how the user wrote each leaf: `batch[0]`, `batch['image']`, `batch[1]['mask'][2]`."""
+    """Return the expression for each leaf: `batch[0]`, `batch['image']`, `batch[1]['mask'][2]`."""
     whole = tree_unflatten(range(tree.num_leaves), tree)
     # keys[0] chooses between args and kwargs.
     return [f"batch{keystr(keys[1:])}" for keys, _ in tree_flatten_with_path(whole)[0]]
 
 
 def path(tree: TreeSpec, leaf: int) -> str:
-    """Return how the user wrote the given leaf."""
+    """Return the expression for one leaf, see `paths`."""
     return paths(tree)[leaf]
 
 
 class StaticInputs:
-    """Buffers with the layout of one batch, at addresses that never change. They belong to ampkit, never to the caller.
+    """Buffers with the layout of one batch, at addresses that never change. The caller never gets one of them.
 
     Args:
         spec: the layout.
-        leaves: the first batch. Non-tensor leaves are kept as they are: they are part of `spec`.
+        leaves: the first batch. Its constants are kept, since they are a part of `spec`.
 
     Attributes:
+        spec: as given.
+        args: the arguments of a call, with buffers in place of tensors.
+        kwargs: its keyword arguments, with buffers too.
         changed: per buffer, whether the step changes it in place, as far as that is known.
     """
 
     def __init__(self, spec: Spec, leaves: Sequence[Any]) -> None:
         self.spec = spec
         self._tree = spec.tree
-        # A tensor that is made in inference mode has no version, which `versions` reads in every call.
+        # `versions` reads the version of each buffer. A tensor that is made in inference mode has none.
         with torch.inference_mode(False):
-            held = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            static = [
+                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                if isinstance(leaf, Tensor)
+                else leaf
+                for leaf in leaves
+            ]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._buffers: list[Tensor] = [held[i] for i in self._places]
+        self._buffers: list[Tensor] = [static[i] for i in self._places]
         self._sizes = [stop - start for start, stop in (span(leaves[i]) for i in self._places)]
         self.changed = [False] * len(self._places)
         self.keep_apart(Spans({}), Spans({}))
-        self.args, self.kwargs = tree_unflatten(held, self._tree)
+        self.args, self.kwargs = tree_unflatten(static, self._tree)
 
     def keep_apart(self, written: Spans, state: Spans) -> None:
-        """Have a batch refused that lies in memory of the state where the step changes one of the two in place.
+        """Have batches refused that share memory with the state, if the step changes one of the two in place.
 
         Args:
             written: the tensors of the state that the step changes.
@@ -223,7 +231,7 @@ class StaticInputs:
         """
         self._written, self._state = written, state
         pairs = zip(self._places, self._sizes, self.changed, strict=True)
-        # Nothing lies in the memory of an empty tensor.
+        # An empty tensor shares no memory.
         self._apart = [(i, size, state if changed else written) for i, size, changed in pairs if size]
 
     def copy_(self, leaves: Sequence[Any]) -> None:
@@ -237,8 +245,10 @@ class StaticInputs:
             _once(buffer).copy_(_once(leaves[i]), non_blocking=True)
 
     def refuse_shared(self, leaves: Sequence[Any]) -> None:
-        """Raise an `InputMismatch` if a tensor of a batch shares memory with another one, or with the state, and the
-        step changes one of the two in place."""
+        """Raise an `InputMismatch` if a tensor of the batch shares memory with another one, and the step changes one.
+
+        The other tensor may belong to the batch or to the state.
+        """
         for i, size, spans in self._apart:
             start = leaves[i].data_ptr()
             if spans.furthest[bisect_left(spans.starts, start + size)] > start:
@@ -247,11 +257,11 @@ class StaticInputs:
             self._refuse_shared_with_another(leaves)
 
     def versions(self) -> list[int]:
-        """Return a number per buffer that every change in place raises. A replay of a CUDA graph does not."""
+        """Return the version of each buffer: every change in place raises it, but a replay of a CUDA graph does not."""
         return versions(self._buffers)
 
     def note_changes(self, before: list[int]) -> None:
-        """Note which buffers were changed in place since their versions were these."""
+        """Note which buffers were changed in place since `versions` returned `before`."""
         now = self.versions()
         if now != before:
             self.changed = [old or a != b for old, a, b in zip(self.changed, before, now, strict=True)]
@@ -294,13 +304,11 @@ class StaticInputs:
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
 def _once(tensor: Tensor) -> Tensor:
-    """Return a tensor with each of its elements once: along an expanded dimension (stride 0) they lie at one address,
-    which copy_ refuses to write to."""
+    """Return a view without expanded dimensions (stride 0), along which all elements lie at one address.
+
+    `copy_` refuses to write to such a dimension.
+    """
     if 0 not in tensor.stride():
         return tensor
     sizes = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -308,8 +316,8 @@ def _once(tensor: Tensor) -> Tensor:
 
 
 def _constant(leaf: object, structure: Hashable, i: int) -> Constant:
-    if holds_tensors(leaf) and not isinstance(leaf, nn.Module):  # whose parameters are no input
-        raise InputMismatch(_holder(leaf, path(_tree_of(structure), i)))
+    if holds_tensors(leaf) and not isinstance(leaf, nn.Module):  # parameters of a module are no input
+        raise InputMismatch(_not_seen(leaf, path(_tree_of(structure), i)))
     try:
         hash(leaf)
     except TypeError:
@@ -320,8 +328,8 @@ def _constant(leaf: object, structure: Hashable, i: int) -> Constant:
     return Constant(type(leaf), leaf)
 
 
-def _holder(leaf: object, where: str) -> str:
-    """Return why an object with tensors in it is no argument, and what is."""
+def _not_seen(leaf: object, where: str) -> str:
+    """Return why an object with tensors in it cannot be an argument, and what to pass instead."""
     kind, by_name = f"{type(leaf).__module__}.{type(leaf).__qualname__}", ""
     if isinstance(leaf, (dict, UserDict)):
         by_name = "step(**batch) or pass dict(batch)"

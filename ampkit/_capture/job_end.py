@@ -1,16 +1,17 @@
-"""How a job of several processes ends: graphs are given up first, and gloo's threads end while Python is still running.
+"""How a job of several processes ends: graphs are released first, and gloo's threads end while Python is still running.
 
-Two things would keep a process from ending. `destroy_process_group` waits for ever while a CUDA graph holds work of
-NCCL's communicator (torch 2.11). And gloo's threads need Python's lock to let go of the tensors of their last
+Two things would keep a process from ending. `destroy_process_group` waits for ever while there is a CUDA graph with
+work of NCCL's communicator (torch 2.11). And gloo's threads need Python's lock to release the tensors of their last
 collective, some time after that collective is over:
 
-- Whoever drops the last reference to the process group waits for these threads. Python's own reference releases the
-  lock meanwhile (`IntrusivePtrNoGilDestructor` in torch/csrc/distributed/c10d/init.cpp), but the C++ `Reducer` of a
-  `DistributedDataParallel` model does not: if it outlives `destroy_process_group()`, the two wait for each other.
+- When the last reference to the process group is dropped, the thread that drops it waits for gloo's threads. If it is a
+  reference of Python's, the lock is released meanwhile (`IntrusivePtrNoGilDestructor` in
+  torch/csrc/distributed/c10d/init.cpp). If it is that of the C++ `Reducer` of a `DistributedDataParallel` model, the
+  lock is not released. So if the `Reducer` outlives `destroy_process_group()`, the threads wait for each other.
 - A thread that asks for the lock while the interpreter is being finalized aborts the process ("terminate called without
   an active exception").
 
-So Python keeps a reference to the process group of every model, and drops it at exit, behind the model's.
+So ampkit keeps a reference to the process group of every model, and drops it at exit, after that of the model.
 """
 
 import atexit
@@ -25,10 +26,10 @@ from .._torch.distributed import call_before_process_group_ends
 
 
 class Closable(Protocol):
-    """What holds graphs."""
+    """An object that has graphs."""
 
     def close(self) -> None:
-        """Give them up."""
+        """Release the graphs."""
 
 
 _models: "weakref.WeakSet[nn.parallel.DistributedDataParallel]" = weakref.WeakSet()
@@ -37,7 +38,7 @@ _graphs: "weakref.WeakSet[Closable]" = weakref.WeakSet()
 
 
 def keep_process_group(model: nn.parallel.DistributedDataParallel) -> None:
-    """Keep the process group of a model until the process ends, or until a later model comes when this one is gone."""
+    """Keep the process group of a model until the process ends. Drop those of models that are gone."""
     groups = [other.process_group for other in _models]
     _groups[:] = [group for group in _groups if group in groups]
     _models.add(model)
@@ -46,7 +47,7 @@ def keep_process_group(model: nn.parallel.DistributedDataParallel) -> None:
 
 
 def close_before_end(graphs: Closable) -> None:
-    """Have graphs given up before the default process group is destroyed, or else at exit."""
+    """Have graphs released before the default process group is destroyed, at exit at the latest."""
     call_before_process_group_ends(_close_all)
     _graphs.add(graphs)
 
@@ -59,14 +60,14 @@ def _close_all() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Give up the graphs, and let gloo's threads end while they can still get Python's lock."""
+    """Release the graphs, and let gloo's threads end while they can still get Python's lock."""
     _close_all()
     if not _groups:
         return
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-        torch.distributed.destroy_process_group()  # the script did not. NCCL's might wait for the other processes
-    for thing in gc.get_objects():  # also a model that no step of ampkit's has met, or that is garbage in a cycle
+        torch.distributed.destroy_process_group()  # as the script did not; NCCL's might wait for other processes
+    for thing in gc.get_objects():  # also models without a step of ampkit's, and garbage in cycles
         if issubclass(type(thing), nn.parallel.DistributedDataParallel):
-            for name in ("logger", "reducer", "process_group"):  # whoever has the Reducer has the group
+            for name in ("logger", "reducer", "process_group"):  # the Reducer has a reference to the group
                 vars(thing).pop(name, None)
     _groups.clear()

@@ -1,4 +1,4 @@
-"""Arguments that lie in the memory of the state: what a graph reads of them is a copy from before the step."""
+"""Arguments in the memory of the state: refused if the step changes that memory, because a graph reads copies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .._torch.modes import without_dispatch_modes, without_torch_function
 from .._torch.tensors import version
+from .bits import bits
 from .inputs import StaticInputs
 from .spans import Spans, has_memory
 from .state import TrainingState
@@ -18,15 +19,15 @@ class Writes:
 
     def __init__(self) -> None:
         self._paths: set[str] = set()
-        self._copies: list[_Copy] = []
+        self._copies: list[_FlagCopy] = []
 
     @contextmanager
     def noted(self, state: TrainingState) -> Iterator[None]:
-        """Context for an eager call: what it changes in place, or makes, a graph changes as well. Sync: none."""
+        """Context for an eager call. It notes the tensors of the state that the call changes or makes. Sync: none."""
         before = {path: (tensor, _version(tensor)) for path, tensor in _memory(state).items()}
-        # torch counts no version where batch_norm writes its running statistics.
-        with without_dispatch_modes(), without_torch_function(), torch.no_grad():  # none of the user's
-            values = {path: _bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
+        # torch does not raise the version of running statistics when batch_norm writes them, so values are compared.
+        with without_dispatch_modes(), without_torch_function(), torch.no_grad():  # modes of the user's see nothing
+            values = {path: bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
         yield
         flags: dict[torch.device, dict[str, Tensor]] = {}
         with without_dispatch_modes(), without_torch_function(), torch.no_grad():
@@ -35,20 +36,20 @@ class Writes:
                 if was is not tensor or number is None or number != _version(tensor):
                     self._paths.add(path)
                 elif path in values:
-                    differs = (values.pop(path) != _bits(tensor)).any()
+                    differs = (values.pop(path) != bits(tensor)).any()
                     flags.setdefault(tensor.device, {})[path] = differs
-            self._copies += [_Copy(found, device) for device, found in flags.items()]
+            self._copies += [_FlagCopy(found, device) for device, found in flags.items()]
 
     def paths(self) -> set[str]:
-        """Return what the calls so far have changed. Waits for the device, if that is not done with them."""
+        """Return the paths of what the calls have changed so far. Waits until the device is done with them."""
         for copy in self._copies:
             self._paths |= copy.paths()
         self._copies = []
         return self._paths
 
 
-class _Copy:
-    """Flags on their way to the host: reading them one by one would be an error where the user has forbidden waits."""
+class _FlagCopy:
+    """A copy of flags to the host, under way. To read them one by one is an error if the user has forbidden waits."""
 
     def __init__(self, flags: dict[str, Tensor], device: torch.device) -> None:
         self._names = list(flags)
@@ -71,22 +72,22 @@ class _Copy:
 
 
 def keep_apart(inputs: StaticInputs, state: TrainingState, changed: set[str]) -> None:
-    """Have arguments refused that lie where the step changes the state, or that it changes and that lie in the state.
+    """Have arguments refused that share memory with the state, if the step changes that memory.
 
     Args:
-        inputs: the buffers that stand for the arguments.
-        state: what the step may change, at the addresses that it keeps as long as a graph may run.
+        inputs: the buffers that a graph reads instead of the arguments.
+        state: what the step may change. It keeps its addresses as long as the graph may be replayed.
         changed: the paths of what the step changes, as far as that is known.
     """
     tensors = _memory(state)
     stepped = {param for optimizer in state.optimizers for group in optimizer.param_groups for param in group["params"]}
-    # An optimizer that steps by `.data` leaves no trace that `Writes` could find.
+    # `Writes` does not find what an optimizer changes through `.data`.
     written = {path for path, tensor in tensors.items() if tensor in stepped and tensor.requires_grad} | changed
     inputs.keep_apart(Spans({path: tensor for path, tensor in tensors.items() if path in written}), Spans(tensors))
 
 
 def _memory(state: TrainingState) -> dict[str, Tensor]:
-    """Return all tensors of the state by path, gradients that the step finds included."""
+    """Return all tensors of the state by path, with the gradients that are there when the step begins."""
     tensors: dict[str, Tensor] = dict(state.tensors())
     if not state.finds_gradients:
         return tensors
@@ -95,20 +96,14 @@ def _memory(state: TrainingState) -> dict[str, Tensor]:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Return what every change in place raises, None where torch does not count them."""
+    """Return the number of changes in place so far, None if torch does not count them for this tensor."""
     return None if tensor.is_inference() else version(tensor)
 
 
 def _is_compared(path: str, tensor: Tensor) -> bool:
-    """Return whether a tensor's bits are compared: of buffers, which are small unless they are caches."""
+    """Return whether to compare a tensor's bits: those of a buffer, unless it is as large as a cache."""
     small = tensor.untyped_storage().nbytes() <= _MAX_COMPARED if has_memory(tensor) else False
     return small and not isinstance(tensor, nn.Parameter) and not path.startswith("optimizer[")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.contiguous().reshape(-1).view(torch.uint8)
 
 
 _MAX_COMPARED = 2**26  # bytes

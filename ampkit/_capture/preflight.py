@@ -1,4 +1,4 @@
-"""Which lines of a step a CUDA graph cannot hold: all found in one eager step, which computes what it would anyway."""
+"""The preflight: an eager step that shows every line that cannot be captured, and computes what it would anyway."""
 
 import functools
 import re
@@ -40,20 +40,20 @@ from .uncapturable import (
 
 wraps_operations(__file__)
 
-_Key = tuple[str, str]  # of a finding: line and what
+_Key = tuple[str, str]  # line and what of a finding
 
 
 class Finding(NamedTuple):
-    """Something that a CUDA graph cannot hold.
+    """A line of the step that cannot be captured, and why.
 
     Attributes:
         line: `file:line: source` of the innermost line that is neither torch's nor ampkit's; "" if there is none.
         what: what happens there.
         advice: what to write instead.
         count: how often it happened.
-        ms: milliseconds that the host spent in it, all times together, None where that cannot be measured. The host is
-            slower under the preflight, and so has less to wait for.
-        graph_only: the host does not wait for it, but a graph cannot hold it.
+        ms: milliseconds that the host spent in it, all times together; None if that cannot be measured. The host is
+            slower under the preflight, so it waits less than in other steps.
+        graph_only: whether only a graph rules it out. Otherwise the host waits for the device.
     """
 
     line: str
@@ -65,7 +65,7 @@ class Finding(NamedTuple):
 
 
 def describe(findings: Sequence[Finding]) -> str:
-    """Return a text of one line per finding under a head line; "" if there are none."""
+    """Return a text with one line per finding under a heading; "" if there are no findings."""
     if not findings:
         return ""
     lines = len({finding.line or finding.what for finding in findings})
@@ -78,23 +78,23 @@ def describe(findings: Sequence[Finding]) -> str:
 
 
 class Preflight(TorchDispatchMode):
-    """Context in which one training step runs as it would without, and what a CUDA graph cannot hold is written down.
+    """Context for a training step that finds what cannot be captured in it.
 
-    It sees what waits for the device, copies between host and device, and random numbers that a graph would freeze, in
-    forward, backward and optimizer. On a CPU device, where the engine is emulated for tests, CPU tensors stand for the
-    device's. Of copies to the host it sees `tolist`, `numpy` and `torch.tensor` of a list of tensors there, for others
-    copy nothing; and what happens in torch's own code alone does not count, for its CPU
-    optimizers keep step counts on the host.
+    It finds waits for the device, copies between host and device, and random numbers that a graph would freeze, in
+    forward, backward and optimizer. On a CPU, where graphs are emulated for tests, CPU tensors stand for tensors on the
+    device. There, of the copies to the host it finds `tolist`, `numpy` and `torch.tensor` of a list of tensors, because
+    others copy nothing. It ignores what torch's own code does there, because torch's CPU optimizers keep step counts on
+    the host.
 
-    The step has the bits that it would have, but for `cross_entropy` with both class weights and label smoothing where
-    some targets are ignored: under any dispatch mode, torch sums the weights in another order. It is slower: dozens
-    of microseconds per operation.
+    The step has the same bits as without the preflight, with one exception: `cross_entropy` with class weights, label
+    smoothing and ignored targets. There, under any dispatch mode, torch sums the weights in another order. The step is
+    slower, by dozens of microseconds per operation.
 
     Args:
         device: where the step computes.
-        generators: CUDA generators beside the default one that a graph would know.
-        graphed: advise how to write it in a graphed step; otherwise, how to write it anywhere.
-        observer: called with each operation, its arguments and its result. A mode of its own would change kernels.
+        generators: CUDA generators beside the default one that a graph is captured with.
+        graphed: whether to advise how to write it in a graphed step. Otherwise the advice is for any step.
+        observer: called with each operation, its arguments and its result. Another dispatch mode would change kernels.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
@@ -112,24 +112,24 @@ class Preflight(TorchDispatchMode):
         self._graphed = graphed
         self._observer = observer
         self._found: dict[_Key, Finding] = {}
-        self._named: set[str] = set()  # places of which it is known why they wait
-        self._waits: int | None = None  # of the operation that runs
-        self._stepped_aside = False  # in this backward
-        self._announced = False  # a call that is a finding runs
-        self._sets = False  # a generator, at the moment
-        self._seeds_on = False  # and another one behind it, in the same call
+        self._explained: set[str] = set()  # places that are known to wait, with the operation that does
+        self._waits: int | None = None  # how often the operation that runs has waited; None outside of operations
+        self._stepped_aside = False  # whether a node of this backward has run without this mode
+        self._reported = False  # whether a call runs that has been reported as a whole
+        self._sets_generator = False  # whether a call runs that sets a generator
+        self._sets_next = False  # whether the same call goes on to set another generator
         self._undo = Undo()
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found so far, in the order in which it first happened, equal things on one line as one."""
+        """What was found so far, in the order of first occurrence. The same problem on the same line is one finding."""
         return list(self._found.values())
 
     def __enter__(self) -> "Preflight":
         self._thread = threading.get_ident()
-        self._blame = UserLineFinder(sys._getframe(1), skip_torch=self._watched.device.type == "cpu")
+        self._user_line = UserLineFinder(sys._getframe(1), skip_torch=self._watched.device.type == "cpu")
         self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
-        self._set_generators = GeneratorWatch(*self._watched)
+        self._generator_watch = GeneratorWatch(*self._watched)
         self._undo = Undo()
         try:
             self._undo.__enter__()
@@ -154,7 +154,7 @@ class Preflight(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------------- detectors
 
     def _watch_warnings(self, undo: Undo) -> None:
-        """Have torch warn of each wait for the device, and take these warnings, and no others, from the user."""
+        """Have torch warn of each wait for the device. The user sees none of these warnings, but all others."""
         keep_warning_filters(undo)
         if not torch.is_anomaly_enabled():
             warnings.filterwarnings("ignore", _ANOMALY)
@@ -164,15 +164,15 @@ class Preflight(TorchDispatchMode):
         self._show = warnings.showwarning
         _replace(undo, warnings, "showwarning", self._on_warning)
         before = torch.cuda.get_sync_debug_mode() if self._watched.device.type == "cuda" else None
-        self._told = before == 1  # the user asked to be warned of waits; with 2, a wait raises, as the user wants it
+        self._user_warned = before == 1  # as the user has asked; with 2, a wait raises, as the user wants it
         if before == 0:
-            undo.note(self._stop_telling)
+            undo.note(self._stop_warnings)
             torch.cuda.set_sync_debug_mode("warn")
 
-    def _stop_telling(self) -> None:
-        """Set the sync debug mode back, and let other threads, which it tells too, come to the end of their waits.
+    def _stop_warnings(self) -> None:
+        """Set the sync debug mode back, then wait until other threads, which it warns too, have ended their waits.
 
-        A thread is warned when its wait is over. Later than this, the warning would come under the user's filters.
+        A thread is warned at the end of its wait. After this function, the user would see that warning.
         """
         torch.cuda.set_sync_debug_mode("default")
         if threading.active_count() > 1:
@@ -180,7 +180,7 @@ class Preflight(TorchDispatchMode):
             time.sleep(0.01)  # gives them the interpreter
 
     def _watch_backward(self, undo: Undo) -> None:
-        """Have the backward run in this thread, where modes see it, and its nodes know where they were made."""
+        """Have the backward run in this thread, where modes see it, and autograd nodes keep the line that made them."""
         self._checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         if self._checks_nan:
             reads = "torch.autograd.detect_anomaly() reads every gradient on the host"
@@ -193,11 +193,11 @@ class Preflight(TorchDispatchMode):
             _replace(undo, owner, name, self._backward_by(getattr(owner, name)))
 
     def _watch_calls(self, undo: Undo) -> None:
-        """Have the functions call here that neither a dispatch mode nor the sync debug mode sees."""
-        self._announce(undo, *PRINT_ENTRY, PRINT)
+        """Replace functions that wait where neither a dispatch mode nor the sync debug mode sees it."""
+        self._report_calls(undo, *PRINT_ENTRY, PRINT)
         if self._watched.device.type == "cuda":
             for name, owner, attribute in host_waits():
-                self._announce(undo, owner, attribute, host_wait(name))
+                self._report_calls(undo, owner, attribute, host_wait(name))
         else:  # of a tensor on CUDA these are operations, or copies that the sync debug mode sees
             for owner, name in HOST_COPIES:
                 _replace(undo, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
@@ -208,12 +208,12 @@ class Preflight(TorchDispatchMode):
     def _reading_from(
         self, kind: Any, original: Callable[..., Any], problem: Problem, place: int
     ) -> Callable[..., Any]:
-        """Return a function that reports a problem where an argument is of a kind and has watched tensors in it."""
+        """Return a function that reports a problem if an argument of this type has tensors of the device in it."""
 
         @functools.wraps(original)
         def reported(*args: Any, **kwargs: Any) -> Any:
             here = not torch.compiler.is_compiling() and threading.get_ident() == self._thread
-            if here and not self._announced:  # printing reads too
+            if here and not self._reported:  # printing reads too
                 given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
                 if isinstance(given, kind) and self._watched.has(given):
                     self._report(problem)
@@ -223,7 +223,7 @@ class Preflight(TorchDispatchMode):
         return reported
 
     def _watch_seeds(self, undo: Undo) -> None:
-        """Have the functions call here that read and set the state of generators."""
+        """Replace the functions that read and set the state of generators."""
         for owner, name in getters():
             _replace(undo, owner, name, self._reading(getattr(owner, name)))
         for name, owner, attribute in setters():
@@ -233,7 +233,7 @@ class Preflight(TorchDispatchMode):
         @functools.wraps(original)
         def read(*args: Any, **kwargs: Any) -> Any:
             state = original(*args, **kwargs)
-            self._set_generators.reads(state)
+            self._generator_watch.reads(state)
             return state
 
         never_compile_by_itself(read)
@@ -243,41 +243,41 @@ class Preflight(TorchDispatchMode):
         puts_back = "set_rng_state" in name
 
         @functools.wraps(original)
-        def announced(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread or self._sets:
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or self._sets_generator:
                 return original(*args, **kwargs)
             self._look_for_draws()
-            self._sets = True
+            self._sets_generator = True
             try:
                 result = original(*args, **kwargs)
             finally:
-                self._sets = False
-            self._set_generators.was_set()  # known from here on
+                self._sets_generator = False
+            self._generator_watch.was_set()  # so that it is not reported again
             states = args[0] if args else kwargs.get("new_state", kwargs.get("new_states"))
-            if not (puts_back and self._set_generators.may_be_put_back(states)):
+            if not (puts_back and self._generator_watch.may_be_put_back(states)):
                 self._report(sets_generator(name))
-            # `torch.manual_seed` by a name that was imported earlier: it goes on to the host's generator.
-            self._seeds_on = not puts_back and sys._getframe(1).f_code.co_filename == torch.random.__file__
+            # `torch.manual_seed`, called by a name that was imported earlier, goes on to set the host's generator.
+            self._sets_next = not puts_back and sys._getframe(1).f_code.co_filename == torch.random.__file__
             return result
 
-        never_compile_by_itself(announced)
-        return announced
+        never_compile_by_itself(reporting)
+        return reporting
 
-    def _announce(self, undo: Undo, owner: Any, name: str, problem: Problem) -> None:
+    def _report_calls(self, undo: Undo, owner: Any, name: str, problem: Problem) -> None:
         original = getattr(owner, name)
 
-        def announced(*args: Any, **kwargs: Any) -> Any:
+        def reporting(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread or (problem is PRINT and not self._watched.has(args)):
                 return original(*args, **kwargs)
-            key, start = self._report(problem), time.perf_counter()  # reported first: see `_on_wait`
-            outer, self._announced = self._announced, True
+            key, start = self._report(problem), time.perf_counter()  # reported first, see `_on_wait`
+            outer, self._reported = self._reported, True
             try:
                 return original(*args, **kwargs)
             finally:
-                self._announced = outer
+                self._reported = outer
                 self._spent(key, time.perf_counter() - start)
 
-        _replace(undo, owner, name, announced)
+        _replace(undo, owner, name, reporting)
 
     # ---------------------------------------------------------------------------------------------------------- events
 
@@ -285,7 +285,7 @@ class Preflight(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is; else torch.compile runs it eagerly, and never compiles what is new here."""
+        """Let compiled code run as it is. Otherwise torch.compile would run it eagerly, and compile no new code."""
         return True
 
     def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -297,7 +297,8 @@ class Preflight(TorchDispatchMode):
         outer, self._waits = self._waits, 0
         start = time.perf_counter()
         try:
-            # A binding between, to learn of waits while it is known who waits. It changes how subclasses dispatch.
+            # A call through a binding warns of a wait before it returns, while it is known which operation has waited.
+            # But it would change how subclasses are dispatched.
             plain = hasattr(op, "overloadpacket") and all(kind is Tensor for kind in kinds)
             result = call_from_binding(op_builtin(op), (), args, kwargs) if plain else op(*args, **kwargs)
         finally:
@@ -316,9 +317,9 @@ class Preflight(TorchDispatchMode):
         if re.match(_WAIT, str(message)):
             if threading.get_ident() == self._thread:
                 self._on_wait()
-            if self._told:
+            if self._user_warned:
                 self._show(message, category, filename, *where)
-        elif filename == __file__:  # of an operation that was called from here
+        elif filename == __file__:  # by an operation that this file called
             warn_at(real_frame(), message, category)
         else:
             self._show(message, category, filename, *where)
@@ -327,26 +328,26 @@ class Preflight(TorchDispatchMode):
         if self._waits is not None:
             self._waits += 1
             return
-        # Not within an operation that was dispatched here. Its message comes late, at the end of the binding.
-        place = self._blame()
+        # The wait is in no operation that was dispatched here. Its warning comes late, when a binding returns.
+        place = self._user_line()
         late = self._stepped_aside and real_frame().f_code is ENGINE_CODE
-        if place is not None and place.key not in self._named and not late:
+        if place is not None and place.key not in self._explained and not late:
             self._add(WAITS, place)
 
     def _look_for_draws(self) -> None:
-        """Report what drew random numbers on the host, or set a generator, since the last look."""
+        """Report draws of random numbers on the host, and generators that were set, since this was called last."""
         for name, read in HOST_SOURCES.items():
             before, self._drawn[name] = self._drawn[name], read()
             if before is not None and before != self._drawn[name]:
                 where = "here or just before" + (" or in another thread" if threading.active_count() > 1 else "")
                 what = f"draws from {name}, {where}, which a graph would freeze"
-                self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._blame() or SourceLocation())
-        named, self._seeds_on = self._seeds_on, False
-        if self._set_generators.was_set() and not named:
-            self._add(sets_generator("something here or just before"), self._blame() or SourceLocation())
+                self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._user_line() or SourceLocation())
+        named, self._sets_next = self._sets_next, False
+        if self._generator_watch.was_set() and not named:
+            self._add(sets_generator("something here or just before"), self._user_line() or SourceLocation())
 
     def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Return autograd's engine with another first look at the graph."""
+        """Return a function that runs autograd's engine, with hooks on the nodes that must run without this mode."""
 
         def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
@@ -364,7 +365,7 @@ class Preflight(TorchDispatchMode):
         return run
 
     def _step_aside(self, node: Any, problem: Problem) -> Iterator[Any]:
-        """Yield hooks that let a node run unobserved, for it would compute otherwise under a dispatch mode."""
+        """Yield hooks that let a node run without this mode, under which it would compute something else."""
         began: list[tuple[_Key | None, float]] = []
 
         def step_aside(grads: Any) -> None:
@@ -381,12 +382,12 @@ class Preflight(TorchDispatchMode):
         yield node.register_hook(measure)
 
     def _report(self, problem: Problem, node: Any = None) -> _Key | None:
-        """Add a problem of the line that runs, or that made this node of the graph; return its key, if it counts."""
-        place = self._blame(node)
+        """Add a problem of the line that runs, or that made this autograd node. Return its key, None if ignored."""
+        place = self._user_line(node)
         in_engine = place is not None and (place.backward or not place.line)
         if place is None or (in_engine and self._checks_nan and problem is READ):
             return None
-        self._named.add(place.key)
+        self._explained.add(place.key)
         return self._add(problem, place)
 
     def _add(self, problem: Problem, place: SourceLocation) -> _Key:
@@ -407,7 +408,7 @@ class Preflight(TorchDispatchMode):
 
 
 def _replace(undo: Undo, owner: Any, name: str, new: Any) -> None:
-    """Replace an attribute until that is undone."""
+    """Replace an attribute; note how to put the old one back."""
     if name in vars(owner):
         undo.note(setattr, owner, name, vars(owner)[name])
     else:  # a base class has it

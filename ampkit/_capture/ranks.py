@@ -91,16 +91,12 @@ _EAGER_VOTES = 256  # votes; ranks whose batches always differ would vote in eve
 _EVERY = 61  # prime, so that the votes fall on every micro-batch of a window in turn
 
 
-def _is_sharded(param: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, as `fully_shard` makes it."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # imported if there is a DTensor; its import takes long
-    return tensors is not None and isinstance(param, tensors.DTensor)
-
-
 def why_not_sharded(module: nn.Module) -> str:
     """Return why parameters that `fully_shard` split over processes are not captured; "" if there are none."""
+    # Its import takes long. Whoever made a DTensor has imported it.
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for name, param in module.named_parameters():
-        if _is_sharded(param):
+        if isinstance(param, sharded):
             return (
                 f"parameter {name} is a {type(param).__name__}: gradient norm, overflow check and the ranks' votes are "
                 "not implemented for parameters that fully_shard split. Use DistributedDataParallel, or pass "

@@ -10,10 +10,10 @@ class GraphReport(NamedTuple):
     Attributes:
         layout: the input it serves.
         bytes: device memory that came with it: what the pool grew by in its capture, and its input buffers. Graphs
-            share a pool, so one that fits into what others brought adds little.
-        replays: how often it was launched.
-        eager_ms: what a call with this input took eagerly, see `Report`; None where it was not measured.
-        replay_ms: what it takes as a launch of this graph; None where that was not measured.
+            share a pool, so a graph adds little if it fits into what others have taken.
+        replays: how often it was replayed.
+        eager_ms: time of an eager call with this input, see `Report`; None if it was not measured.
+        replay_ms: time of a replay; None if it was not measured.
     """
 
     layout: str
@@ -29,18 +29,18 @@ class Report:
 
     Attributes:
         graphs: graphs that are alive.
-        captures: graphs captured so far, those that were dropped since included.
+        captures: graphs captured so far, dropped ones included.
         evictions: graphs that were dropped to make room for others.
         replays: calls that were one graph launch.
         eager: eager calls by reason.
         bytes: device memory that only graphs use: their pool and static inputs.
         per_graph: the graphs that are alive, the least recently used first.
         skipped: optimizer steps that the loss scale skipped.
-        failure: why capture was given up, or why no graph was replayed in the last calls; None if there is no reason.
-        eager_ms: what an eager step took: median over warm-up calls that are neither the first of their input nor the
-            last, which are slower than others. None where there was none, as with `warmup=2`. On CUDA it is the time
-            from the first work of the call on its stream to the last, waiting for the host included.
-        replay_ms: what a replayed step takes: median over the 2nd to the 9th replay of a graph, measured in the same
+        failure: why something was not captured, or why no graph was replayed in the last calls; None if neither is so.
+        eager_ms: time of an eager step: the median over warm-up calls, without the first and the last one of each
+            input, which are slower. None if there was no other, as with `warmup=2`. On CUDA it is the time from the
+            first work of the call on its stream to the last, with the time in which the stream waited for the host.
+        replay_ms: time of a replayed step: the median over the 2nd to the 9th replay of a graph, measured in the same
             way. With several graphs, both times are means over the graphs, weighted by their replays.
         saved_s: seconds that replays have saved so far: the difference of the two times, multiplied by the replays of
             the graphs for which both are known. It is below 0 if replays are slower.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the elements lie, not always all there is between them."""
+    """Return the addresses between which the elements lie. Other memory may lie between them too."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * bool(tensor.numel())
 
@@ -18,14 +18,14 @@ class Spans:
     """Tensors by their addresses.
 
     A range of addresses from `start` to `stop` meets one of them if and only if
-    `furthest[bisect_left(starts, stop)] > start`. A replay writes that out, since it asks for each of its inputs.
+    `furthest[bisect_left(starts, stop)] > start`. A replay evaluates that itself for each input, to save calls.
 
     Args:
-        tensors: by path. Those without memory of their own count as lying nowhere.
+        tensors: by path. Those that are not plain tensors in memory are left out.
 
     Attributes:
         starts: where each tensor begins, in order.
-        furthest: the greatest end of the first 0, 1, 2, ... of them, for tensors may lie in one another.
+        furthest: the greatest end of the first 0, 1, 2, ... tensors, since one may lie inside another.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -42,5 +42,5 @@ class Spans:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain one, whose elements lie at addresses that its strides tell."""
+    """Return whether a tensor is a plain one, whose elements lie at the addresses that its strides give."""
     return tensor.layout is torch.strided and not tensor.is_nested and type(tensor.data) is Tensor

@@ -1,4 +1,4 @@
-"""Which modules make sparse gradients: their size depends on data, so that no graph can hold them."""
+"""Modules that make sparse gradients, which no graph can have, because their size depends on data."""
 
 from collections.abc import Iterable, Iterator
 
@@ -21,7 +21,7 @@ def why_not_dense(modules: Iterable[nn.Module]) -> str:
 
 
 def refuse_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
-    """Raise a `ValueError` that names the argument of `graphed_step` that torch does not take with sparse gradients."""
+    """Raise a `ValueError` if torch does not take the optimizer, or `max_norm`, together with sparse gradients."""
     layer = next(_sparse_layers(model), None)
     if layer is None:
         return

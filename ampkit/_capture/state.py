@@ -1,4 +1,4 @@
-"""What training state is: which tensors a step changes, and whether they are still the ones it was captured with."""
+"""The training state: the tensors that a step may change, and whether a graph may still be replayed on them."""
 
 import gc
 import operator
@@ -17,17 +17,17 @@ from .._torch.settings import SETTINGS, SETTINGS_READERS
 
 
 class Generation(NamedTuple):
-    """What a captured graph has frozen beside its input. While it is equal, a replay does the right thing."""
+    """What a graph cannot follow when it changes, beside its input. While it is equal, a graph may be replayed."""
 
     containers: "_Objects"  # optimizer.state, param_groups, their parameters: load_state_dict replaces them
-    moments: tuple["_Objects", ...]  # what each optimizer.state holds: parameters, and a dict for each
+    moments: tuple["_Objects", ...]  # in each optimizer.state: the parameters, and a dict for each
     walk: "_Walk"  # the parameters, buffers and child modules themselves
-    addresses: tuple[int, ...]  # of parameters and buffers: `.data =` and module.to() move them
+    addresses: tuple[int, ...]  # of parameters and buffers: `.data =` and module.to() change them
     sizes: tuple[int, ...]  # parameters per param group
     settings: "Settings"
 
     def replaced_in(self, new: "Generation") -> str:
-        """Return in words which memory of this generation `new` has given up, so that no graph of it may run again."""
+        """Return in words which memory was replaced in `new`, so that older graphs are outdated; "" if none was."""
         words = (
             ("a param group was added or removed", len(self.sizes), len(new.sizes)),
             ("a parameter was added to a param group, or removed", self.sizes, new.sizes),
@@ -40,12 +40,12 @@ class Generation(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a captured graph has frozen, but which may change back: a graph of its own for each."""
+    """What a graph cannot follow when it changes, but which may change back. Equal settings share graphs."""
 
     modes: tuple[bool, ...]  # requires_grad per parameter and buffer, training per module
-    gradients: tuple[int, ...]  # addresses of gradients that the step finds, where it may find any
-    host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, autocast around the call, by name
-    torch_settings: tuple[Any, ...]  # those of torch that decide which kernels run, in the order of `SETTINGS`
+    gradients: tuple[int, ...]  # addresses of gradients at the beginning of the step, if it may find any
+    host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, the caller's autocast, by name
+    torch_settings: tuple[Any, ...]  # settings of torch that decide which kernels run, in the order of `SETTINGS`
 
     def named(self) -> dict[str, Any]:
         """Return every setting by the name that messages use."""
@@ -81,46 +81,47 @@ MODES, GRADIENTS = "train/eval mode or requires_grad", "gradients outside of the
 
 
 def _from_to(old: Any, now: Any) -> str:
-    """Return two values in words, "" if they are none that a user would recognise."""
+    """Return " from ... to ..." for two values, "" if a user would not recognise them."""
     before, after = value_text(old), value_text(now)
     return f" from {before} to {after}" if before and after else ""
 
 
 class _Objects:
-    """Compares by identity, one by one, and keeps what it compares alive so that its address is not given to another
-    object."""
+    """A list of objects, compared by identity. It keeps them alive, so that no other object gets the same identity."""
 
-    def __init__(self, held: list[Any]) -> None:
-        self.held = held
+    def __init__(self, objects: list[Any]) -> None:
+        self.objects = objects
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Objects) and self.are(other.held)
+        return isinstance(other, _Objects) and self.are(other.objects)
 
     def __hash__(self) -> int:
-        return hash(tuple(map(id, self.held)))
+        return hash(tuple(map(id, self.objects)))
 
     def are(self, others: list[Any]) -> bool:
         """Return whether the others are the very same objects."""
-        return _are(self.held, others)
+        return _are(self.objects, others)
 
 
 def _are(ones: list[Any], others: list[Any]) -> bool:
-    """Return whether these are the very same objects. No `==`, which of tensors waits for the device."""
+    """Return whether these are the very same objects. It uses no `==`, which waits for the device with tensors."""
     return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 def _grew(old: tuple[_Objects, ...], new: tuple[_Objects, ...]) -> bool:
-    """Return whether the new ones begin with all of the old ones: a first step makes more."""
+    """Return whether the new ones begin with all of the old ones. A first step adds some."""
     grew = (
-        len(a.held) <= len(b.held) and all(map(operator.is_, a.held, b.held)) for a, b in zip(old, new, strict=True)
+        len(a.objects) <= len(b.objects) and all(map(operator.is_, a.objects, b.objects))
+        for a, b in zip(old, new, strict=True)
     )
     return all(grew)
 
 
-class _Reading(NamedTuple):
-    """What every call reads off the state. Equal readings are the same generation; no interpreter steps per parameter.
+class _StateReading(NamedTuple):
+    """What every call reads of the state. Equal readings belong to the same generation.
 
-    Hyperparameters are compared by identity here: an equal value in another object takes a closer look.
+    It is read without a loop in Python over the parameters. Hyperparameters are compared by identity. If one is another
+    object, the generation is made anew, which compares its value.
     """
 
     addresses: list[int]
@@ -169,23 +170,23 @@ class _Walk:
                     seen.add(child)
                     self.modules.append(child)
         self._tables = tuple([table for module in self.modules for table in module_tables(module)])
-        # Keeps them alive, so that no identity is given to another object.
+        # These keep the objects alive, so that no other object gets the same identity.
         self._objects = _Objects(gc.get_referents(*self._tables))
-        self.tensors = [held for held in self._objects.held if isinstance(held, Tensor)]
+        self.tensors = [found for found in self._objects.objects if isinstance(found, Tensor)]
         self._training = _training_of(self.modules)
-        self._names = self._paths()  # now, for the tables are live
+        self._names = self._paths()  # now, because the tables may change
 
     def is_current(self) -> bool:
         """Return whether every table still has the very same objects in it."""
         return self._objects.are(gc.get_referents(*self._tables))  # all values of all tables, in one call of C
 
     def flags(self) -> list[bool]:
-        """Return what may be toggled in place: requires_grad per tensor, training per module."""
+        """Return what may change in place: requires_grad per tensor, training per module."""
         return [*map(_requires_grad, self.tensors), *self._training()]
 
     def first_change(self, new: "_Walk") -> str:
         """Return in words the first difference from a walk of the same roots."""
-        pairs = zip(self._names, self._objects.held, new._names, new._objects.held, strict=False)
+        pairs = zip(self._names, self._objects.objects, new._names, new._objects.objects, strict=False)
         for old_name, old, new_name, now in pairs:
             if old_name != new_name:
                 return f"{new_name} was added or {old_name} removed"
@@ -203,7 +204,7 @@ class Bound(dict[str, Tensor]):
     """Tensors by path.
 
     Attributes:
-        others: plain attributes of modules that were not tensors, by path: what a place held before it held one.
+        others: attributes of modules that were not tensors, by path. A step may have put a tensor in their place since.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -239,17 +240,19 @@ class TrainingState:
         self.own = {} if own is None else own
         self.finds_gradients = finds_gradients
         self._rates = tuple(rates)
-        self._filled: list[Any] = [_NOT_FILLED]  # what their tensors were filled with
+        self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: _Walk | None = None
         self._walked = 0
-        self._reading: _Reading | None = None
+        self._reading: _StateReading | None = None
         self._generation: Generation | None = None
 
     def refresh_rates(self) -> None:
-        """Bring the tensors that optimizers read their learning rates from up to date. One kernel per rate that
-        changed; no sync."""
+        """Bring the tensors that optimizers read their learning rates from up to date.
+
+        It launches one kernel per rate that changed. Sync: none.
+        """
         now = [group.get("lr") for optimizer in self.optimizers for group in optimizer.param_groups]
-        # A tensor may have been written to, and a number is never another one.
+        # A rate that is a tensor may have been written to. A number that is the same object is unchanged.
         if _NUMBERS.issuperset(map(type, now)) and _are(now, self._filled):
             return
         for rates in self._rates:
@@ -257,10 +260,10 @@ class TrainingState:
         self._filled = now
 
     def generation(self) -> Generation:
-        """Return what a graph captured now would freeze: the same object as before if nothing was touched since.
+        """Return the present generation: the same object as before if nothing has changed since.
 
-        Learning rates, which graphs read from tensors, are brought up to date. In every call: about 60 us for the 320
-        tensors and 151 modules of a ResNet-50. No sync.
+        Learning rates, which graphs read from tensors, are brought up to date. Every call does this. It takes about
+        60 us for the 320 tensors and 151 modules of a ResNet-50. Sync: none.
         """
         self.refresh_rates()
         if self._walk is None or len(self.modules) != self._walked or not self._walk.is_current():
@@ -268,10 +271,10 @@ class TrainingState:
         with without_torch_function():
             reading = self._read(self._walk)
         if self._generation is None or reading != self._reading:
-            self._reading, self._generation = reading, self._look_closely(self._walk, reading)
+            self._reading, self._generation = reading, self._new_generation(self._walk, reading)
         return self._generation
 
-    def _read(self, walk: _Walk) -> _Reading:
+    def _read(self, walk: _Walk) -> _StateReading:
         modes = _function_modes()
         host: list[Any] = [*map(type, modes), *_default_devices(modes), *_autocast()]
         sizes = []
@@ -290,7 +293,7 @@ class TrainingState:
                     host += chain.from_iterable(value for value in options.values() if type(value) is list)
         if self.scaler is not None and self.scaler.is_enabled():
             host += self.scaler.rule().values()
-        return _Reading(
+        return _StateReading(
             addresses=list(map(Tensor.data_ptr, walk.tensors)),
             flags=walk.flags(),
             kinds=list(map(type, walk.modules)),
@@ -301,7 +304,7 @@ class TrainingState:
             torch_settings=[read() for read in SETTINGS_READERS],
         )
 
-    def _look_closely(self, walk: _Walk, reading: _Reading) -> Generation:
+    def _new_generation(self, walk: _Walk, reading: _StateReading) -> Generation:
         return Generation(
             containers=_Objects([part for optimizer in self.optimizers for part in _containers(optimizer)]),
             moments=reading.moments,
@@ -319,7 +322,7 @@ class TrainingState:
     def _host(self, walk: _Walk) -> tuple[tuple[str, Any], ...]:
         named: list[tuple[str, Any]] = []
         named += zip(("cuda autocast around the step", "cpu autocast around the step"), _autocast(), strict=True)
-        # A policy's rules for operations are a mode of its own type, and its rules for a module are the module's class.
+        # The rules of a policy for operations are the type of a mode. Those for a module are the module's class.
         modes = _function_modes()
         policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
         named.append(("the policy around the step", policies))
@@ -329,7 +332,7 @@ class TrainingState:
             owner = f"optimizers[{k}]" if len(self.optimizers) > 1 else "the optimizer"
             prefix = f"{owner}." if len(self.optimizers) > 1 else ""
             for i, group in enumerate(optimizer.param_groups):
-                # A float learning rate is read from a tensor (`_optimizer/param_groups.py`).
+                # Graphs read the learning rate from a tensor.
                 frozen = (key for key in group if key not in _NOT_FROZEN)
                 named.extend((f"{prefix}param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
             named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))
@@ -382,12 +385,12 @@ class TrainingState:
                         yield owners[tensor], table, key
             attributes = vars(module)
             for key, value in attributes.items():
-                # One that requires grad is derived from parameters and made anew in each forward (weight_norm).
+                # A tensor that requires grad is computed from parameters in each forward (weight_norm).
                 if isinstance(value, Tensor) and not value.requires_grad:
                     yield f"{prefix}.{key}", attributes, key
         for i, optimizer in enumerate(self.optimizers):
             for j, (param, state) in enumerate(optimizer.state.items()):
-                owner = owners.get(param, f"state[{j}]")  # of a parameter that is none of the modules'
+                owner = owners.get(param, f"state[{j}]")  # if the parameter belongs to no module
                 for key, value in state.items():
                     if isinstance(value, Tensor):
                         yield f"optimizer[{i}].{owner}.{key}", state, key
@@ -400,8 +403,10 @@ _gradient: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 
 
 def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:
-    """Return what reads `training` of the modules: from their attribute tables, in a third of the time, if it is there
-    and nowhere else."""
+    """Return a function that reads `training` of the modules.
+
+    It reads the `__dict__` of the modules, in a third of the time, if `training` is there and no class defines it.
+    """
     tables = list(map(vars, modules))
     if all("training" in table and not hasattr(type(m), "training") for m, table in zip(modules, tables, strict=True)):
         return lambda: map(operator.itemgetter("training"), tables)
@@ -409,7 +414,7 @@ def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:
 
 
 def _unchangeable(value: Any) -> Any:
-    """Return what is equal as long as a graph reads the same: a tensor is read in the replay, where it was."""
+    """Return a value to compare a hyperparameter by: of a tensor the identity, for graphs read it in each replay."""
     if isinstance(value, Tensor):
         return _Objects([value])
     return tuple(map(_unchangeable, value)) if type(value) in (list, tuple) else value
@@ -422,7 +427,7 @@ def _containers(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _gradient_addresses(tensors: list[Tensor]) -> list[int]:
-    """Return [] where there is no gradient, else an address per tensor, 0 for none."""
+    """Return [] if there is no gradient, else an address per tensor, 0 for a tensor without gradient."""
     found = list(map(_gradient, tensors))
     if not any(map(operator.is_not, found, repeat(None))):
         return []
@@ -430,17 +435,17 @@ def _gradient_addresses(tensors: list[Tensor]) -> list[int]:
 
 
 def _function_modes() -> list[Any]:
-    """Return the function modes around the step, outermost first, without those that only watch for ampkit."""
+    """Return the function modes of the caller, outermost first, without those that ampkit uses to observe."""
     return [mode for mode in function_mode_stack() if not isinstance(mode, UnseenFunctionMode)]
 
 
 def _default_devices(modes: list[Any]) -> tuple[torch.device, ...]:
-    """Return where operations make their tensors, as far as somebody has set it, the innermost one last."""
+    """Return the devices that were set as default device, the innermost one last."""
     return tuple([mode.device for mode in modes if type(mode) is DeviceContext])
 
 
 def _autocast() -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Return the dtype of autocast around the step on CUDA and on the CPU, None where it is off."""
+    """Return the dtypes of the caller's autocast on CUDA and on the CPU, None where it is off."""
     on_cuda = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     return on_cuda, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 

@@ -1,4 +1,4 @@
-"""What is wrong: which operations, nodes and random numbers a CUDA graph cannot hold, and what to write instead."""
+"""What cannot be captured: operations, autograd nodes and random numbers, each with what to write instead."""
 
 import functools
 import pickle
@@ -16,13 +16,13 @@ from .._torch.tree import tensors_in
 
 
 class Problem(NamedTuple):
-    """What happens, and what to write instead.
+    """Something in a step that cannot be captured.
 
     Attributes:
         what: what happens.
         advice: what to write instead.
-        elsewhere: what to write instead outside of a graphed step, if that is something else.
-        graph_only: the host does not wait for it, but a graph cannot hold it.
+        elsewhere: what to write instead outside of a graphed step, if that differs.
+        graph_only: whether only a graph rules it out. Otherwise the host waits for the device.
     """
 
     what: str
@@ -77,13 +77,13 @@ def sets_generator(how: str) -> Problem:
 
 
 class Watched(NamedTuple):
-    """Where a step computes, and the CUDA generators that a graph would know beside the default ones."""
+    """The device of a step, and the CUDA generators that its graph is captured with beside the default ones."""
 
     device: torch.device
     generators: tuple[torch.Generator, ...]
 
     def has(self, tree: Any) -> bool:
-        """Return whether a tensor in a tree is on such a device."""
+        """Return whether a tensor in a tree is on a device of this type."""
         here = (tensor for tensor in tensors_in(tree) if tensor.device.type == self.device.type)
         return any(not is_fake(type(tensor)) for tensor in here)
 
@@ -91,7 +91,16 @@ class Watched(NamedTuple):
 def problems_of(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, watched: Watched, waited: bool
 ) -> list[Problem]:
-    """Return what is wrong with a call of an operation below autograd, of which it may be known that it waited."""
+    """Return why this call of an operation below autograd cannot be captured.
+
+    Args:
+        op: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned.
+        watched: the device and the generators of the step.
+        waited: whether the host waited for the device in the call.
+    """
     check = _check_of(op)
     problems = list(check(_OperationCall(_name(op), args, kwargs, result, watched))) if check else []
     if waited and not problems:
@@ -100,18 +109,18 @@ def problems_of(
 
 
 def is_late(op: Any) -> bool:
-    """Return whether an operation is dispatched when what it stands for is over, so that its time says nothing."""
+    """Return whether an operation is dispatched after its work was done, so that its time says nothing."""
     return _name(op) == "lift_fresh"
 
 
 def problem_of(node: Any) -> Problem | None:
-    """Return what is wrong with a built-in node that looks at values on the host, but not under a dispatch mode.
+    """Return why an autograd node cannot be captured, for one of those that wait only if there is no dispatch mode.
 
-    Such a mode makes tensors "subclass-like", for which some formulas of csrc/autograd/FunctionsManual.cpp have another
-    form, of other rounding. All operations in torch's own test samples were tried, forward and backward.
+    A dispatch mode makes tensors "subclass-like". For these, some formulas of csrc/autograd/FunctionsManual.cpp have
+    another form, which rounds otherwise. The nodes were found with all operations in torch's own test samples.
     """
     name = str(node.name())
-    # The gradient of the value that fills, where that is a tensor.
+    # The gradient of the value that fills, if it is a tensor.
     fills = name.startswith("MaskedFillBackward") and len(node.next_functions) > 1 and node.next_functions[1][0]
     if fills or name.startswith(("ProdBackward", "CumprodBackward")):
         advice = "Write it with other operations (exp and log, torch.where), or as a torch.autograd.Function."
@@ -124,7 +133,7 @@ def _numpy_state() -> bytes | None:
     return None if numpy_random is None else pickle.dumps(numpy_random.get_state(legacy=False))
 
 
-# Sources of random numbers on the host that are not torch's: their state, None while not in use.
+# Sources of random numbers on the host other than torch, and what reads their state: None while they are not in use.
 HOST_SOURCES: dict[str, Callable[[], Any]] = {"Python's random": random.getstate, "numpy.random": _numpy_state}
 
 
@@ -150,7 +159,7 @@ def _depends_on_data(call: _OperationCall) -> Iterator[Problem]:
 
 
 def _repeats(call: _OperationCall) -> Iterator[Problem]:
-    counts = call.args[1] if len(call.args) > 1 else call.args[0]  # a number in inference mode, if the user gave one
+    counts = call.args[1] if len(call.args) > 1 else call.args[0]  # in inference mode it may be a number
     if call.watched.has(counts) and call.kwargs.get("output_size") is None:
         yield Problem("repeat_interleave waits for the device to count its result", "Pass output_size=.")
 
@@ -185,7 +194,7 @@ def _copies(call: _OperationCall) -> Iterator[Problem]:
 
 
 def _copied(source: Tensor | None, target: Tensor, watched: Watched) -> Iterator[Problem]:
-    """Yield a problem if this copy, from new host memory if there is no source, crosses over."""
+    """Yield a problem if this copy is between host and device. If there is no source, it is from new host memory."""
     kinds = ("cpu" if source is None else source.device.type, target.device.type)
     if watched.device.type == "cpu" or not target.numel():
         return
@@ -223,8 +232,8 @@ def _draws(call: _OperationCall) -> Iterator[Problem]:
 
 _Check = Callable[[_OperationCall], Iterator[Problem]]
 _SINGLE_READS = ("_local_scalar_dense", "item", "is_nonzero")
-# Of ATen, by name; others by their tags. `linalg_lstsq` has the tag of a shape that depends on data; its solutions have
-# none, and if a solver waits, the sync debug mode tells.
+# Operations of ATen have checks by name, others by their tags. `linalg_lstsq` has the tag of a shape that depends on
+# data, but the shapes of its solutions do not. If a solver waits, the sync debug mode reports it.
 _CHECKS: dict[object, _Check | None] = {
     **dict.fromkeys(_SINGLE_READS, _reads),
     **dict.fromkeys(("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"), _indexes),
@@ -239,8 +248,8 @@ _CHECKS: dict[object, _Check | None] = {
 
 @functools.cache
 def _check_of(op: Any) -> _Check | None:
-    """Return what finds the problems of an operation's call, None if it can have none."""
-    if op is torch.ops.aten.where.default:  # as `nonzero` does, in inference mode
+    """Return the function that finds the problems of an operation's call, None if it can have none."""
+    if op is torch.ops.aten.where.default:  # in inference mode it is dispatched instead of `nonzero`
         return _depends_on_data
     name = _name(op) if getattr(op, "namespace", "") == "aten" else None
     return next((_CHECKS[key] for key in (name, *getattr(op, "tags", ())) if key in _CHECKS), None)

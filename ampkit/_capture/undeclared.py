@@ -1,4 +1,4 @@
-"""What a step uses and does not declare: optimizers and modules, found in the call that precedes a capture."""
+"""Optimizers and modules that a step uses and that are not declared, found in an eager call before the capture."""
 
 import gc
 import sys
@@ -30,26 +30,27 @@ wraps_operations(__file__)
 class Undeclared:
     """Looks for optimizers and modules that a step uses beside those of its state.
 
-    An optimizer must be declared, for a graph would freeze its learning rate. A module must be declared if it gets
-    gradients, which would live and die in the memory of the graph. A module that is only read, such as a frozen
-    teacher, need not be: it is taken into the state, so that graphs are dropped when somebody replaces what is in it.
+    An optimizer must be declared, because a graph would freeze its learning rate. A module must be declared if it gets
+    gradients, because they would lie in the memory of the graph. A module that is only read, such as a frozen teacher,
+    need not be declared. It is taken into the state, so that graphs are dropped when a tensor in it is replaced.
 
     Args:
-        state: what is declared.
-        refuses_changes: whether a module that is changed must be declared, too. Else it is taken into the state.
+        state: the declared modules and optimizers.
+        refuses_changes: whether a module that the step changes must be declared as well. Otherwise it is taken into the
+            state.
     """
 
     def __init__(self, state: TrainingState, *, refuses_changes: bool) -> None:
         self._state = state
         self._refuses_changes = refuses_changes
         self._problems: list[str] = []
-        self._found: list[nn.Module] = []
+        self._to_adopt: list[nn.Module] = []
         self._loose: list[_Use] = []
 
     @contextmanager
     def watching(self, leaves: Sequence[Any]) -> "Iterator[_Touched]":
-        """Context for an eager call with these inputs. It yields what is to be called with each operation."""
-        self._problems, self._found, self._loose = [], [], []
+        """Context for an eager call with these inputs. It yields a function to be called with each operation."""
+        self._problems, self._to_adopt, self._loose = [], [], []
         touched = _Touched(_addresses(self._state.tensors().values()) | _addresses(tensors_in(leaves)))
         thread = threading.get_ident()
 
@@ -66,7 +67,7 @@ class Undeclared:
                 self._look_at(touched)
 
     def take_problem(self) -> str:
-        """Return what must be declared, "" if nothing, and forget it."""
+        """Return what the user must declare, "" if nothing; then forget it."""
         problems, self._problems = self._problems, []
         gone = [use for use in self._loose if use.tensor() is None]
         self._loose = [use for use in self._loose if use not in gone]
@@ -75,13 +76,13 @@ class Undeclared:
 
     def adopt(self) -> bool:
         """Take the modules that need not be declared into the state; return whether there are any."""
-        found, self._found = self._found, []
-        for module in found:
+        modules, self._to_adopt = self._to_adopt, []
+        for module in modules:
             self._state.modules[f"undeclared[{len(self._state.modules)}: {type(module).__name__}]"] = module
-        return bool(found)
+        return bool(modules)
 
     def _declares(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer is declared, or works on the param groups of one that is, as its inner part."""
+        """Return whether an optimizer is declared, or is the inner part of one, on whose param groups it works."""
         groups = {id(group) for declared in self._state.optimizers for group in declared.param_groups}
         return optimizer in self._state.optimizers or all(id(group) in groups for group in optimizer.param_groups)
 
@@ -96,7 +97,7 @@ class Undeclared:
             if problem:
                 self._problems.append(problem)
             else:
-                self._found.append(root)
+                self._to_adopt.append(root)
 
     def _refused(self, touched: "_Touched", root: str, path: str, tensor: Tensor, use: "_Use") -> str:
         if tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad):
@@ -108,12 +109,12 @@ class Undeclared:
 
 @dataclass(eq=False)
 class _Use:
-    """What became of memory that was there before a call.
+    """How a call used memory that was there before it.
 
     Attributes:
-        tensor: that was there.
+        tensor: a tensor in that memory.
         line: the user's line that used it first.
-        by_user: whether that line did so itself, and not through ampkit or a backward.
+        by_user: whether that line used it itself, and not through ampkit or a backward.
         written: whether an operation wrote to it.
     """
 
@@ -124,9 +125,9 @@ class _Use:
 
 
 class _Touched:
-    """Notes memory that operations use and that is neither known nor made by them.
+    """Notes memory that operations use, unless it is known or was made by one of them.
 
-    A global hook on modules would not do: what torch.compile compiles meanwhile would have the hook in it.
+    A global hook on modules would not do, because code that torch.compile compiles meanwhile would contain the hook.
     """
 
     def __init__(self, known: set[int]) -> None:
@@ -136,7 +137,7 @@ class _Touched:
         self.nested = False  # whether there was a nested tensor
 
     def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note what an operation has used, written to and made."""
+        """Note the memory that an operation has used, written to and made."""
         tensors = tensors_in((args, kwargs))
         given = _addresses(tensors)
         if op is LIFT_FRESH:  # what torch.tensor has just made
@@ -153,7 +154,7 @@ class _Touched:
         self._made |= _addresses(tensors_in(result)) - given
 
     def wrote(self, tensor: Tensor) -> bool:
-        """Return whether operations have made a tensor, or written to it."""
+        """Return whether an operation has made this tensor, or written to it."""
         address = storage_address(tensor)
         return address in self._made or (address in self.uses and self.uses[address].written)
 
@@ -163,31 +164,31 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _live_modules() -> set[nn.Module]:
-    """Return all modules of this process. By type: an object may stand for another one that is made when looked at."""
+    """Return all modules of this process. `isinstance` is not used, as it may have a lazy proxy make its object."""
     found = [made for made in gc.get_objects() if issubclass(type(made), nn.Module) and type(made).__hash__ is not None]
-    return {module for module in found if "_modules" in vars(module)}  # else it is being made
+    return {module for module in found if "_modules" in vars(module)}  # others are not initialized yet
 
 
 def _used(module: nn.Module, uses: dict[int, _Use]) -> list[tuple[str, Tensor, _Use]]:
-    """Return the tensors of the module's own that were used, with their names."""
+    """Return the tensors of this module, but not of its children, that were used, with their names."""
     tables = (*module_tables(module)[:2], vars(module))
-    held = ((key, value) for table in tables for key, value in table.items() if _has_address(value))
-    found = ((key, tensor, uses.get(storage_address(tensor))) for key, tensor in held)
+    named = ((key, value) for table in tables for key, value in table.items() if _has_address(value))
+    found = ((key, tensor, uses.get(storage_address(tensor))) for key, tensor in named)
     return [(key, tensor, use) for key, tensor, use in found if use is not None]
 
 
 def _has_address(value: object) -> bool:
-    """Return whether this is a tensor that can be asked where it lies: modules of the process may hold any kind."""
+    """Return whether this is a tensor with an address. Modules of the process may have tensors of any kind."""
     return isinstance(value, Tensor) and not is_fake(type(value)) and not nn.parameter.is_lazy(value)
 
 
 def _topmost(owners: Iterable[nn.Module], declared: set[nn.Module]) -> list[nn.Module]:
-    """Return the largest modules that hold some of the owners and nothing that is declared."""
+    """Return the largest modules that contain some of the owners and nothing that is declared."""
     wanted = set(owners)
     parts = {module: set(module.modules()) for module in _live_modules()} if wanted else {}
-    holding = [module for module, below in parts.items() if below & wanted and not below & declared]
-    inner = {part for module in holding for part in parts[module] if part is not module}
-    return [module for module in holding if module not in inner]
+    containing = [module for module, below in parts.items() if below & wanted and not below & declared]
+    inner = {part for module in containing for part in parts[module] if part is not module}
+    return [module for module in containing if module not in inner]
 
 
 def _rows(

@@ -1,4 +1,4 @@
-"""Why no graph is replayed: what is new in call after call, with examples, and what to write instead."""
+"""Calls that never find a graph, because something is new in each of them: what that is, and what to write instead."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,12 +15,13 @@ from .surroundings import MEMORY_ADVICE, CallSettings, setting_advice
 
 
 class Key(NamedTuple):
-    """What decides which graph may serve a call.
+    """What decides which graph is replayed in a call.
 
     Attributes:
-        spec: of the input.
-        phase: which of several things the function does: None, or a hashable object whose `parts()` are `Part`s.
-        settings: a number that stands for the settings around the call. No other settings ever have it.
+        spec: the layout of the input.
+        phase: says which of several things the function does, see `TrainingStep`. It is None, or a hashable object
+            whose `parts()` are `Part`s.
+        settings: a number that stands for the settings of the call. No other settings ever get it.
     """
 
     spec: Spec
@@ -29,13 +30,13 @@ class Key(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One of the things that a key is made of.
+    """A part of a key.
 
     Attributes:
         name: what messages call it.
-        value: what it is in a call.
-        advice: what to write where it changes all the time; "" for a leaf of the batch, where that depends on the leaf.
-        statement: what messages say if it keeps changing; "" for one that is made of the name and of some values.
+        value: its value in a call.
+        advice: what to write if it changes all the time; "" for a leaf of the batch, where the advice depends on it.
+        statement: what messages say if it keeps changing. If it is "", the message has the name and some values.
     """
 
     name: str
@@ -48,11 +49,11 @@ class Cause(NamedTuple):
     """Why no graph is replayed.
 
     Attributes:
-        names: of what keeps changing.
-        reason: a clause that says so.
-        examples: the same with some of the values.
+        names: the names of the parts that keep changing.
+        reason: a clause that says that they do.
+        examples: the same clause with some of the values.
         advice: what to write instead.
-        of_layouts: it is only that tensors have different layouts.
+        of_layouts: whether only the layouts of tensors keep changing.
     """
 
     names: tuple[str, ...]
@@ -63,13 +64,13 @@ class Cause(NamedTuple):
 
 
 class Variation:
-    """Notices that no graph is replayed, because what decides about the graph is new in call after call.
+    """Notices that no graph is replayed, because the key is new in call after call.
 
-    It is told of the calls for which there was no graph. A replay of a graph from an earlier call begins a new run of
-    such calls. A run has a cause once it is `_CALLS` long, came in `_VARIANTS` keys and no single key made up half of
-    it, and one of two things is true. There were more keys than graphs are kept. Or something other than the layout of
-    a tensor changed, no key came back after another one, and nothing was captured. A long warm-up has neither: its
-    keys come back.
+    It is told of each call that had no graph. Such calls form a run, which ends when a graph from an earlier call is
+    replayed. A run has a cause if it has `_CALLS` calls and `_VARIANTS` keys, none of them in half of its calls, and if
+    one of two things is true. Either there were more keys than graphs are kept. Or something other than the layout of
+    a tensor changed, no key came back after another one, and nothing was captured. In a long warm-up neither is true,
+    since its keys come back.
 
     Args:
         device: where numbers that vary should be.
@@ -113,14 +114,14 @@ class Variation:
         self._replays = replays - captures
 
     def say(self, names: Iterable[str]) -> None:
-        """Take note that a message has named these, and what to write instead."""
+        """Take note that a message has named these parts, and what to write instead."""
         self._said.update(names)
 
     def note(self, key: Key, call_settings: CallSettings, captures: int, kept: int) -> Cause | None:
-        """Take note of a call that no graph was there for. Return the cause of the run, None as long as it has none.
+        """Take note of a call that had no graph. Return the cause of the run, None as long as it has none.
 
         Args:
-            key: of the call.
+            key: the key of the call.
             call_settings: what the call depends on beside its input.
             captures: how many graphs were captured so far.
             kept: how many keys are remembered at most.
@@ -153,11 +154,11 @@ class Variation:
                 f"no graph was replayed in the last {self._calls} calls, because {cause.examples}. Each of these "
                 f"{keys} variants takes {self._warmup} eager calls and a graph of its own{limit}. {cause.advice}"
             )
-            self._call_settings.clear()  # it holds what the batches held
+            self._call_settings.clear()  # the keys keep objects of the batches alive
             self._visits.clear()
 
     def text_of(self, calls: Sequence[tuple[Key, CallSettings]]) -> str:
-        """Return what a message says of many different calls between which there are replays."""
+        """Return what a message says of many different keys, some of which may have had replays."""
         cause = self.explain(calls)
         return (
             f"there were {len(calls)} different inputs so far, because {cause.examples}. Each of them takes "
@@ -165,7 +166,7 @@ class Variation:
         )
 
     def explain(self, calls: Sequence[tuple[Key, CallSettings]]) -> Cause:
-        """Return what differs most among calls, of which at least two differ."""
+        """Return as a cause the parts that have the most different values in these calls. At least two calls differ."""
         found: dict[str, list[Part]] = {}  # by name, those with different values
         for key, call_settings in calls:
             for part in self._parts(key, call_settings):
@@ -192,7 +193,7 @@ class Variation:
         if key.phase is not None:
             yield from key.phase.parts()
         for name, value in call_settings.settings.named().items():
-            # Of these two the values say nothing.
+            # The values of these two say nothing to a user.
             statement = f"{name} kept changing" if name in (MODES, GRADIENTS) else ""
             yield Part(name, value, setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE), statement)
         yield Part(

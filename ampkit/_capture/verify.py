@@ -1,4 +1,4 @@
-"""Whether a replay did what the step does: both are run from one saved state and compared bit by bit."""
+"""Verification: a replay and an eager call are made from one saved state, and their results are compared bit by bit."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,20 +11,21 @@ from .._torch.operators import written_arguments
 from .._torch.tensors import storage_address, version
 from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .._undo import Undo
+from .bits import bits, real
 from .cache import Captured
 from .state import TrainingState
 
-NOISE = 10.0  # some replays of a nondeterministic kernel are a sample of its noise; an eager step may lie further out
-_REPLAYS = (2, 6)  # replays beside the first, where something differs; the six only where something is about to fail
+NOISE = 10.0  # a few replays are a small sample of a kernel's noise, and an eager step may differ by more than they do
+_REPLAYS = (2, 6)  # replays after the first, if something differs; the six only before it counts as an error
 
 
 class Verdict(NamedTuple):
-    """What came of a comparison.
+    """The result of a comparison.
 
     Attributes:
-        outputs: of the eager run, whose result is the state now.
+        outputs: the outputs of the eager call. The state is what that call has left.
         problem: what the replay did wrong, "" if nothing.
-        noise: how far replays are apart from each other, in words; "" if they agree or were not needed.
+        noise: how much replays differ from each other, in words; "" if they agree or were not compared.
     """
 
     outputs: Any
@@ -35,23 +36,22 @@ class Verdict(NamedTuple):
 def verified(
     replay: Callable[[], Any], eager: Callable[[], Any], state: TrainingState, generators: Sequence[torch.Generator]
 ) -> Verdict:
-    """Replay, go back, run eagerly, and compare state, outputs and random numbers.
+    """Replay, restore the state, call eagerly, and compare state, outputs and random numbers.
 
-    Under deterministic algorithms the two have to be equal. Otherwise, where they differ, both are repeated. A graph
-    holds no Python code, so replays that differ from each other show how much noise its kernels make. Each tensor of an
-    eager step may be `NOISE` times as far from the replay as replays are from each other in that tensor. What eager
-    steps differ by beyond that comes from the host.
+    Under deterministic algorithms the two must be equal. Otherwise, if they differ, both are repeated. A replay runs no
+    Python code, so differences between replays are the noise of the kernels. In each tensor, an eager step may differ
+    from the replay by `NOISE` times as much as replays differ from each other. A larger difference comes from the host.
 
-    The state that is left is an eager one.
+    Behind this call the state is what an eager call has left.
 
     Args:
-        replay: does the step; its outputs may be overwritten later.
+        replay: does the step. Its outputs may be overwritten later.
         eager: does the same step, from the same state.
         state: all that the two may change.
-        generators: those that they draw from, beside the default ones.
+        generators: the generators that they draw from, beside the default ones.
 
-    Memory: up to four copies of the state. Time: a replay and an eager step; where they differ, two replays and an
-    eager step more, and six replays and an eager step on top before noise counts as an error. Sync: waits for the
+    Memory: up to four copies of the state. Time: a replay and an eager step. If they differ, two more replays and one
+    more eager step. Before that counts as an error, six more replays and one more eager step. Sync: waits for the
     device.
     """
     start = _Snapshot(state, generators)
@@ -121,14 +121,14 @@ def _compared(
         return Verdict(outputs, "", "")
     if _kernels_are_deterministic():
         return Verdict(outputs, _describe(wrong, ""), "")
-    noise: dict[str, float] = {}  # how far replays are apart, by path
+    noise: dict[str, float] = {}  # by how much replays differ from each other, by path
     for more in _REPLAYS:
         for _ in range(more):
             start.restore()
-            _widen(noise, _differences(replayed, _results(replay(), state, generators)))
+            _keep_larger(noise, _differences(replayed, _results(replay(), state, generators)))
         start.restore()
         outputs = eager()
-        _widen(wrong, _differences(_results(outputs, state, generators), replayed))
+        _keep_larger(wrong, _differences(_results(outputs, state, generators), replayed))
         beyond = {path: size for path, size in wrong.items() if path not in noise or size > NOISE * noise[path]}
         if not noise or not beyond:
             break
@@ -137,12 +137,12 @@ def _compared(
 
 
 def _kernels_are_deterministic() -> bool:
-    """Return whether torch refuses kernels whose results vary; where it only warns of them, they run."""
+    """Return whether torch refuses kernels whose results vary. If it only warns of them, they run."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _widen(sizes: dict[str, float], found: dict[str, float]) -> None:
-    """Keep the larger of two sizes per path."""
+def _keep_larger(sizes: dict[str, float], found: dict[str, float]) -> None:
+    """Raise the sizes, path by path, to those found."""
     for path, size in found.items():
         sizes[path] = max(size, sizes.get(path, size))
 
@@ -196,37 +196,29 @@ def _results(outputs: Any, state: TrainingState, generators: Sequence[torch.Gene
     leaves, _ = tree_flatten_with_path(outputs)
     named = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
     named.update(state.tensors())
-    # Of the generators on the host a replay takes nothing.
+    # A replay draws nothing from generators on the host.
     for i, generator in enumerate(_all_generators(generators)[1:]):
         named[f"the state of CUDA generator {i}"] = generator.get_state()
     return {path: tensor.detach().clone() for path, tensor in named.items()}
 
 
 def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
-    """Return the paths that are not equal bit by bit, with the size of the difference by the largest value."""
+    """Return the paths of tensors that differ in a bit, with the largest difference relative to the largest value."""
     differences = {}
     for path, left in expected.items():
         right = got.get(path)
         if right is None or right.shape != left.shape or right.dtype != left.dtype:
             differences[path] = float("inf")
-        elif not torch.equal(_bits(left), _bits(right)):  # sync
-            a, b = (_real(part).double() for part in (left, right))
+        elif not torch.equal(bits(left), bits(right)):  # sync
+            a, b = (real(part).double() for part in (left, right))
             size, scale = (a - b).abs().max(), a.abs().max()
             relative = float(size / scale.clamp_min(torch.finfo(torch.float64).tiny))
             differences[path] = relative if relative == relative else float("inf")  # nan: one of them is not finite
     return differences
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return _real(tensor).contiguous().reshape(-1).view(torch.uint8)
-
-
 class _WriteWatch(TorchDispatchMode):
-    """Notices writes to memory that was there before and is not declared, and can take them back."""
+    """Notices writes to memory that was there before and is not declared, and can undo them."""
 
     def __init__(self, state: TrainingState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
@@ -236,7 +228,7 @@ class _WriteWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is: torch would otherwise not run it again in this process."""
+        """Let compiled code run as it is. Otherwise torch would not run it again in this process."""
         return True
 
     def __enter__(self) -> "_WriteWatch":
@@ -263,19 +255,19 @@ class _WriteWatch(TorchDispatchMode):
 
     @property
     def undeclared(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors that were written to though the step does not declare them, and what was in them before."""
-        # Not those that became state in the step: a tensor can be made past the mode.
+        """The tensors that were written to and are not declared, with copies of them from before."""
+        # A tensor that the mode did not see being made may have become a part of the state meanwhile.
         declared = {storage_address(tensor) for tensor in self._state.tensors().values()}
         return [pair for address, pair in self._undeclared.items() if address not in declared]
 
     def undo(self) -> None:
-        """Give them the values they had when the watch began."""
+        """Give these tensors the values that they had before."""
         with torch.no_grad():
             for tensor, value in self.undeclared:
                 tensor.copy_(value)
 
     def describe(self) -> str:
-        """Return in words what was written to."""
+        """Return in words which tensors were written to."""
         tensor, _ = self.undeclared[0]
         return (
             f"the step writes to a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that it does not "

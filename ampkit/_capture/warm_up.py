@@ -18,7 +18,7 @@ from .timing import Clock
 from .undeclared import Undeclared
 
 
-class Run(Protocol):
+class CallEagerly(Protocol):
     """`Engine.run`."""
 
     def __call__(self, reason: str, fn: Callable[[], Any], context: AbstractContextManager[Any] | None = None) -> Any:
@@ -71,7 +71,7 @@ class WarmUp:
 
     def __call__(
         self,
-        run: Run,
+        run: CallEagerly,
         layout: Layout,
         leaves: Sequence[Any],
         phase: Hashable,
@@ -106,7 +106,13 @@ class WarmUp:
         return outputs
 
     def _call(
-        self, run: Run, layout: Layout, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
+        self,
+        run: CallEagerly,
+        layout: Layout,
+        phase: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        start: Any,
     ) -> Any:
         if layout.checked and not layout.problem and layout.calls_left < 2 and not self._state.is_undecided():
             captured = answered(self._captured, layout.told)
@@ -124,7 +130,9 @@ class WarmUp:
         layout.calls += 1  # last: a call that raised has shown nothing
         return outputs
 
-    def _call_under_preflight(self, run: Run, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]) -> Any:
+    def _call_under_preflight(
+        self, run: CallEagerly, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]
+    ) -> Any:
         before = self._state.tensors().keys()
         asked = False
 

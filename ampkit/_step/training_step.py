@@ -152,6 +152,7 @@ class TrainingStep:
         self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], weights: AbstractContextManager[None]
     ) -> tuple[StepOutput, tuple[int, ...]]:
         params = list(self._model.parameters())
+        observed = self.observer.observing() if self.observer is not None and phase.observed else nullcontext()
         with Undo() as undo:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
@@ -161,7 +162,7 @@ class TrainingStep:
             without_sync = [] if phase.last else self._ranks.wrappers
             for wrapper in without_sync:
                 undo.note(setattr, wrapper, "require_backward_grad_sync", wrapper.require_backward_grad_sync)
-            with weights, self._observing(phase), ExitStack() as stack:
+            with weights, observed, ExitStack() as stack:
                 for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward(args, kwargs)
@@ -186,12 +187,6 @@ class TrainingStep:
             self._ranks.average([self.gradients[_name(i)] for i in accumulated])
             return self._finish(observed)
 
-    def _observing(self, phase: Phase) -> AbstractContextManager[None]:
-        if not phase.observed:
-            return nullcontext()
-        assert self.observer is not None  # only an observer asks for this
-        return self.observer.observing()
-
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         if not self._finds_casts:
             return self._loss_and_aux(args, kwargs)
@@ -212,8 +207,7 @@ class TrainingStep:
 
     def _finish(self, observed: bool) -> tuple[Tensor | None, Tensor]:
         """Do what comes behind the last backward; return the gradient norm, and whether the step was skipped."""
-        if observed:
-            assert self.observer is not None  # only an observer asks for this
+        if observed and self.observer is not None:
             self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
         with Undo() as undo:
             undo.note(self.scaler.forgetting())

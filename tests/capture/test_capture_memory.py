@@ -39,7 +39,7 @@ def make(loss_fn: Callable[..., Any] = boosted_loss, model: Any = None, **option
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "context", "collected"])
 def test_a_hundred_captures_leak_nothing(how: str) -> None:
-    """G3: a hundred graphs, captured and released: pool segments and cuBLAS workspaces are back, whoever released."""
+    """G3: after a hundred graphs were captured and released, pools and cuBLAS workspaces are released too."""
     batches = make_batches("cuda", [16] * 3)
     step, _, _ = make(warmup=1)
 
@@ -72,7 +72,7 @@ def test_a_hundred_captures_leak_nothing(how: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*the capture cannot be compared:ampkit.CaptureWarning")  # which is said
 def test_other_threads_allocate_and_pin_meanwhile() -> None:
-    """G8: while a capture runs, other threads allocate, pin and copy; both are right, again and again."""
+    """G8: other threads may allocate, pin and copy memory during a capture. Both get right values, again and again."""
     failures: list[BaseException] = []
     stop, working = threading.Event(), threading.Event()
 
@@ -118,7 +118,7 @@ def test_other_threads_allocate_and_pin_meanwhile() -> None:
 
 
 def test_side_streams_inside_a_step() -> None:
-    """G9: streams forked and joined inside the step keep their allocations in the pool: right values, nothing leaks."""
+    """G9: streams that the step forks and joins allocate from the pool. Values are right and nothing leaks."""
     side = torch.cuda.Stream()
 
     def loss_fn(model: Any, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def test_side_streams_inside_a_step() -> None:
 
 
 def test_memory_that_dies_or_lives_on_across_captures() -> None:
-    """G12: between captures and replays tensors die, live on and are written to; no replay reads what is reused."""
+    """G12: tensors are freed and written to between captures and replays. No replay reads memory that is reused."""
 
     def run(graph: str) -> list[Any]:
         step, model, optimizer = make(graph=graph, policy="float16", max_graphs=2)
@@ -195,7 +195,7 @@ def configured(settings: str) -> Iterator[None]:
 
 
 def test_a_pool_takes_one_segment_that_grows() -> None:
-    """G4: blocks of one size make room for blocks of another, of the same values; else all segments are as ever."""
+    """G4: memory of blocks of one size is reused for blocks of another. Values and other segments stay the same."""
     stream = torch.cuda.Stream()
     x, y = torch.randn(3 * 2**20, device="cuda"), torch.randn(7 * 2**19, device="cuda")  # 12 and 14 MiB
 
@@ -249,7 +249,7 @@ def test_a_step_takes_less_memory_in_one_segment() -> None:
 
 @pytest.mark.parametrize("order", ["captured", "reversed", "mixed"])
 def test_graphs_of_one_pool(order: str) -> None:
-    """G4: graphs of one pool, replayed in the order of capture or another: each computes what it recorded."""
+    """G4: graphs of one pool compute what they recorded, in whichever order they are replayed."""
     pool, stream = Pool(), torch.cuda.Stream()
     x = torch.arange(4096.0, device="cuda")
     graphs = []
@@ -286,7 +286,7 @@ def test_graphs_of_one_pool(order: str) -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_steps_of_three_shapes() -> None:
-    """G10: ten thousand steps that alternate three shapes: device memory is flat. Printed every thousand."""
+    """G10: device memory does not grow in ten thousand steps that alternate three shapes. The test prints it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10)).cuda()
     step, _, _ = make(lambda m, x, y: F.cross_entropy(m(x), y), model, max_norm=1.0)

@@ -46,7 +46,7 @@ def trajectory(engine: Engine, graph: str, wrap: Callable[[nn.Module], Any], los
 @pytest.mark.slow
 @allow_inductor_warnings
 def test_compiled_in_the_default_mode(engine: Engine, part: str) -> None:
-    """A compiled model, or a compiled loss, within the captured step: the compiled eager step's bits, two shapes."""
+    """A step with a compiled model or loss is captured with the bits of the compiled eager step, for two shapes."""
     backend = "inductor" if engine[0] == "cuda" else "aot_eager"
 
     def compiled(thing: Any) -> Any:
@@ -64,7 +64,7 @@ def test_compiled_in_the_default_mode(engine: Engine, part: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(engine: Engine, reentrant: bool) -> None:
-    """A9, G5: layers whose forward is run again in the backward, with dropout, in a graph: eager's bits."""
+    """A9, G5: activation checkpointing with dropout has eager's bits in a graph."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -123,7 +123,7 @@ def test_cuda_graphs_of_their_own_are_refused(mode: str, part: str) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 @allow_inductor_warnings
 def test_a_compilation_within_the_capture_is_refused() -> None:
-    """What torch.compile would compile during the capture is an error with the remedy, and training goes on."""
+    """A compilation during the capture is an error whose message has the remedy, and training goes on."""
     calls = []
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:

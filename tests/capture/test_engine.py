@@ -51,7 +51,7 @@ def layouts(step: ampkit.GraphedStep) -> list[int]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_layouts_called_alternately(engine: Engine) -> None:
-    """G10, G4: three shapes from one pool, in changing order, many times: after every call eager's bits."""
+    """G10, G4: three shapes share one pool. In changing order, every call leaves eager's bits."""
 
     def run(graph: str) -> list[Any]:
         step, model, optimizer = make(engine, graph, policy="float16")
@@ -72,7 +72,7 @@ def test_layouts_called_alternately(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", ["dtype", "stride", "tree", "constant"])
 def test_another_layout_is_another_graph(engine: Engine, change: str) -> None:
-    """G10: a changed dtype, stride, tree or constant warms up and is captured for itself; the first graph stays."""
+    """G10: a changed dtype, stride, tree or constant has a warm-up and a capture of its own; the first graph stays."""
 
     def loss_fn(model: nn.Module, x: Tensor, more: Any = None, scale: float = 1.0) -> Tensor:
         return model(x.float()).square().mean() * scale + (0.0 if more is None else more["y"].mean())
@@ -98,7 +98,7 @@ def test_another_layout_is_another_graph(engine: Engine, change: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_least_recently_used_graph_goes(engine: Engine) -> None:
-    """G10: with more shapes than max_graphs the one that was not used for longest is dropped, and is right again."""
+    """G10: with more shapes than max_graphs, the least recently used graph is dropped. Its shape is captured again."""
     step, _, _ = make(engine, max_graphs=2)
     for size in (4, 4, 4, 4, 6, 6, 6, 6, 4, 8, 8, 8):
         step(*make_batches(engine[0], [size])[0])
@@ -137,7 +137,7 @@ def test_a_budget_below_one_graph() -> None:
 
 @pytest.mark.cuda
 def test_memory_budget_on_the_device() -> None:
-    """G10: pool and buffers together stay within the budget: graphs go, the pool with them, and steps stay right."""
+    """G10: pool and buffers stay within the budget: graphs and their pool are dropped, and steps stay right."""
 
     def run(graph: str, budget: int | None, sizes: list[int]) -> tuple[list[Any], ampkit.Report]:
         step, model, optimizer = make(("cuda", graph), memory_budget=budget)
@@ -169,7 +169,7 @@ def test_memory_budget_on_the_device() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_settings_that_change_back_find_their_graph(engine: Engine) -> None:
-    """train() and eval(), and autocast around the step, have a graph each: toggling between them captures once."""
+    """train(), eval() and the caller's autocast have a graph each, captured once however often they alternate."""
     step, model, _ = make(engine, policy=None)
     batch = make_batches(engine[0], [8])[0]
     for _ in range(4):
@@ -195,7 +195,7 @@ def test_settings_that_change_back_find_their_graph(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_inputs_changed_in_place(engine: Engine) -> None:
-    """G11: what loss_fn does to a batch in place is seen in the caller's tensors, replayed as well as eagerly."""
+    """G11: if loss_fn changes a batch in place, the caller's tensors change, in replays as in eager calls."""
 
     def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         x.mul_(0.5).add_(1)
@@ -215,7 +215,7 @@ def test_inputs_changed_in_place(engine: Engine) -> None:
 
 
 def test_memory_that_two_inputs_share() -> None:
-    """G11: one tensor given twice is two buffers in a graph: an error where the step changes one of them in place."""
+    """G11: a tensor that is passed twice has two buffers. If the step changes one of them in place, it is an error."""
 
     def loss_fn(model: nn.Module, x: Tensor, y: Tensor, change: bool) -> Tensor:
         if change:
@@ -241,7 +241,7 @@ def test_memory_that_two_inputs_share() -> None:
 
 
 def test_what_a_batch_held_is_not_kept() -> None:
-    """A batch may hold objects of the user's, other ones in each call: closed, the step holds none of them."""
+    """A batch may contain other objects of the user's in each call. A step that is closed keeps none of them alive."""
 
     class Held:
         pass
@@ -259,7 +259,7 @@ def test_what_a_batch_held_is_not_kept() -> None:
 
 
 def test_warm_up_again_is_of_what_was_warm() -> None:
-    """G8: behind a change of settings, an input that is new warms up for the first time."""
+    """G8: after a change of settings, the warm-up of a new input is counted as its first one."""
     step, model, _ = make(("cpu", "emulate"), on_failure="eager")
     for batch in make_batches("cpu", [8] * 5):
         step(*batch)
@@ -273,7 +273,7 @@ def test_warm_up_again_is_of_what_was_warm() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_odd_things_inside_a_step(engine: Engine) -> None:
-    """G11: constants made inside, a tensor resized inside, overlapping views written inside, unused inputs."""
+    """G11: a step may make constants, resize a tensor, write to overlapping views and ignore inputs."""
 
     def loss_fn(model: nn.Module, x: Tensor, unused: Tensor) -> Tensor:
         ramp = torch.arange(4.0, device=x.device).flip(0) + torch.full((), 2.0, device=x.device)
@@ -312,7 +312,7 @@ def test_a_scalar_on_the_host_is_refused() -> None:
 @pytest.mark.parametrize("graph", ["off", None])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_param_group_that_goes(engine: Engine, graph: str | None) -> None:
-    """Its parameters stand still from then on; those that stay have a new graph, and eager calls go on too."""
+    """The parameters of a removed group no longer change. The others get a new graph, and eager calls go on too."""
     model = make_net(engine[0])
     groups = [{"params": model.conv.parameters()}, {"params": model.head.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1, fused=True)
@@ -332,7 +332,7 @@ def test_a_param_group_that_goes(engine: Engine, graph: str | None) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_moments_that_are_cleared(engine: Engine) -> None:
-    """`optimizer.state.clear()` begins anew, as in an eager loop, and no graph goes on with the old moments."""
+    """After `optimizer.state.clear()` the moments begin again, as in an eager loop. No graph uses the old ones."""
 
     def run(graph: str | None) -> Any:
         step, model, optimizer = make(engine, graph)
@@ -381,7 +381,7 @@ def test_verify_passes_and_changes_nothing(engine: Engine, policy: str) -> None:
 
 
 class Counting(nn.Module):
-    """Depends on something that a replay does not see or that no module declares."""
+    """A model that depends on something that a replay does not see, or that no module declares."""
 
     def __init__(self, kind: str, device: str) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ class Counting(nn.Module):
     ],
 )
 def test_verify_finds_what_a_replay_misses(engine: Engine, kind: str, says: str) -> None:
-    """A Python counter, a tensor rebound out of sight, a tensor outside of the modules: named, then eager or raised."""
+    """A Python counter, a rebound tensor or one outside of the modules is named. Then calls are eager, or it raises."""
     x = torch.ones(2, 4, device=engine[0])
     # An emulated graph runs the Python code again. Deterministic algorithms tell it from a kernel that makes noise.
     emulated = deterministic() if engine[1] == "emulate" else nullcontext()
@@ -439,7 +439,7 @@ def test_verify_finds_what_a_replay_misses(engine: Engine, kind: str, says: str)
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_that_verify_raises_for_was_done(accumulate: int) -> None:
-    """The window and the schedule have gone on where it raises, and the next call goes on behind it."""
+    """If `verify` raises, window and schedule have gone on, and the next call is the next step."""
 
     def run(graph: str) -> tuple[Any, float, list[str]]:
         torch.manual_seed(0)
@@ -466,7 +466,7 @@ def test_a_step_that_verify_raises_for_was_done(accumulate: int) -> None:
 
 
 def test_bits_that_verify_measures_as_equal() -> None:
-    """Imaginary parts, integers beyond 2**53 and the sign of zero: other bits are a difference, however small."""
+    """Other bits are a difference, also in imaginary parts, integers beyond 2**53 and the sign of zero."""
     module = nn.Module()
     kinds = {
         "complex": (torch.tensor([1.0 + 2.0j]), torch.tensor([1.0 + 3.0j])),
@@ -479,7 +479,7 @@ def test_bits_that_verify_measures_as_equal() -> None:
 
 
 def test_compiled_code_runs_on_behind_verify(fresh_dynamo: None) -> None:
-    """torch does not run code again that it has refused to run under a mode."""
+    """If torch has once refused to run compiled code under a mode, it never runs that code again."""
     calls = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -505,7 +505,7 @@ def test_compiled_code_runs_on_behind_verify(fresh_dynamo: None) -> None:
 
 
 class Noisy:
-    """A step on one buffer, in whose last bits there is noise, beside what the host multiplies it by."""
+    """A step on one buffer. Its last bits have noise, and the host chooses a factor."""
 
     def __init__(self, noise: float, host: Callable[[], float]) -> None:
         self.module = nn.Module()
@@ -544,7 +544,7 @@ COUNTER, CLOCK, NUMPY = itertools.count(2), itertools.count(), np.random.default
 def test_verify_tells_noise_of_kernels_from_state_of_the_host(
     host: Callable[[], float], noise: float, right: bool
 ) -> None:
-    """What replays differ by is allowed. What eager steps differ by beyond that comes from the host."""
+    """A difference as large as between replays is allowed. A larger one comes from the host."""
     step = Noisy(noise, host)
     verdict = verified(step.replay, step.eager, step.state, ())
     assert bool(verdict.problem) == (not right), verdict
@@ -555,7 +555,7 @@ def test_verify_tells_noise_of_kernels_from_state_of_the_host(
 
 
 def test_verify_looks_for_the_host_tensor_by_tensor() -> None:
-    """Noise in one tensor excuses no difference in another, in which replays agree."""
+    """Noise in one tensor does not excuse a difference in another tensor that is equal in all replays."""
     module, rng, counter = nn.Module(), random.Random(0), itertools.count(2)
     module.register_buffer("noisy", torch.zeros(4))
     module.register_buffer("counted", torch.zeros(4))
@@ -573,7 +573,7 @@ def test_verify_looks_for_the_host_tensor_by_tensor() -> None:
 
 
 def test_verify_allows_no_difference_under_deterministic_algorithms() -> None:
-    """Where torch refuses kernels that make noise, no difference is excused; where it only warns of them, it is."""
+    """If torch refuses kernels that make noise, no difference is excused; if it only warns of them, noise is."""
     step = Noisy(1e-6, lambda: 1.0)
     with deterministic():
         verdict = verified(step.replay, step.eager, step.state, ())
@@ -631,7 +631,7 @@ def test_verify_finds_state_of_the_host_behind_noise(kind: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_average_of_the_weights_is_captured(engine: Engine, accumulate: int) -> None:
-    """after_step=averaged.update_parameters of torch's AveragedModel: once per optimizer step, torch's bits."""
+    """`after_step` may update torch's AveragedModel. It is called once per optimizer step and leaves torch's bits."""
 
     def run(graph: str) -> tuple[Any, Any, Any]:
         model = make_net(engine[0])
@@ -658,7 +658,7 @@ def test_an_average_of_the_weights_is_captured(engine: Engine, accumulate: int) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_constraint_on_weights(engine: Engine) -> None:
-    """after_step may be any function of the model, without gradients: here weights that stay within a box."""
+    """`after_step` may be any function of the model, called without gradients. This one keeps weights within a box."""
 
     def clamp(model: Any) -> None:
         model.head.weight.clamp_(-0.01, 0.01)

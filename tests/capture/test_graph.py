@@ -39,7 +39,7 @@ def failures() -> dict[str, dict[str, Any]]:
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", BEFORE)
 def test_g2_found_before_the_capture(failures: dict[str, dict[str, Any]], kind: str) -> None:
-    """G2, X2: the preflight names the line, nothing is captured, training equals eager, all else goes on."""
+    """G2, X2: the preflight names the line, nothing is captured, and training equals eager training."""
     row = failures[kind]
     assert uncapturable.verdict(row) == [True] * 5, row
     if kind == "exception":  # it comes out of the call, in which nothing was done, and later calls are captured
@@ -53,7 +53,7 @@ def test_g2_found_before_the_capture(failures: dict[str, dict[str, Any]], kind: 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", IN_CAPTURE)
 def test_g2_failed_capture(failures: dict[str, dict[str, Any]], kind: str) -> None:
-    """G2: a failed capture names the user's line, the step is done once, training equals eager, all else works."""
+    """G2: a failed capture names the user's line. The step is done once, and training equals eager training."""
     row = failures[kind]
     assert uncapturable.verdict(row) == [False, True, True, True, True], row
     assert row["eager"] == {"warm-up": 3, "capture failed": 4}
@@ -118,7 +118,7 @@ def test_g1_capture_replay_reset_recapture() -> None:
 
 @pytest.mark.cuda
 def test_g1_empty_capture_warns() -> None:
-    """G1: a function that launches nothing on the device is pointed out."""
+    """G1: a warning says that a function launches nothing on the device."""
     graph = CudaGraph(torch.cuda.Stream(), Pool())
     with pytest.warns(ampkit.CaptureWarning, match="launched no CUDA kernel"):
         graph.capture(lambda: None)
@@ -175,7 +175,7 @@ def test_g5_a_registered_generator_in_a_step() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rebound_buffers_are_trained_eagerly(engine: tuple[str, str]) -> None:
-    """A buffer that is rebound, not changed in place, would be lost by replays: named once, never captured."""
+    """A buffer that is rebound instead of changed in place is named once and never captured: replays would lose it."""
 
     class Average(torch.nn.Module):
         def __init__(self) -> None:
@@ -210,7 +210,7 @@ def test_rebound_buffers_are_trained_eagerly(engine: tuple[str, str]) -> None:
 
 @pytest.mark.cuda
 def test_state_made_during_capture_is_refused() -> None:
-    """Optimizer state that first comes to be during capture would be made by every replay: named, undone, eager."""
+    """Optimizer state made in the capture would be made in every replay. It is named and undone; calls are eager."""
 
     def run(graph: str) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

@@ -19,7 +19,7 @@ class OfItsOwn(torch.Tensor):
 
 
 class Wrapper(torch.Tensor):
-    """Stands for another tensor."""
+    """A tensor subclass that wraps another tensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Wrapper":
@@ -35,7 +35,7 @@ def spec_of(*args: Any, **kwargs: Any) -> Spec:
 
 
 def test_equal_layouts_have_equal_specs() -> None:
-    """Values do not matter, layout does; a spec is hashable."""
+    """Equal layouts have equal specs, whatever the values. A spec is hashable."""
     assert spec_of(torch.zeros(2, 3), scale=2) == spec_of(torch.ones(2, 3), scale=2)
     assert hash(spec_of(torch.zeros(2, 3), scale=2)) == hash(spec_of(torch.ones(2, 3), scale=2))
 
@@ -86,7 +86,7 @@ def test_a_leaf_is_named_by_its_path() -> None:
     ],
 )
 def test_unusable_leaves_are_refused(leaf: Any, says: str) -> None:
-    """What no graph can take is an error that has the leaf's path and the remedy."""
+    """A leaf that no graph can take is an error whose message has the leaf's path and the remedy."""
     with pytest.raises(InputMismatch, match=says):
         spec_of(torch.zeros(1), x=leaf)
 
@@ -146,7 +146,7 @@ BATCHES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_leaves_and_tree_are_those_of_torch(name: str) -> None:
-    """Containers that are looked up and containers that are flattened anew: torch's leaves, in its order, its tree."""
+    """All containers are flattened as torch does it: the same leaves, order and tree, also if the tree was kept."""
     args, kwargs = BATCHES[name]
     expected, tree = tree_flatten((args, kwargs))
     for _ in range(2):  # made, then looked up

@@ -44,7 +44,7 @@ def make(engine: Engine, optimizer: str = "adamw", **options: Any) -> tuple[ampk
 
 
 def told(call: Call, calls: int = CALLS) -> list[tuple[int, str]]:
-    """Return the warnings of so many calls, each with the number of its call, the first of which is 1."""
+    """Return the warnings of this many calls, each with the number of its call, beginning with 1."""
     found = []
     for i in range(calls):
         with warnings.catch_warnings(record=True) as caught:
@@ -71,7 +71,7 @@ class Averaging(nn.Module):
 
 
 class Meta:
-    """What a batch may hold beside tensors."""
+    """An object that a batch may contain beside tensors."""
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
@@ -132,7 +132,7 @@ def calling(call: Callable[[Any, Tensor, int], object], **made: Any) -> Callable
 
 
 class Case(NamedTuple):
-    """Something that varies.
+    """A step for which something varies from call to call.
 
     Attributes:
         make: makes the step with its options, and what calls it.
@@ -322,7 +322,7 @@ def test_an_error_ends_where_the_batch_does_not_vary_any_more() -> None:
 
 
 def test_a_replay_ends_it() -> None:
-    """R9: once calls are replayed, the report has no failure any more; what the warm-up was counted under stays."""
+    """R9: once calls are replayed, the report has no failure any more. The reason of the warm-up stays."""
     step, _, _ = make(CPU)
     x = torch.ones(2, 4)
     assert len(told(lambda i: step(x, step=i))) == 1
@@ -334,7 +334,7 @@ def test_a_replay_ends_it() -> None:
 
 
 def test_a_growth_interval_that_varies() -> None:
-    """R9: a setting of the loss scale is one of those that a graph holds. The first message says nothing of replays."""
+    """R9: a setting of the loss scale belongs to the key of a graph. The first message says nothing of replays."""
     step, _, _ = make(CPU, policy="float16")
     x = torch.ones(2, 4)
 
@@ -350,7 +350,7 @@ def test_a_growth_interval_that_varies() -> None:
 
 
 def test_two_things_that_vary() -> None:
-    """R9: all that varies is named, but not what varies in few ways; of many leaves three, and how many are left."""
+    """R9: the message names what has many values, not what has few: three leaves, and the number of the others."""
     step, _, _ = make(CPU)
 
     def call(i: int) -> None:
@@ -368,7 +368,7 @@ def test_two_things_that_vary() -> None:
 
 
 def test_hundreds_of_inputs_between_replays() -> None:
-    """R9: where every other call is a replay, it is said after 256 inputs, once, and is no error."""
+    """R9: if every second call is a replay, a warning comes after 256 inputs, once, and no error."""
     step, _, _ = make(CPU, on_failure="raise")
     x = torch.ones(2, 4)
     found = told(lambda i: step(x, step=0 if i % 2 else i), 700)
@@ -449,7 +449,7 @@ SLOW: dict[str, tuple[dict[str, Any], Callable[[], Any], int]] = {
 
 @pytest.mark.parametrize("slow", SLOW)
 def test_a_slow_warm_up_is_silent(slow: str) -> None:
-    """R9: what comes back is captured in the end, so there is no warning, and no error, before it is."""
+    """R9: inputs that come back are captured in the end, so there is neither warning nor error."""
     options, inputs, calls = SLOW[slow]
     step, _, _ = make(CPU, on_failure="raise", **options)
     assert told(calls_of(step, inputs()), calls) == []
@@ -460,7 +460,7 @@ def test_a_slow_warm_up_is_silent(slow: str) -> None:
 
 
 def test_a_setting_that_goes_back_and_forth_is_no_error() -> None:
-    """R9: toggled in every call, a setting has two graphs; the first toggle says what it costs, and that is all."""
+    """R9: a setting that alternates from call to call has two graphs. One warning says what the first change costs."""
     step, _, _ = make(CPU, on_failure="raise")
     before = torch.backends.cudnn.benchmark
 
@@ -493,7 +493,7 @@ def test_a_change_that_was_said_long_ago_does_not_silence_the_next() -> None:
 
 
 def test_a_replay_begins_a_new_count() -> None:
-    """R9: 31 calls that vary, a replay, and 31 more: never 32 in a row."""
+    """R9: there is no warning after 31 calls that vary, a replay, and 31 more, for 32 in a row are needed."""
     step, _, _ = make(CPU, on_failure="raise")
     x, numbers = torch.ones(2, 4), itertools.count(1)
     for _ in range(5):
@@ -522,7 +522,7 @@ def test_where_nothing_is_to_be_captured(graph: str) -> None:
 
 
 def test_replays_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R9: a call that is replayed asks nothing of what looks for variation."""
+    """R9: a replayed call does not call `Variation`."""
     step, _, _ = make(CPU)
     x = torch.ones(2, 4)
     for _ in range(5):
@@ -552,10 +552,11 @@ def test_closing_begins_a_new_count() -> None:
 
 
 def causes(*batches: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    around = Surroundings(TrainingState({}, []))
-    around.observe()
+    surroundings = Surroundings(TrainingState({}, []))
+    surroundings.observe()
     calls = [
-        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), around.around) for args, kwargs in batches
+        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), surroundings.call_settings)
+        for args, kwargs in batches
     ]
     return Variation(torch.device("cuda", 1), 3, False).explain(calls)
 
@@ -593,7 +594,7 @@ def causes(*batches: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
     ids=["strides", "dtype", "sometimes None", "number", "text"],
 )
 def test_words_for_a_leaf(batches: Any, examples: str, advice: str) -> None:
-    """R9: what to write depends on what the leaf is, and in what its values differ."""
+    """R9: the advice depends on the kind of leaf, and on how its values differ."""
     cause = causes(*batches)
     assert (cause.examples, cause.advice) == (examples, advice)
 
@@ -660,7 +661,7 @@ IN_A_TRAINER: dict[str, tuple[Any, Any, str, str]] = {
 
 @pytest.mark.parametrize("what", IN_A_TRAINER)
 def test_a_trainer(what: str, tmp_path: Path) -> None:
-    """R9: likewise in a Trainer, where the whole batch is `batch`: one warning, and the report names what varies."""
+    """R9: in a Trainer, messages call the whole batch `batch`. One warning and the report name what varies."""
     make_module, data, changing, advice = IN_A_TRAINER[what]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

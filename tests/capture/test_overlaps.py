@@ -26,7 +26,7 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Counter(nn.Module):
-    """Has a buffer that moves, in one storage with a tensor that nobody changes, and a weight that stays."""
+    """A module with a weight, and a buffer that moves. The buffer's storage has another tensor, which stays."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def graphed(model: nn.Module, engine: Engine, function: Callable[..., Any] | Non
 @pytest.mark.parametrize("alias", ALIASES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_argument_in_a_buffer_that_changes(engine: Engine, alias: str, verify: int) -> None:
-    """An eager call sees the change, a replay would not: InputMismatch with both paths, before anything was done."""
+    """An eager call would see the change, and a replay would not. So it is an InputMismatch with both paths."""
     model = Counter(engine[0])
     forward = graphed(model, engine, verify=verify)
     for _ in range(3):
@@ -126,7 +126,7 @@ def test_what_a_training_step_changes(engine: Engine, what: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_optimizer_that_steps_by_data(engine: Engine) -> None:
-    """`.data` leaves no trace in the parameter, which counts as changed all the same."""
+    """A change through `.data` does not raise the parameter's version, but the parameter counts as changed."""
     device, graph = engine
 
     class ByData(torch.optim.Optimizer):
@@ -148,7 +148,7 @@ def test_an_optimizer_that_steps_by_data(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_argument_that_changes_where_state_is_read(engine: Engine) -> None:
-    """The other way round: the step changes the argument, and reads the state that lies there."""
+    """An argument is refused as well if the step changes it and reads the state in the same memory."""
     model = Counter(engine[0])
     forward = graphed(model, engine, lambda x: x.add_(1).sum() + model.fixed.sum())
     x = torch.zeros(4, device=engine[0])
@@ -177,7 +177,7 @@ def test_a_gradient_that_the_function_adds_to(engine: Engine) -> None:
 
 
 def test_the_look_is_cheap() -> None:
-    """A search in a list per tensor of the batch, however much state there is: 1 us for two, with a margin here."""
+    """The check is one search in a list per tensor of the batch, however large the state is: 1 us for two tensors."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(500)])
     state = TrainingState({"model": model}, [])
     leaves = [torch.randn(8, 4), torch.randn(8)]

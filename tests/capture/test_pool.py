@@ -42,7 +42,7 @@ def all_settings() -> Any:
     ],
 )
 def test_segments_grow_and_nothing_else_changes(settings: str) -> None:
-    """G4: in a capture, and after it, or an error in it, all settings are those of before."""
+    """G4: after a capture, or an error in it, the allocator has the settings from before."""
     set_allocator_settings(settings)
     before = all_settings()
 
@@ -77,7 +77,7 @@ def test_an_option_that_the_last_text_does_not_name_stays() -> None:
 
 @pytest.mark.parametrize("why", ["NCCL", "Windows", "cudaMallocAsync"])
 def test_segments_do_not_grow_where_they_cannot(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    """G4: never where NCCL looks on, where torch would warn, or under another allocator."""
+    """G4: segments do not grow if NCCL is in use, if torch would warn, or with another allocator."""
     if why == "NCCL":
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     elif why == "Windows":
@@ -89,7 +89,7 @@ def test_segments_do_not_grow_where_they_cannot(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_text_that_takes_no_more_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G4: a capture goes on without, and raises nothing."""
+    """G4: a capture goes on without growing segments, and raises nothing."""
     told: list[str] = []
 
     def refuse(text: str) -> None:
@@ -109,7 +109,7 @@ def test_a_text_that_takes_no_more_is_left_alone(monkeypatch: pytest.MonkeyPatch
     [("CUDA driver error: operation not supported", 2), ("CUDA driver error: out of memory", 1), ("other", 1)],
 )
 def test_a_machine_that_cannot_map_memory(monkeypatch: pytest.MonkeyPatch, message: str, attempts: int) -> None:
-    """G2: WSL2: the first capture is done once more, and from then on no segment is to grow."""
+    """G2: on WSL2, the first capture is repeated, and from then on no segment grows."""
     growth = _Growth()
     monkeypatch.setattr("ampkit._capture.graph.growth", growth)
     graph, grew = CudaGraph.__new__(CudaGraph), []
@@ -132,7 +132,7 @@ def test_a_machine_that_cannot_map_memory(monkeypatch: pytest.MonkeyPatch, messa
 
 
 def test_captures_of_two_threads_overlap() -> None:
-    """G12: what holds for the process is undone by the last thread, whichever began first."""
+    """G12: a change of the process is undone by the last thread that wants it, whichever thread made it."""
     enabled = gc.isenabled()
     collection, first_is_in, second_is_in, first_is_out = (
         _segments.no_collection,
@@ -157,8 +157,8 @@ def test_captures_of_two_threads_overlap() -> None:
     assert (seen, gc.isenabled()) == ([False], enabled)
 
 
-def test_an_error_in_the_making_leaves_nothing_held() -> None:
-    """G12: the next one that enters makes it."""
+def test_an_error_in_the_making_leaves_nothing_changed() -> None:
+    """G12: if the change raises, the next thread that enters makes it."""
     made = []
 
     def make(undo: Undo) -> None:

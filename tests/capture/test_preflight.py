@@ -286,7 +286,7 @@ def run(kinds: Sequence[Callable[[Tensor], Tensor]], device: str) -> dict[str, A
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_x2_every_kind_is_named(kind: Callable[[Tensor], Tensor], device: str) -> None:
-    """X2: each kind is found once, at the line that is its reason, the one of the forward for a built-in backward."""
+    """X2: each kind is found once, at its line. For a built-in backward that is the line of the forward."""
     seed()
     findings = found(lambda: run([kind], device), device)
     assert {finding.line for finding in findings} == {line_of(kind)}
@@ -296,7 +296,7 @@ def test_x2_every_kind_is_named(kind: Callable[[Tensor], Tensor], device: str) -
 
 @pytest.mark.parametrize("kind", ON_THE_HOST, ids=lambda kind: kind.__name__)
 def test_reads_without_an_operation(kind: Callable[[Tensor], Tensor]) -> None:
-    """X2: on a CPU device no operation tells of them, on CUDA the sync debug mode does: they are named by line."""
+    """X2: on a CPU, reads that run no operation are named by their line: the functions that read are replaced."""
     before = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "new_tensor")}
     findings = found(lambda: run([kind], "cpu"))
     assert [finding.line for finding in findings] == [line_of(kind)]
@@ -343,7 +343,7 @@ def test_g2_all_in_one_step_and_the_same_bits(device: str) -> None:
 
 
 class Plain(TorchDispatchMode):
-    """A dispatch mode that only looks on."""
+    """A dispatch mode that does nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -352,7 +352,7 @@ class Plain(TorchDispatchMode):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [product, products, filled])
 def test_formulas_that_a_mode_would_change(kind: Callable[[Tensor], Tensor], device: str) -> None:
-    """Some of torch's backward formulas are others under a dispatch mode, with other bits: not under this one."""
+    """Some of torch's backward formulas have other bits under a dispatch mode. The preflight avoids that."""
 
     def grad() -> Tensor:
         torch.manual_seed(1)
@@ -368,7 +368,7 @@ def test_formulas_that_a_mode_would_change(kind: Callable[[Tensor], Tensor], dev
 
 
 def test_a_draw_behind_the_last_operation() -> None:
-    """What is drawn when no operation follows is found as well, without a line."""
+    """A draw is found also if no operation follows. Then it has no line."""
     (finding,) = found(lambda: random.random())
     assert (finding.line, finding.count) == ("", 1)
     assert "draws from Python's random" in finding.what
@@ -393,7 +393,7 @@ def test_counts_and_order() -> None:
 
 
 def test_description() -> None:
-    """The text has a head line, and a line per finding, also where there is no line of the user's."""
+    """The text has a heading and a line per finding, also for one that has no line of the user's."""
     assert describe([]) == ""
     one = Finding("train.py:3: `x.item()`", "reads", "Keep it.", 1)
     assert describe([one]) == "1 line of the step cannot be captured:\n  train.py:3: `x.item()` - reads. Keep it."
@@ -403,7 +403,7 @@ def test_description() -> None:
 
 
 class Clock:
-    """A clock that stands still but for what a test lets it go on by."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -421,7 +421,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class SlowProduct(torch.autograd.Function):
-    """Stands for a built-in node that steps aside."""
+    """A function in place of a built-in autograd node that runs without the preflight's mode."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
@@ -435,7 +435,7 @@ class SlowProduct(torch.autograd.Function):
 
 
 def test_time_is_measured_around_what_waits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations, functions that are announced and nodes that step aside: what each took, all times together."""
+    """The times of operations, of replaced functions and of nodes that run without the mode are added up."""
     problem = _preflight.Problem("a slow node", "Leave it out.")
     slow = "SlowProductBackward"
     monkeypatch.setattr(_preflight, "problem_of", lambda node: problem if node.name() == slow else None)
@@ -474,7 +474,7 @@ def test_time_is_measured_around_what_waits(clock: Clock, monkeypatch: pytest.Mo
 
 
 def test_time_of_an_operation_that_comes_late_is_not_known() -> None:
-    """`torch.tensor` tells dispatch modes of itself when its copy is over: this operation is all that they see."""
+    """`torch.tensor` is dispatched only as an operation that comes after its copy, so its time is not measured."""
     copied = torch.empty(1, device="meta")
 
     def step() -> None:
@@ -509,7 +509,7 @@ def test_what_only_a_graph_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Usual(nn.Module):
-    """Convolution, BatchNorm, dropout, attention, an index, a fill, a factor on the host: none of them is to blame."""
+    """Convolution, BatchNorm, dropout, attention, an index, a fill or a factor on the host is no finding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -716,7 +716,7 @@ def test_generators_of_the_device_that_are_set_back() -> None:
 
 
 def test_callers_are_not_blamed() -> None:
-    """What happens in torch's or ampkit's code, with no line of the user's between it and the step, names nobody."""
+    """Code of torch or ampkit that waits names a line of the user's only if that line belongs to the step."""
     weight = torch.ones(3, requires_grad=True)
     weight.grad = torch.ones(3)
     clip = functools.partial(nn.utils.clip_grad_norm_, [weight], 1.0, error_if_nonfinite=True)
@@ -738,7 +738,7 @@ def test_fused_attention_is_no_finding(device: str) -> None:
 
 
 def test_copies_and_host_draws() -> None:
-    """X2: what crosses from the host is named, blocking or not; a number on the host as a factor does not cross.
+    """X2: copies from the host are named, blocking or not. A number on the host as a factor is no copy.
 
     The meta device stands for CUDA: tensors can be copied to it, not from it.
     """
@@ -892,7 +892,7 @@ def test_waits_that_only_cuda_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_users_anomaly_mode() -> None:
-    """It reads every gradient: one finding says so. It goes on raising where it sees nan."""
+    """Anomaly mode reads every gradient, and one finding says so. It still raises if it sees nan."""
     x = torch.ones(3, requires_grad=True)
     with torch.autograd.set_detect_anomaly(True):
         (finding,) = found(lambda: (x * 2).sum().backward())
@@ -931,7 +931,7 @@ def test_compiled_code_stays_compiled(warm: bool) -> None:
 
 
 def test_compiled_code_is_what_runs() -> None:
-    """A dispatch mode of the plain kind has torch run the original function instead, with other bits."""
+    """A dispatch mode of the usual kind would have torch run the original function, with other bits."""
     torch._dynamo.reset()
 
     def halved(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -946,7 +946,7 @@ def test_compiled_code_is_what_runs() -> None:
 
 
 def test_a_graph_break_is_named() -> None:
-    """The line of a compiled function that falls back to Python to read a value is the user's own."""
+    """If a compiled function falls back to Python to read a value, the finding has the user's line."""
     torch._dynamo.reset()
 
     @torch.compile(backend="eager")
@@ -962,7 +962,7 @@ def test_a_graph_break_is_named() -> None:
 
 
 def test_generated_code_is_not_the_users() -> None:
-    """What is found in code that torch.compile wrote, a graph or a file of inductor's, is at the user's line.
+    """A finding in code that torch.compile wrote (a graph or a file of inductor's) has the user's line.
 
     A compiled function as a whole has one, the first.
     """

@@ -28,7 +28,7 @@ Rows = list[dict[str, Any]]  # one per rank
 
 
 def runs(rows: Rows, graph: str) -> Rows:
-    """Return what each rank has of the run of this kind, having checked that all have the same weights."""
+    """Return the results of each rank in a run of this kind. Assert that all ranks have the same weights."""
     found = [row[graph] for row in rows]
     assert all(run["parameters"] == found[0]["parameters"] for run in found), "the ranks have different weights"
     assert found[0]["losses"] != found[1]["losses"]  # of batches of their own
@@ -58,7 +58,7 @@ OVERFLOWS = ["--policy", "float16", "--overflows", "1", "9"]
     ],
 )
 def test_ranks_train_the_bits_of_eager(options: list[str], accumulate: int) -> None:
-    """L4: weights are equal on both ranks, and all state is that of eager DDP, over windows and overflows."""
+    """L4: over windows and overflows, weights are equal on both ranks, and all state is that of eager DDP."""
     rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--accumulate", str(accumulate), *options)
     for run in assert_equal_runs(rows, "emulate"):
         assert (run["captures"], run["replays"]) == (accumulate, 18 - 3 * accumulate)
@@ -69,7 +69,7 @@ def test_ranks_train_the_bits_of_eager(options: list[str], accumulate: int) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [OVERFLOWS], ids=["overflows"])  # a short window below has the rest
 def test_equals_ddp_written_with_torch(options: list[str]) -> None:
-    """L4: without a clip, which ours folds into the optimizer, these are the bits of torch's own loop under DDP."""
+    """L4: without clipping, which ampkit does in the optimizer's kernel, the bits are those of torch's DDP loop."""
     rows = ddp_train.launch(*CPU, "--graph", "emulate", "torch", *options)
     assert_equal_runs(rows, "emulate", "torch")
 
@@ -225,7 +225,7 @@ def test_a_job_on_two_gpus_ends(how: str) -> None:
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
-    """A group of this process alone."""
+    """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -17,14 +17,14 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._capture import capture_query as _capturing
-from ampkit._capture.call_record import Recorder, first_difference
+from ampkit._capture.call_record import CallRecorder, first_difference
 
 Engine = tuple[str, str]
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """Two linear layers; `choose` decides on the host what lies between them."""
+    """Two linear layers. Between them is what `choose` returns, on the host."""
 
     def __init__(self, choose: Callable[["Net", Tensor], Tensor]) -> None:
         super().__init__()
@@ -144,14 +144,14 @@ def test_what_varies_on_the_host_is_never_frozen(engine: Engine, kind: str) -> N
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_clock_is_noticed(engine: Engine) -> None:
-    """No two calls agree on the time: the message says what it went into."""
+    """The time differs in every call. The message names the operation that it goes into."""
     with pytest.raises(ampkit.CaptureError, match=r"`return F\.leaky_relu\(x, time.*ran .*leaky_relu.*was done"):
         trained(Net(clock), engine, engine[1], on_failure="raise")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_call_that_differs_by_chance_is_forgiven(engine: Engine) -> None:
-    """What differs once, such as what a thread of the user's did meanwhile, costs another comparison and no more."""
+    """A single difference, such as one by a thread of the user's, only costs another comparison."""
     net = Net(lambda net, x: x + 0.0 * x if net.calls == 3 else x)
     _, step = trained(net, engine, engine[1], on_failure="raise")
     assert (step.report().eager, step.captures, step.replays) == ({"warm-up": 4}, 2, 8)
@@ -159,7 +159,7 @@ def test_one_call_that_differs_by_chance_is_forgiven(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_numbers_that_stay_are_no_reason(engine: Engine) -> None:
-    """Dropout, constants, nan and inf, attention, a profiler's ranges that count: captured in the fourth call."""
+    """A step with dropout, constants, nan, inf, attention or numbered ranges is captured in the fourth call."""
 
     class Steady(nn.Module):
         def __init__(self) -> None:
@@ -180,7 +180,7 @@ def test_numbers_that_stay_are_no_reason(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_compiled_code_is_compared_by_its_identity(engine: Engine) -> None:
-    """Nothing is compiled anew for the comparison, and what is captured is the compiled step."""
+    """Nothing is compiled again for the comparison, and the compiled step is captured."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1)).to(engine[0])
     compiled = torch.compile(net, backend="aot_eager")
@@ -214,11 +214,11 @@ def test_a_profiler_of_the_users_works(engine: Engine, tmp_path: Path) -> None:
 def test_a_recorder_leaves_nothing_behind() -> None:
     """Modes, torch's functions and its observer are as they were, behind an error too; a nested one sees nothing."""
     has = torch.overrides.has_torch_function
-    with pytest.raises(ZeroDivisionError), Recorder() as failed:
+    with pytest.raises(ZeroDivisionError), CallRecorder() as failed:
         torch.ones(2) / (1 // 0)
     assert failed.record is None
-    with Recorder() as outer:
-        with Recorder() as inner:
+    with CallRecorder() as outer:
+        with CallRecorder() as inner:
             torch.ones(2) * 2
         torch.ones(2) + 1
     assert inner.record is None
@@ -232,7 +232,7 @@ def test_a_difference_names_both_operations() -> None:
     """The message has the line, what the capture ran, and what the eager call did."""
 
     def record(factor: float, dims: int) -> Any:
-        with Recorder() as recorder:
+        with CallRecorder() as recorder:
             x = torch.ones(3, 4).mul(factor)
             x.sum(dims)
         return recorder.record
@@ -250,7 +250,7 @@ def test_attention_is_as_fast_under_a_recorder() -> None:
     """nn.TransformerEncoderLayer asks for function modes, and would take slower kernels under one."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x = torch.randn(2, 3, 8)
-    with torch.no_grad(), Recorder() as recorder:
+    with torch.no_grad(), CallRecorder() as recorder:
         layer(x)
     assert recorder.record is not None
     assert "aten::_transformer_encoder_layer_fwd" in {op.text.partition("(")[0] for op in recorder.record.threads[0]}
@@ -258,7 +258,7 @@ def test_attention_is_as_fast_under_a_recorder() -> None:
 
 @pytest.mark.cuda
 def test_the_net_changes_neither_kernels_nor_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph captured under the observer has the kernels, in this order, and the bytes of one captured without."""
+    """A graph that was captured while recording has the same kernels, order and bytes as one captured without."""
     found = []
     for seen in (True, False):
         if not seen:
@@ -295,7 +295,7 @@ def _no_trace(path: str) -> Any:
 
 
 class Asks(nn.Module):
-    """Takes another branch in a capture, as transformers does, also where checkpointing calls it in the backward."""
+    """A module that takes another branch in a capture, as transformers does, also when checkpointing calls it again."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ asks = torch.cuda.is_current_stream_capturing  # imported by name, before any ca
 @pytest.mark.cuda
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_code_that_asks_takes_the_same_branch(checkpointed: bool) -> None:
-    """R1: in a capture, user code is told what it is told eagerly; so the graph has eager's bits."""
+    """R1: in a capture, user code gets the same answer as in an eager call, so that the graph has eager's bits."""
     runs = []
     for graph in ("off", "auto"):
         torch.manual_seed(0)
@@ -360,7 +360,7 @@ def test_torch_and_other_threads_see_the_truth() -> None:
 
 
 def test_who_is_told_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R1: by the module that asks and by the stream, here on stand-ins for streams."""
+    """R1: the answer depends on the module that asks and on the stream. Here other objects stand for streams."""
     ours, others = types.SimpleNamespace(cuda_stream=1), types.SimpleNamespace(cuda_stream=2)
     current = [ours]
     monkeypatch.setattr(_capturing, "_is_capturing", lambda: True)

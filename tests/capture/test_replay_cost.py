@@ -128,7 +128,7 @@ def test_the_operations_of_a_replay() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_no_step_of_the_interpreter_per_parameter(accumulate: int) -> None:
-    """Ten times the parameters and modules: the same operations, functions and bytecode instructions in a call."""
+    """A call on ten times as many parameters runs the same operations, functions and bytecode instructions."""
     small, large = cost_of_a_replay(2, accumulate), cost_of_a_replay(20, accumulate)
     assert small.operations == large.operations
     assert small.functions == large.functions

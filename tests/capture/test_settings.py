@@ -237,7 +237,7 @@ def test_inference_mode(engine: Engine, verify: int) -> None:
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_three_modes_take_turns(engine: Engine) -> None:
-    """R7: grad, no_grad and inference mode alternate: a graph for each, right values in all, no mode in the way."""
+    """R7: grad, no_grad and inference mode may alternate. Each has a graph with right values."""
     model, forward = graphed_linear(engine)
     for i in range(8):
         for mode in MODES.values():
@@ -256,7 +256,7 @@ def test_the_three_modes_take_turns(engine: Engine) -> None:
 @pytest.mark.parametrize("made_in", [torch.inference_mode, contextlib.nullcontext])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_input_that_is_changed_in_place_in_inference_mode(engine: Engine, made_in: Around) -> None:
-    """R7: it is written back, whether it is an inference tensor or not; an eager call does so, too."""
+    """R7: an input that changes is written back, whether it is an inference tensor or not, in eager calls too."""
     device, graph = engine
 
     def run(graph: str, verify: int = 0) -> list[Tensor]:
@@ -282,7 +282,7 @@ def test_an_input_that_is_changed_in_place_in_inference_mode(engine: Engine, mad
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_state_that_changes_in_inference_mode(engine: Engine) -> None:
-    """R7: buffers of BatchNorm move, a call in inference mode and one outside of it taking turns, as in eager calls."""
+    """R7: buffers of BatchNorm move as in eager calls if calls in inference mode and outside of it alternate."""
     device, graph = engine
 
     def run(graph: str) -> list[Tensor]:
@@ -373,7 +373,7 @@ def test_attention_kernels_between_calls(dtype: torch.dtype) -> None:
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 def test_deterministic_algorithms_between_calls() -> None:
-    """R7: a replay under deterministic algorithms is one of a graph that was captured under them."""
+    """R7: a call under deterministic algorithms replays a graph that was captured under them."""
     model = nn.Linear(1, 1, device="cuda")
 
     def scatter(x: Tensor, index: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ def test_deterministic_algorithms_between_calls() -> None:
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 def test_default_dtype_between_calls() -> None:
-    """R7: what a function makes has the dtype that is the default now."""
+    """R7: tensors that a function makes have the present default dtype."""
     model = nn.Linear(1, 1, device="cuda")
 
     @ampkit.graphed(modules=(model,), on_failure="raise")

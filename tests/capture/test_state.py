@@ -154,7 +154,7 @@ def test_tensor_as_hyperparameter_is_read_where_it_is() -> None:
 
 
 def test_state_that_a_first_step_makes_replaces_nothing() -> None:
-    """Lazily made moments are another generation, in which graphs of the one before may go on."""
+    """Moments that are made lazily begin another generation, but graphs of the one before stay valid."""
     state, model, optimizer = make()
     optimizer.state.clear()
     before = state.generation()
@@ -166,7 +166,7 @@ def test_state_that_a_first_step_makes_replaces_nothing() -> None:
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_replaced_memory_is_noticed(name: str) -> None:
-    """Whatever a graph has addresses of, in whichever way it goes: another generation, and the reason in words."""
+    """If memory that a graph reads is replaced, in any way, another generation begins, with the reason in words."""
     says, touch = REPLACED[name]
     state, model, optimizer = make()
     before = state.generation()
@@ -220,7 +220,7 @@ SETTINGS: dict[str, tuple[str, Touch, Touch]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_are_noticed_and_change_back(name: str) -> None:
-    """What may be toggled: other settings and the reason in words; toggled back, the generation is equal again."""
+    """A toggled setting gives other settings and a reason in words. Toggled back, the generation is equal again."""
     says, there, back = SETTINGS[name]
     state, model, optimizer = make()
     optimizer.param_groups[0]["betas"] = [0.9, 0.999]
@@ -236,7 +236,7 @@ def test_settings_are_noticed_and_change_back(name: str) -> None:
 
 
 class Passing(TorchFunctionMode):
-    """Does nothing but count."""
+    """A mode that only counts operations."""
 
     calls = 0
 
@@ -274,7 +274,7 @@ def test_the_rule_of_the_scaler_is_noticed() -> None:
 
 
 def test_gradients_that_are_found_are_noticed() -> None:
-    """Where a function finds gradients: one made, replaced or dropped is another setting."""
+    """If a function may find gradients, one that is made, replaced or dropped is another setting."""
     _, model, optimizer = make()
     state = TrainingState({"model": model}, [optimizer], finds_gradients=True)
     optimizer.zero_grad()

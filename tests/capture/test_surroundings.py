@@ -9,7 +9,7 @@ from ampkit._capture.surroundings import Surroundings
 
 
 def observed() -> tuple[nn.Linear, torch.optim.SGD, Surroundings]:
-    """Return a module, its optimizer, and surroundings that one call has looked at."""
+    """Return a module, its optimizer, and their `Surroundings` after one call."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     surroundings = Surroundings(TrainingState({"model": model}, [optimizer]))
@@ -18,7 +18,7 @@ def observed() -> tuple[nn.Linear, torch.optim.SGD, Surroundings]:
 
 
 def test_settings_that_come_back_have_their_number() -> None:
-    """The first settings are no change; other ones get another number once; both are known from then on."""
+    """The first settings are no change. Other settings get another number, once. Both are known from then on."""
     model, _, surroundings = observed()
     first = surroundings.number
     model.eval()
@@ -53,7 +53,10 @@ def test_no_number_comes_twice() -> None:
     change = surroundings.observe()
     assert change is not None
     assert (change.outdates, change.reason) == (True, "model.weight was replaced")
-    assert (surroundings.around.replacements, surroundings.around.replaced) == (1, "model.weight was replaced")
+    assert (surroundings.call_settings.replacements, surroundings.call_settings.replaced) == (
+        1,
+        "model.weight was replaced",
+    )
     numbers.append(surroundings.number)
     outdated = []
     for i in range(70):
@@ -69,7 +72,7 @@ def test_no_number_comes_twice() -> None:
 
 
 def test_a_look_that_is_interrupted_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R8: an interrupt while a change is looked at leaves it to the next call to see the change."""
+    """R8: after an interrupt during the comparison, the next call finds the change."""
     model, _, surroundings = observed()
     model.weight = nn.Parameter(torch.ones(2, 2))
 

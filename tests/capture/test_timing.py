@@ -35,7 +35,7 @@ def trained(engine: Engine, sizes: list[int], **options: Any) -> ampkit.GraphedS
     ],
 )
 def test_what_is_timed(engine: Engine, warmup: int, calls: int, eager: bool, replay: bool) -> None:
-    """Eager: a warm-up call that is neither first nor last. Replay: from the second. Else None, and no words for it."""
+    """Warm-up calls but the first and last, and replays from the second, are timed. Other times are None."""
     report = trained(engine, [8] * calls, warmup=warmup).report()
     assert [report.eager_ms is not None, report.replay_ms is not None] == [eager, replay]
     assert all(ms is None or ms > 0 for ms in (report.eager_ms, report.replay_ms))
@@ -153,7 +153,7 @@ def test_events_are_read_late_and_once() -> None:
     ],
 )
 def test_graphs_are_weighted_by_their_replays(savings: list[Saving], expected: Saving) -> None:
-    """Means by the number of replays, over the graphs that have both times if there are any."""
+    """The means are weighted by replays, over the graphs that have both times if there are any."""
     assert combined(savings) == expected
 
 
@@ -165,7 +165,7 @@ def test_seconds_saved() -> None:
 
 
 def test_the_host_is_timed_without_a_device() -> None:
-    """Where there is no CUDA stream, marks are those of the host's clock."""
+    """Without a CUDA stream, marks are times of the host's clock."""
     clock, durations = Clock(None), Durations(1)
     durations.add(clock.now(), clock.now())
     measured = durations.median_ms()

@@ -177,7 +177,7 @@ def test_threads_on_one_callable(engine: Engine) -> None:
 
 
 def test_a_callable_that_another_thread_captures() -> None:
-    """R6: it has other parameters meanwhile, which would take the gradients of a call: a clear error."""
+    """R6: during a capture the module has other parameters, which would get a call's gradients. So it is an error."""
     inside, go_on = threading.Event(), threading.Event()
 
     class Slow(nn.Linear):
@@ -209,7 +209,7 @@ def test_a_callable_that_another_thread_captures() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_that_calls_itself(engine: Engine) -> None:
-    """R6: a clear error, not a deadlock; the step can be called again, by this thread and by another one."""
+    """R6: it is an error, not a deadlock. Then this thread and others can call the step again."""
     device, graph = engine
     torch.manual_seed(0)
     model, nested = nn.Linear(4, 2).to(device), True
@@ -269,7 +269,7 @@ def test_a_step_within_a_capture() -> None:
 
 
 def test_a_call_in_a_backward_does_not_wait() -> None:
-    """R6: autograd's threads are shared: one that waits for a call could be the one that the call waits for."""
+    """R6: a call may wait for an autograd thread. If that thread called the step, it would wait for the call."""
     model = nn.Linear(4, 4).requires_grad_(False)
     inside, go_on = threading.Event(), threading.Event()
 

@@ -33,7 +33,7 @@ def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
 
 
 class Case:
-    """A function with state, some of which is not declared.
+    """A function whose state is partly not declared.
 
     Attributes:
         declared: what is passed to `ampkit.graphed`.
@@ -261,7 +261,7 @@ def test_an_average_of_the_users_own(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_parameter_of_the_loss(engine: Engine) -> None:
-    """One that gets a gradient and is none of the model's: in a graph that gradient would be lost."""
+    """A parameter that gets a gradient must belong to the model, because the gradient would be lost in a graph."""
     device, graph = engine
     model, loss = linear(device), linear(device, 1)
     step = ampkit.graphed_step(
@@ -305,7 +305,7 @@ def test_parts_and_wrappers_of_what_is_declared(engine: Engine) -> None:
 
 
 def test_other_modules_of_the_process() -> None:
-    """Modules that cannot be asked where their tensors lie are none of the function's: fake, lazy and broken ones."""
+    """Fake, lazy and broken modules, whose tensors have no address, do not count as used."""
 
     class Broken(Tensor):
         @classmethod
@@ -325,7 +325,7 @@ def test_other_modules_of_the_process() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """No hook stays in torch, whether the call ends well or not, and what another thread steps is not found."""
+    """No hook stays in torch, also after an error. An optimizer that another thread steps is not found."""
     model, other = linear("cpu"), linear("cpu", 1)
     mine, done = sgd(other), threading.Event()
 

@@ -59,7 +59,7 @@ def test_equals_a_loop_written_with_torch(engine: Engine) -> None:
 
 
 def test_sparse_gradients() -> None:
-    """They add up over a window as torch's loop has it; no graph takes them."""
+    """Sparse gradients add up over a window as in torch's loop, and are never captured."""
 
     def make_model() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_sparse_gradients() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_overflow_skips_the_whole_window(engine: Engine) -> None:
-    """S1: one micro-batch with an overflow, in a replay: nothing moves but the scale, and the next window is clean."""
+    """S1: after an overflow in one replayed micro-batch, only the scale has changed, and the next window is clean."""
     step, model, _ = make(engine, policy="float16", accumulate=2, max_norm=1.0)
     batches = make_batches(engine[0], [8] * 14, overflow_at=(10,))
     for batch in batches[:10]:
@@ -147,7 +147,7 @@ def test_parameters_with_a_gradient_in_some_micro_batches_only(engine: Engine) -
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_exception_ends_the_window(engine: Engine) -> None:
-    """What loss_fn raises comes out; the window it was in is dropped, for a part of it may be in the gradients."""
+    """An exception of loss_fn comes out. Its window is dropped, since gradients may have a part of the micro-batch."""
     fail = [False]
 
     def loss_fn(model: nn.Module, *batch: Tensor) -> Any:
@@ -185,7 +185,7 @@ def test_flush_of_an_empty_window_does_nothing(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_closing_within_a_window(engine: Engine) -> None:
-    """What was accumulated outlives the graphs: it is in no pool."""
+    """Accumulated gradients outlive the graphs, because they are in no pool."""
     with deterministic():
         histories = []
         for close in (False, True):

@@ -80,7 +80,7 @@ def test_gan(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_evaluation_without_gradients(engine: Engine) -> None:
-    """No optimizer, no gradient, eval mode, two shapes; sees the weights that a training step makes in between."""
+    """An evaluation without optimizer and gradient sees the weights that training steps change in between."""
     device, graph = engine
     model = make_net(device)
     step = ampkit.graphed_step(

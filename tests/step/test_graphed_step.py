@@ -92,7 +92,7 @@ def test_bitwise_equal_to_eager(
 @pytest.mark.parametrize(("policy", "max_norm"), [("float32", None), ("float16", 0.5)])
 @pytest.mark.parametrize("optimizer", UNFUSED)
 def test_optimizers_without_a_fused_kernel(engine: Engine, policy: str, max_norm: float | None, optimizer: str) -> None:
-    """S1, G7: built with torch's defaults they are captured too, skips and schedule included, with eager's bits."""
+    """S1, G7: optimizers with torch's defaults are captured too, with eager's bits, skips and schedule included."""
     with deterministic():
         eager = trajectory((engine[0], "off"), policy, optimizer, max_norm, schedule=True)
         graphed = trajectory(engine, policy, optimizer, max_norm, schedule=True)
@@ -283,7 +283,7 @@ def test_scheduler_runs_on_the_host(engine: Engine) -> None:
     ],
 )
 def test_stale_graphs_are_dropped(engine: Engine, change: str, says: str) -> None:
-    """G10: what a graph has frozen is noticed when it changes: one warning, warm-up, a new capture, eager's bits."""
+    """G10: a change of what a graph has frozen leads to one warning, a warm-up and a new capture, with eager's bits."""
     device = engine[0]
 
     def run(graph: str) -> list[Any]:

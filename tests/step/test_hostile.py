@@ -60,7 +60,7 @@ def test_every_hazard_is_drawn(device: str) -> None:
 
 
 class Frozen(Graphed):
-    """A graph that has frozen what the host said in the last warm-up call."""
+    """A graph that has frozen the number that the host returned in the last warm-up call."""
 
     warns = ""
 

@@ -7,7 +7,7 @@ from road import Move, road_of_a_batch, road_of_a_call
 
 @pytest.mark.parametrize(("files", "moves"), [(8, 12)])
 def test_a_replayed_call_crosses_few_files(files: int, moves: int) -> None:
-    """Whoever follows a batch with a debugger steps through these files, in this order."""
+    """With a debugger, one steps through these files, in this order."""
     road = road_of_a_call()
     check(road, files, moves)
     ends = ("_step/graphed_step.py", "_step/window.py")

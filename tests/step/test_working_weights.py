@@ -111,7 +111,7 @@ def run(engine: Engine, graph: str, use: str, policy: str, accumulate: int) -> t
 )
 @pytest.mark.parametrize("use", USES)
 def test_only_where_it_is_exact(engine: Engine, policy: str, use: str, accumulate: int) -> None:
-    """A weight that is used otherwise stays float32; after every call all bits are eager's."""
+    """A weight that is not only cast stays float32. After every call all bits are eager's."""
     with deterministic():
         eager, none = run(engine, "off", use, policy, accumulate)
         graphed, copies = run(engine, engine[1], use, policy, accumulate)

@@ -151,7 +151,7 @@ def sparse_model(**options: Any) -> nn.Module:
     ],
 )
 def test_sparse_gradients_that_nothing_takes(optimizer: Any, options: dict[str, Any], says: str) -> None:
-    """S5: where torch raises in the step, in words of its own, the argument is named at once."""
+    """S5: where torch would raise in the step, the error names the argument at once."""
     model = sparse_model(sparse=True)
     with pytest.raises(ValueError, match=says):
         make(model=model, optimizer=optimizer(model.parameters(), **options), max_norm=None if options else 1.0)

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """What code is told when it asks `torch.cuda.is_current_stream_capturing()`: the same eagerly and in a capture."""
-=======
-"""The answer to user code that asks whether its stream is being captured: the same as in an eager call."""
->>>>>>> helper-words-capture
 
 import sys
 import threading
@@ -16,25 +12,18 @@ from .._torch.autograd import current_graph_task
 from .._torch.streams import capturing_builtin, replace_capturing_builtin
 from .._undo import Undo
 
-<<<<<<< HEAD
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Libraries take another branch in a capture (transformers/masking_utils.py builds another mask and so reaches another
-# attention kernel): the graph would contain another step than the eager one. torch's own callers must know the truth:
-# the optimizers' health check, symmetric memory. So must ampkit's.
-=======
 # Libraries take another branch in a capture: transformers/masking_utils.py builds another mask, and another attention
 # kernel runs. So the graph would not do what the eager step does. Torch needs the true answer (health check of the
-# optimizers, SyncBatchNorm, symmetric memory), and so does ampkit.
->>>>>>> helper-words-capture
+# optimizers, symmetric memory), and so does ampkit.
 _TOLD_THE_TRUTH = ("torch", "ampkit")
 # Where the branch for a capture is also right outside of one: SyncBatchNorm leaves out a boolean mask.
 _BRANCHES_OF_TORCH = ("torch.nn.modules._functions",)
 
 
 class _Captures(threading.local):
-<<<<<<< HEAD
     """What is known per thread.
 
     Attributes:
@@ -46,12 +35,6 @@ class _Captures(threading.local):
     recorded = 0
     answer: bool | None = None
     asked = False
-=======
-    """Counts the captures that are under way in this thread, and calls whose operations are recorded."""
-
-    inside = 0
-    recorded = 0  # these captures, emulated ones, and the eager calls that captures are compared with
->>>>>>> helper-words-capture
 
 
 captures = _Captures()
@@ -129,7 +112,6 @@ def _end(token: object) -> None:
 
 
 def _answer() -> bool:
-<<<<<<< HEAD
     """Take the place of what `torch.cuda.is_current_stream_capturing` calls, however its callers got hold of that."""
     answer = captures.answer
     if answer is None and torch.cuda.is_initialized():
@@ -138,13 +120,6 @@ def _answer() -> bool:
         if here or current_graph_task() != -1:
             told = [answer for stream, answer in _answers.copy().values() if stream == here]
             answer = told[-1] if told else None
-=======
-    """Answer in place of the builtin that `torch.cuda.is_current_stream_capturing` calls."""
-    if not _is_capturing():
-        return False
-    # In the thread that captures, other streams that wait for the capturing one are captured too.
-    ours = captures.inside > 0 or torch.cuda.current_stream().cuda_stream in _streams.copy().values()
->>>>>>> helper-words-capture
     caller = sys._getframe(2).f_globals.get("__name__", "")
     if caller.partition(".")[0] in _TOLD_THE_TRUTH:
         return (answer is True and caller in _BRANCHES_OF_TORCH) or _is_capturing()

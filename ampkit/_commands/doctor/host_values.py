@@ -49,7 +49,7 @@ class Difference(NamedTuple):
     what: str
 
 
-class CallRecorder(TorchFunctionMode):
+class HostCallRecorder(TorchFunctionMode):
     """Context that records the calls of torch that the user's lines make, in forward, backward and hooks.
 
     Calls of an optimizer are left out, because its learning rate and step count differ rightly. Calls inside code from
@@ -61,7 +61,7 @@ class CallRecorder(TorchFunctionMode):
         self.calls: list[TorchCall] = []
         self._to_undo = ExitStack()
 
-    def __enter__(self) -> "CallRecorder":
+    def __enter__(self) -> "HostCallRecorder":
         self._find_user_line = UserLineFinder(sys._getframe(1), skip_torch=True)
         with ExitStack() as entered:
             entered.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode sees this thread only
@@ -100,11 +100,11 @@ class CallRecorder(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             if self in function_modes():
                 return engine(*args, **kwargs)
-            super(CallRecorder, self).__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
+            super(HostCallRecorder, self).__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
             try:
                 return engine(*args, **kwargs)
             finally:
-                super(CallRecorder, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]  # not annotated in torch
+                super(HostCallRecorder, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]  # not annotated in torch
 
         return run
 

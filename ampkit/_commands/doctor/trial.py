@@ -22,7 +22,7 @@ from ..._capture.inputs import Spec, read_batch
 from ..._step.graphed_step import GraphedStep, graphed_step
 from ..._torch.tree import tree_flatten
 from ..._user_line import UserLineFinder
-from .host_values import CallRecorder, TorchCall
+from .host_values import HostCallRecorder, TorchCall
 
 MOST_BATCHES = 32  # the first batches are read to compare their shapes
 KEPT_BATCHES = 4  # the first few of them are kept and trained on
@@ -172,7 +172,7 @@ class Trial:
             key = self.specs[i], place
             # The first call of a kind is not recorded: it may make something that is kept (a mask, a table).
             if recorded and key in self._seen:
-                with CallRecorder() as recorder:
+                with HostCallRecorder() as recorder:
                     self.step(*args, **kwargs)
                 self.records.setdefault(key, []).append(recorder.calls)
             else:

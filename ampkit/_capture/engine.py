@@ -337,12 +337,20 @@ class Engine:
         self._state.refresh_rates()
         return self._on_stream(fn, nullcontext() if context is None else context)
 
+    def _leave_capture_stream(self) -> None:
+        """Call on the caller's stream from now on, since there will be no graph. Sync: waits for the device, once."""
+        if self._stream is not None:
+            self._stream = None
+            torch.cuda.empty_cache()  # memory that is cached for the capture stream would serve no other one
+
     def _on_stream(self, fn: Callable[[], Any], context: AbstractContextManager[Any] = nullcontext()) -> Any:  # noqa: B008 - has no state
         """Return copies of what `fn` returns, called on the capture stream: what autograd and cuBLAS keep per stream
         then exists once."""
         with Undo() as undo:
             undo.note(modes())
-            if self._stream is None or self._fallback.refused:  # where there is no graph, any stream will do
+            if self._fallback.refused:
+                self._leave_capture_stream()
+            if self._stream is None:
                 with context:
                     outputs = copied(fn())
             else:

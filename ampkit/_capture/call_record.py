@@ -61,7 +61,7 @@ class Record(NamedTuple):
     threads: tuple[tuple[Operation, ...], ...]
 
 
-class CallRecorder:
+class OperationRecorder:
     """Context that records one call. It changes neither kernels nor memory, and can be used in a capture.
 
     Torch's execution trace has the operations. It is written below dispatch. A dispatch mode would not do: even under
@@ -84,7 +84,7 @@ class CallRecorder:
         self._calls = _Calls() if numbers else None
         self._context: AbstractContextManager[None] = nullcontext()
 
-    def __enter__(self) -> "CallRecorder":
+    def __enter__(self) -> "OperationRecorder":
         self._context = self._recording()
         self._context.__enter__()
         return self

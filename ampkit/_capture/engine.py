@@ -74,11 +74,7 @@ class Engine:
         declared: bool = False,
         one_argument: bool = False,
     ) -> None:
-        if options.verify and ranks.wrappers:
-            raise NotImplementedError(
-                f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
-                "Verify with one process, without DistributedDataParallel."
-            )
+        _check_verify(options, ranks, name)
         on_cuda = options.graph == "auto" and device.type == "cuda"
         captured = captured or fn
         # Two calls at least: one under the preflight, and the rehearsal.
@@ -122,11 +118,8 @@ class Engine:
         self._unverified = options.verify
         self._told_since: int | None = None  # the number of a call
         self.replays = 0
-        if options.graph == "auto" and device.type != "cuda":
-            blocker = f"the model is on {device}, and CUDA graphs need a CUDA device."
-        blocker = blocker or _why_not_scripted(state)
-        if blocker and options.graph != "off":
-            self._fallback.refuse(blocker)
+        if options.graph != "off" and (problem := _why_not_on(device, options) or blocker or _why_not_scripted(state)):
+            self._fallback.refuse(problem)
 
     @property
     def captures(self) -> int:
@@ -344,8 +337,10 @@ class Engine:
             torch.cuda.empty_cache()  # memory that is cached for the capture stream would serve no other one
 
     def _on_stream(self, fn: Callable[[], Any], context: AbstractContextManager[Any] = nullcontext()) -> Any:  # noqa: B008 - has no state
-        """Return copies of what `fn` returns, called on the capture stream: what autograd and cuBLAS keep per stream
-        then exists once."""
+        """Call `fn` on the capture stream and return copies of its outputs.
+
+        Autograd and cuBLAS keep memory for each stream. With one stream for eager calls and captures they do so once.
+        """
         with Undo() as undo:
             undo.note(modes())
             if self._fallback.refused:
@@ -405,6 +400,19 @@ class Engine:
 _NOT_CAPTURED = object()  # None may be what a function returns
 _EARLY_PREFLIGHTS = 8  # layouts; if there are more, most of them have only one call
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns
+
+
+def _check_verify(options: Options, ranks: Ranks, name: str) -> None:
+    if options.verify and ranks.wrappers:
+        raise NotImplementedError(
+            f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
+            "Verify with one process, without DistributedDataParallel."
+        )
+
+
+def _why_not_on(device: torch.device, options: Options) -> str:
+    needs_cuda = options.graph == "auto" and device.type != "cuda"
+    return f"the model is on {device}, and CUDA graphs need a CUDA device." if needs_cuda else ""
 
 
 def _why_not_scripted(state: TrainingState) -> str:

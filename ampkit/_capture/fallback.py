@@ -48,14 +48,14 @@ class Fallback:
         return CaptureError(f"{self._name}: {reason}")
 
     def refuse(self, reason: str) -> None:
-        """Have every call be eager, for a reason known before the first one. Warn, or raise a `CaptureError`."""
+        """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""
         if self.raises:
             raise self.error(reason)
         self.refused = self.failure = reason
         self._warn(f"{reason} {_GOES_ON}; graph='off' says so without a warning.")
 
     def refuse_wrong_graph(self, problem: str, outputs: Any) -> None:
-        """Have every call be eager, since a replay did not do what this step did. Warn, or raise a `StepDoneError`."""
+        """Make every call eager, since a replay did not do what this step did. Warn, or raise a `StepDoneError`."""
         self.refused = self.failure = problem
         if self.raises:
             raise self.step_done_error(problem, outputs)
@@ -66,7 +66,7 @@ class Fallback:
         return StepDoneError(f"{self._name}: {problem} This step was done, as eager computes it.", outputs)
 
     def give_up(self, layout: Layout, reason: str, error: CaptureError, *, is_last: bool) -> None:
-        """Have the calls of one layout be eager. Warn, or raise a `CaptureError`.
+        """Make the calls of one layout eager. Warn, or raise a `CaptureError`.
 
         Args:
             layout: which one.

@@ -41,7 +41,7 @@ class Writes:
             self._copies += [_FlagCopy(found, device) for device, found in flags.items()]
 
     def paths(self) -> set[str]:
-        """Return the paths of what the calls have changed so far. Waits until the device is done with them."""
+        """Return the paths of the tensors that the calls have changed so far. Waits for the device."""
         for copy in self._copies:
             self._paths |= copy.paths()
         self._copies = []

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from .._torch.compile import noticing_compiled_code
-from .call_record import CallRecorder, Record, first_difference
+from .call_record import OperationRecorder, Record, first_difference
 from .capture_query import recording
 
 _MOST_MISSED = 4  # calls; after that many, the profiler or the thread that is in the way is expected to stay
@@ -17,7 +17,7 @@ class Rehearsal:
     that is neither its input nor declared state, such as a number that changes on the host.
 
     Args:
-        lenient: see `CallRecorder`.
+        lenient: see `OperationRecorder`.
     """
 
     def __init__(self, lenient: bool) -> None:
@@ -55,7 +55,7 @@ class Rehearsal:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Context of the eager call."""
-        recorder = CallRecorder(self._numbers, self._lenient)
+        recorder = OperationRecorder(self._numbers, self._lenient)
         with recording(), nullcontext() if self.unseen else recorder:
             yield
         self._eager = recorder.record
@@ -69,7 +69,7 @@ class Rehearsal:
             with recording():
                 yield
             return
-        recorder = CallRecorder(self._numbers, self._lenient)
+        recorder = OperationRecorder(self._numbers, self._lenient)
         with recording(), recorder:
             yield
         self._captured = recorder.record

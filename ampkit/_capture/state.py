@@ -53,7 +53,7 @@ class Settings(NamedTuple):
         return {MODES: self.modes, GRADIENTS: self.gradients, **dict(self.host), **dict(read)}
 
     def changed(self, new: "Settings") -> list[str]:
-        """Return the names of what differs from `new`."""
+        """Return the names of the settings that differ from `new`."""
         old, now = self.named(), new.named()
         return [name for name in {**old, **now} if name not in old or name not in now or old[name] != now[name]]
 

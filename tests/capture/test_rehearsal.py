@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._capture import capture_query as _capturing
-from ampkit._capture.call_record import CallRecorder, first_difference
+from ampkit._capture.call_record import OperationRecorder, first_difference
 
 Engine = tuple[str, str]
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -214,11 +214,11 @@ def test_a_profiler_of_the_users_works(engine: Engine, tmp_path: Path) -> None:
 def test_a_recorder_leaves_nothing_behind() -> None:
     """Modes, torch's functions and its observer are as they were, behind an error too; a nested one sees nothing."""
     has = torch.overrides.has_torch_function
-    with pytest.raises(ZeroDivisionError), CallRecorder() as failed:
+    with pytest.raises(ZeroDivisionError), OperationRecorder() as failed:
         torch.ones(2) / (1 // 0)
     assert failed.record is None
-    with CallRecorder() as outer:
-        with CallRecorder() as inner:
+    with OperationRecorder() as outer:
+        with OperationRecorder() as inner:
             torch.ones(2) * 2
         torch.ones(2) + 1
     assert inner.record is None
@@ -232,7 +232,7 @@ def test_a_difference_names_both_operations() -> None:
     """The message has the line, what the capture ran, and what the eager call did."""
 
     def record(factor: float, dims: int) -> Any:
-        with CallRecorder() as recorder:
+        with OperationRecorder() as recorder:
             x = torch.ones(3, 4).mul(factor)
             x.sum(dims)
         return recorder.record
@@ -250,7 +250,7 @@ def test_attention_is_as_fast_under_a_recorder() -> None:
     """nn.TransformerEncoderLayer asks for function modes, and would take slower kernels under one."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x = torch.randn(2, 3, 8)
-    with torch.no_grad(), CallRecorder() as recorder:
+    with torch.no_grad(), OperationRecorder() as recorder:
         layer(x)
     assert recorder.record is not None
     assert "aten::_transformer_encoder_layer_fwd" in {op.text.partition("(")[0] for op in recorder.record.threads[0]}

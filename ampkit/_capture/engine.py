@@ -115,9 +115,8 @@ class Engine:
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
         )
         self._eager: Counter[str] = Counter()
-        self._unverified = options.verify
         self._told_since: int | None = None  # the number of a call
-        self.replays = 0
+        self._unverified, self.replays = options.verify, 0
         if options.graph != "off" and (problem := _why_not_on(device, options) or blocker or _why_not_scripted(state)):
             self._fallback.refuse(problem)
 

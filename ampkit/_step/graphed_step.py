@@ -123,8 +123,7 @@ def graphed_step(
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     if max_norm is not None:
         max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
-    if buckets is not None and not isinstance(buckets, Buckets):
-        raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
+    _check_buckets(buckets)
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     _check_observer(numerics)
     policy = read_policy("graphed_step", policy)
@@ -309,6 +308,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
+
+
+def _check_buckets(buckets: object) -> None:
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
 
 
 def _check_observer(numerics: object) -> None:

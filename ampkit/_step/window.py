@@ -65,7 +65,7 @@ class Window:
         self._size = size
         self.count = 0
         self._accumulated: tuple[int, ...] = ()
-        self._observed = False
+        self._observed: bool | None = None  # whether the observer measures in this window; None before it was asked
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None = None) -> StepOutput:
         """Do one micro-batch; step the optimizer if it is the last one of the window.
@@ -74,26 +74,26 @@ class Window:
         micro-batch. Only an exception that says that nothing was done leaves the window as it was.
         """
         if place is not None and place.first:
-            self.count, self._accumulated = 0, ()
-        if self._observer is not None and not self.count:
-            self._observed = self._observer.begin()
+            self._begin()
+        if self._observed is None:
+            self._observed = self._observer is not None and self._observer.begin()
         last = self.count + 1 == self._size if place is None else place.last
         parts = () if place is None else place.parts
-        before, failure = (self.count, self._accumulated), None
-        self.count, self._accumulated = 0, ()
+        before, failure = (self.count, self._accumulated, self._observed), None
+        self._begin()
         try:
-            out, accumulated = self.call(args, kwargs, Phase(last, before[1], self._observed, parts))
+            out, accumulated = self.call(args, kwargs, Phase(last, before[1], before[2], parts))
         except StepDoneError as error:
             (out, accumulated), failure = error.outputs, error
         except (InputMismatch, CaptureError, NoStepError):
-            self.count, self._accumulated = before
+            self.count, self._accumulated, self._observed = before
             raise
         # The caller's autocast, if there is one, would go on with casts of weights that this step has changed.
         torch.clear_autocast_cache()
         if last:
             self._stepped(out.grad_norm)
         else:
-            self.count, self._accumulated = before[0] + 1, accumulated
+            self.count, self._accumulated, self._observed = before[0] + 1, accumulated, before[2]
         if failure is not None:
             raise failure
         return out
@@ -106,10 +106,14 @@ class Window:
         """
         if not self.count:
             return
-        accumulated, self.count, self._accumulated = self._accumulated, 0, ()
-        norm, _ = self._run(reason, lambda: self._step.flush(accumulated, self._observed))
+        accumulated, observed = self._accumulated, bool(self._observed)
+        self._begin()
+        norm, _ = self._run(reason, lambda: self._step.flush(accumulated, observed))
         torch.clear_autocast_cache()
         self._stepped(norm)
+
+    def _begin(self) -> None:
+        self.count, self._accumulated, self._observed = 0, (), None
 
     def _stepped(self, grad_norm: Tensor | None) -> None:
         # A capture leaves tensors there that lie in the memory of one graph. Replays of other graphs do not write them.

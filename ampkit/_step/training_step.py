@@ -16,6 +16,7 @@ from .._torch.tensors import foreach_copy_
 from .._undo import Undo
 from .observer import Observer
 from .outputs import mapped_outputs
+from .parameters import Parameters
 from .working_weights import WorkingWeights
 
 
@@ -105,6 +106,7 @@ class TrainingStep:
     ) -> None:
         self._loss_fn = loss_fn
         self._model = model
+        self._parameters = Parameters(model)
         self._optimizer = optimizer
         self._policy = policy
         self.scaler = scaler
@@ -151,7 +153,7 @@ class TrainingStep:
     def _run(
         self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], weights: AbstractContextManager[None]
     ) -> tuple[StepOutput, tuple[int, ...]]:
-        params = list(self._model.parameters())
+        params = self._parameters.listed()
         observed = self.observer.observing() if self.observer is not None and phase.observed else nullcontext()
         with Undo() as undo:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
@@ -179,7 +181,7 @@ class TrainingStep:
         Returns:
             The gradient norm, and whether the step was skipped; see `StepOutput`.
         """
-        params = list(self._model.parameters())
+        params = self._parameters.listed()
         with Undo() as undo:
             undo.note(_clear_gradients, params)
             self._restore_gradients(params, accumulated)

@@ -127,10 +127,10 @@ class Engine:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own. To be called in this engine's `turn`."""
+        start = self._mark_start() if self._starts_to_mark else None
+        spec, leaves = read_batch(args, kwargs, self._device)  # raises the same errors with and without graphs
         if self._fallback.refused or captures.recorded:
             return self._call_without_key(phase, args, kwargs)
-        start = self._mark_start() if self._starts_to_mark else None
-        spec, leaves = read_batch(args, kwargs, self._device)
         if self._state.generation() is not self._surroundings.generation:
             self._adapt()
         key = Key(spec, phase, self._surroundings.number)

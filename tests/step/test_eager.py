@@ -9,7 +9,6 @@ from harness import ENGINES
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._capture import engine as _engine
 
 
 class Counting(nn.Module):
@@ -49,12 +48,19 @@ def refused(engine: tuple[str, str], loss_fn: Any = reads_its_loss) -> tuple[amp
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_key_is_made(engine: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """R5: nobody asks for the layout of the batch or for the state, which decide about graphs only."""
+    """R5: nobody looks at the state, which decides about graphs only."""
     step, _, x = refused(engine)
-    monkeypatch.setattr(_engine, "read_batch", None)
     monkeypatch.setattr(step._engine._state, "generation", None)
     step(x)
     assert step.report().eager["cannot be captured"] == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_batch_is_checked_all_the_same(engine: tuple[str, str]) -> None:
+    """What a graph could not take is refused eagerly too, so that a loop does not depend on whether it is captured."""
+    step, _, x = refused(engine)
+    with pytest.raises(ampkit.InputMismatch, match=r"batch\[0\] requires grad"):
+        step(x.clone().requires_grad_())
 
 
 @pytest.mark.parametrize("engine", ENGINES)

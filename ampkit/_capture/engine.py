@@ -228,7 +228,7 @@ class Engine:
     def _agreed_stage(self, key: Key, layout: Layout) -> Stage:
         """Return what all ranks do in this call: warm up (COLD), capture (WARM), or call eagerly (REFUSED)."""
         stage = layout.stage
-        problem = layout.problem if stage is Stage.WARM else self._note(key, layout)
+        problem = (layout.problem if stage is Stage.WARM else "") or self._note(key, layout)
         all_want, all_can = self._ranks.decide(stage is Stage.WARM, not problem, settled=False)
         if stage is not Stage.REFUSED and not all_can:
             self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))

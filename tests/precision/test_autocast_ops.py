@@ -18,7 +18,7 @@ from autocast_samples import (
     on_fake_cuda,
     outcome,
 )
-from harness import DEVICES, VERSION, bits, deterministic
+from harness import DEVICES, NO_PRIMITIVE, VERSION, bits, deterministic, onednn_computes_in
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,6 +42,7 @@ FAKE_OPS = [op for op in samples.exercised("cuda") if op not in NO_FAKE and RULE
 
 # How many of the outputs are results; the rest is memory that the kernel reserves, and random-number state.
 RESULTS = {"_cudnn_rnn": 3, "_scaled_dot_product_flash_attention": 2}
+ONEDNN_LSTM = "mkldnn_rnn_layer"  # only oneDNN computes it; for all else on the CPU, torch has kernels of its own
 
 
 def by_hand(op: str, rule: str, call: Call, low: torch.dtype) -> Any:
@@ -103,6 +104,11 @@ def test_equals_the_cast_by_hand(device, op):
             if not refused:
                 kernels += 1
                 assert_equal(results(op, got), results(op, want), f"{low}, inputs {dtypes}")
+            elif op == ONEDNN_LSTM:
+                assert NO_PRIMITIVE in refused
+                assert not onednn_computes_in(low)
+    if op == ONEDNN_LSTM and not kernels:
+        pytest.skip("oneDNN has no LSTM kernel for float16 or bfloat16 on this CPU")
     assert kernels, "there is no kernel in either dtype"
     samples.ran[device].add(op)
 
@@ -146,7 +152,7 @@ def test_gradients_equal_those_of_the_cast_by_hand(device, op, low):
 
 
 def test_lower_ops_compute_in_both_dtypes():
-    """A1: what the comparison above cannot tell from a refusal: on the CPU only oneDNN's LSTM may lack float16."""
+    """A1: what the comparison above cannot tell from a refusal: an LSTM lacks the dtypes that oneDNN lacks."""
     missing = set()
     for op in samples.exercised("cpu"):
         for low in LOW if RULE["cpu"][op] == "lower" else []:
@@ -155,7 +161,7 @@ def test_lower_ops_compute_in_both_dtypes():
                 got, error = outcome(lambda call=call, op=op: samples.overload(op)(*call.args, **call.kwargs))
             missing |= {(op, low)} if error else set()
             assert error or {x.dtype for x in results(op, got)} == {low}
-    assert missing <= {("mkldnn_rnn_layer", torch.float16)}
+    assert missing <= {(ONEDNN_LSTM, low) for low in LOW if not onednn_computes_in(low)}
 
 
 @pytest.mark.parametrize("device", KINDS)
@@ -289,6 +295,8 @@ SPELLED = [
 def test_spelling(device, op, name):
     """A5: functional, linalg, special and method spellings follow the rule too, bit by bit."""
     rule, low, function = RULE[device][op], torch.bfloat16, spellings(op)[name]
+    if op == ONEDNN_LSTM and not onednn_computes_in(low):
+        pytest.skip("oneDNN has no LSTM kernel for bfloat16 on this CPU")
     call = inputs_of(op, (torch.float32,) if rule == "lower" else (low,), device)
     cast = samples.cast(call, low if rule in ("lower", "promote") else torch.float32)
     with torch.no_grad():
@@ -426,9 +434,10 @@ def test_module(device, low, name):
         used = torch.float16 if device == "cuda" and name in CUDNN_MODULES else low
         want, refused = outcome(lambda: module.to(used)(*samples.cast(args, used)))
     assert not refused
-    if error:  # by hand another kernel runs; autocast always takes oneDNN's, which few CPUs have in float16
-        assert (device, name, low) == ("cpu", "LSTM", torch.float16)
-        assert "primitive" in error
+    if error:  # by hand a kernel of torch's own runs; autocast always takes oneDNN's, which not every CPU has
+        assert (device, name) == ("cpu", "LSTM")
+        assert not onednn_computes_in(low)
+        assert NO_PRIMITIVE in error
     elif name in FLOAT32_MODULES[device]:
         assert {x.dtype for x in samples.tensors(got)} == {torch.float32}
     elif (device, name) == ("cuda", "MultiheadAttention"):  # softmax inside runs in float32, by hand it does not

@@ -17,6 +17,18 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])  # of to
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 # The engine under test: emulated on the CPU, real graphs on a GPU.
 ENGINES = [("cpu", "emulate"), pytest.param(("cuda", "auto"), marks=pytest.mark.cuda)]
+NO_PRIMITIVE = "could not create a primitive"  # how oneDNN refuses what it has no kernel for
+
+
+def onednn_computes_in(low: torch.dtype) -> bool:
+    """Return whether oneDNN, which torch uses on the CPU, has kernels for float16 or bfloat16 on this CPU.
+
+    On x86, bfloat16 needs AVX-512 and float16 needs AVX512-FP16; AVX-NE-CONVERT is enough for both. Without kernels in
+    oneDNN, torch convolves in its own. An LSTM under autocast goes to oneDNN all the same, because torch chooses before
+    autocast casts the float32 inputs: it fails with NO_PRIMITIVE.
+    """
+    name = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}[low]
+    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, name)()
 
 
 def allow_inductor_warnings(test: Callable[..., None]) -> Callable[..., None]:

@@ -2,12 +2,10 @@
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from numbers import Number
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -95,16 +93,14 @@ class OperationRecorder:
     @contextmanager
     def _recording(self) -> Iterator[None]:
         self.record = None
-        with tempfile.TemporaryDirectory(prefix="ampkit-") as folder:
-            file = Path(folder, "trace.json")
-            with execution_trace(str(file)) as works:
-                if works:
-                    exit_mark(enter_mark(_FIRST))  # shows in the trace which thread this is
-                with self._calls_noted() if works else nullcontext():
-                    yield
-            if works:
-                calls = [] if self._calls is None else self._calls.made
-                self.record = _parsed(list(_read_entries(file.read_text(errors="replace"))), calls, self._lenient)
+        with execution_trace() as trace:
+            if trace.begun:
+                exit_mark(enter_mark(_FIRST))  # shows in the trace which thread this is
+            with self._calls_noted() if trace.begun else nullcontext():
+                yield
+        if trace.begun:
+            calls = [] if self._calls is None else self._calls.made
+            self.record = _parsed(list(_read_entries(trace.text)), calls, self._lenient)
 
     @contextmanager
     def _calls_noted(self) -> Iterator[None]:
@@ -189,7 +185,7 @@ class _Entry(NamedTuple):
 
 def _read_entries(text: str) -> Iterator[Any]:
     """Yield the entries of a trace. It is no valid JSON: commas are missing where several threads wrote at a time."""
-    decoder, place = json.JSONDecoder(), text.find("[") + 1
+    decoder, place = json.JSONDecoder(), max(0, text.find('"nodes": ['))  # behind the head of the file
     while (start := text.find("{", place)) >= 0:
         try:
             entry, place = decoder.raw_decode(text, start)

@@ -1,12 +1,15 @@
 """What a capture records is compared with the eager call before it; user code does not learn that it is captured."""
 
-import json
 import random
+import subprocess
+import sys
 import time
 import types
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,25 +193,137 @@ def test_compiled_code_is_compared_by_its_identity(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_profiler_of_the_users_works(engine: Engine, tmp_path: Path) -> None:
-    """The user's profiler records through rehearsal and capture; with the user's own execution trace nothing can be
-    compared, which is said.
-    """
+def test_a_profiler_of_the_users_works(engine: Engine) -> None:
+    """The user's profiler records through rehearsal and capture."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         _, step = trained(nn.Linear(6, 1), engine, engine[1], on_failure="raise")
     assert step.replays == 9
     assert any(event.key == "aten::addmm" for event in profiler.key_averages())
 
-    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
-    observer.start()
+
+def test_an_execution_trace_of_the_users_works(tmp_path: Path) -> None:
+    """With it nothing can be compared, which is said. In a process with one thread, ampkit's own is gone before."""
+    node = alone(_USERS_TRACE, str(tmp_path / "trace.json"))
+    assert node.split() == ["captures", "1", "traced", "True"]
+
+
+# ampkit registers torch's observer for good in a process with several threads, as this one may have.
+_USERS_TRACE = """
+import json, sys, warnings
+import torch, ampkit
+from torch import nn
+
+def captures():
+    model = nn.Linear(6, 1)
+    step = ampkit.graphed_step(
+        lambda m, x: m(x).mean(), model, torch.optim.SGD(model.parameters(), fused=True), graph="emulate"
+    )
+    for _ in range(8):
+        step(torch.ones(2, 6))
+    return step.captures
+
+captures()
+observer = torch.profiler.ExecutionTraceObserver().register_callback(sys.argv[1])
+observer.start()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print("captures", captures())
+assert any("ExecutionTraceObserver" in str(warning.message) for warning in caught)
+observer.stop()
+observer.unregister_callback()
+print("traced", any(node["name"] == "aten::addmm" for node in json.load(open(sys.argv[1]))["nodes"]))
+"""
+
+
+def alone(code: str, *argv: str) -> str:
+    """Run code in a process of its own; return what it printed."""
+    run = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", code, *argv],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout
+
+
+def test_threads_that_compute_meanwhile_do_not_crash() -> None:
+    """Other threads run operations while records begin and end. On 595f9e4 this ended in a segmentation fault."""
+    assert alone(_BUSY_THREADS).split() == ["180", "equal"]
+
+
+_BUSY_THREADS = """
+import threading
+import torch
+from ampkit._capture.call_record import OperationRecorder, first_difference
+
+ended = False
+
+def compute():
+    x = torch.ones(8, 8)
+    while not ended:
+        (x + x).sum()
+
+threads = [threading.Thread(target=compute) for _ in range(2)]
+for thread in threads:
+    thread.start()
+records = []
+for i in range(200):
     try:
-        with pytest.warns(ampkit.CaptureWarning, match="ExecutionTraceObserver"):
-            _, step = trained(nn.Linear(6, 1), engine, engine[1])
-        assert step.captures == 1
-    finally:
-        observer.stop()
-        observer.unregister_callback()
-    assert any(node["name"] == "aten::addmm" for node in json.loads((tmp_path / "trace.json").read_text())["nodes"])
+        with OperationRecorder() as recorder:
+            torch.ones(3).mul(2).sum()
+            i // (i % 10)  # each tenth record is not read
+        records.append(recorder.record)
+    except ZeroDivisionError:
+        pass
+ended = True
+for thread in threads:
+    thread.join()
+print(len(records), "equal" if not any(first_difference(records[0], other) for other in records) else "different")
+"""
+
+
+def test_an_operation_across_two_records_does_not_crash() -> None:
+    """A thread loads data in a `record_function`, as DataLoader does, from one record to the next: no segmentation
+    fault, as on 595f9e4, and each record has what ran in it.
+    """
+    assert alone(_ACROSS).split() == ["1", "1", "gone"]
+
+
+_ACROSS = """
+import threading
+import torch
+from torch.autograd.profiler import record_function
+from ampkit._capture.call_record import OperationRecorder
+from ampkit._torch import execution_trace
+
+entered, leave, left = threading.Event(), threading.Event(), threading.Event()
+
+def load():
+    with record_function("enumerate(DataLoader)"):
+        entered.set()
+        leave.wait()
+    for _ in range(20):
+        torch.ones(3) + 2
+    left.set()
+
+thread = threading.Thread(target=load)
+with OperationRecorder() as first:
+    thread.start()
+    entered.wait()
+    torch.ones(3).mul(2)
+with OperationRecorder() as second:
+    torch.ones(3).mul(2)
+    leave.set()
+    left.wait()
+for recorder in (first, second):
+    print(sum(op.text.startswith("aten::mul") for op in recorder.record.threads[0]))
+thread.join()
+with OperationRecorder():
+    torch.ones(3)
+print("there" if execution_trace._registered[0].is_registered() else "gone")
+"""
 
 
 def test_a_recorder_leaves_nothing_behind() -> None:
@@ -285,10 +400,8 @@ def test_the_net_changes_neither_kernels_nor_memory(monkeypatch: pytest.MonkeyPa
     assert len(found[0][1]) > 10
 
 
-def _no_trace(path: str) -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext(False)
+def _no_trace() -> Any:
+    return nullcontext(SimpleNamespace(begun=False))
 
 
 # ---------------------------------------------------------------------------- torch.cuda.is_current_stream_capturing

@@ -8,7 +8,6 @@ import copy
 import gc
 import os
 import sys
-import tempfile
 import threading
 import types
 import warnings
@@ -388,8 +387,8 @@ def process_state() -> dict[str, Any]:
 
 
 def trace_works() -> bool:
-    with tempfile.TemporaryDirectory() as folder, execution_trace(str(Path(folder, "trace.json"))) as works:
-        return works
+    with execution_trace() as trace:
+        return trace.begun
 
 
 def turn_is_free() -> bool:

@@ -112,7 +112,10 @@ class LayoutCapture:
             except CaptureError as error:
                 failure = error
             if not self._ranks.agree(failure is None):
-                raise failure or CaptureError(self._ranks.other_failed)
+                try:
+                    raise failure or CaptureError(self._ranks.other_failed)
+                finally:
+                    del failure  # its traceback refers to this frame: a cycle, which would keep what the step made
             undo.forget()
         return graph, inputs
 

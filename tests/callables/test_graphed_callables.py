@@ -1258,7 +1258,9 @@ def test_g3_close_returns_the_memory() -> None:
         torch.autograd.grad(model(x).sum(), list(model.parameters()))
         assert reserved() > before
         model.forward.close()
-        assert reserved() == before
+        after = reserved()
+        assert after <= before  # less, if something of an earlier test was released in between
+        before = after
 
 
 @pytest.mark.cuda

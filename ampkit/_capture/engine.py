@@ -1,5 +1,6 @@
 """One call of a captured function: a replay of its graph, a step of its warm-up, its capture, or an eager call."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -49,6 +50,9 @@ class Engine:
         blocker: why `fn` cannot be captured, if that is known already; else "".
         name: what messages call it.
         captured: what a graph records: `fn`, or something that leaves the same bits.
+        whole: what is called once nothing is captured any more: `fn`, or something that does what the caller would do
+            behind `fn`, too.
+        why_apart: why the optimizer cannot be captured, if `fn` does not step it and the caller does so behind `fn`.
         watching: returns a context for the call of `fn` that runs under the preflight.
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
         one_argument: whether every call has one argument, the batch.
@@ -70,6 +74,8 @@ class Engine:
         blocker: str,
         name: str,
         captured: Callable[..., Any] | None = None,
+        whole: Callable[..., Any] | None = None,
+        why_apart: str = "",
         watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
         declared: bool = False,
         one_argument: bool = False,
@@ -79,7 +85,7 @@ class Engine:
         captured = captured or fn
         # Two calls at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
-        self._fn = fn
+        self._fn, self._whole = fn, whole or fn
         self._state = state
         self._device = device
         self._options = options
@@ -117,8 +123,8 @@ class Engine:
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays = options.verify, 0
-        if options.graph != "off" and (problem := _why_not_on(device, options) or blocker or _why_not_scripted(state)):
-            self._fallback.refuse(problem)
+        if options.graph != "off":
+            self._fallback.begin(_why_not_on(device, options) or blocker or _why_not_scripted(state), why_apart)
 
     @property
     def captures(self) -> int:
@@ -160,7 +166,7 @@ class Engine:
         reason = self._fallback.refused or "within the capture of another"
         if self._fallback.refused and self._options.graph != "off":
             self._ranks.decide(wants=False, can=True, settled=True)
-        fn = answered(self._fn, self._options.capturing is True)
+        fn = answered(self._whole, self._options.capturing is True)
         return self.run(reason, lambda: fn(phase, *args, **kwargs))
 
     # ----------------------------------------------------------------------------------------------- with a graph
@@ -333,6 +339,9 @@ class Engine:
         """Call on the caller's stream from now on, since there will be no graph. Sync: waits for the device, once."""
         if self._stream is not None:
             self._stream = None
+            # Errors refer to themselves through their tracebacks. What a failed capture made may hold nodes of autograd
+            # that belong to the capture stream, and torch warns where they are used on another one.
+            gc.collect()
             torch.cuda.empty_cache()  # memory that is cached for the capture stream would serve no other one
 
     def _on_stream(self, fn: Callable[[], Any], context: AbstractContextManager[Any] = nullcontext()) -> Any:  # noqa: B008 - has no state
@@ -381,6 +390,7 @@ class Engine:
                 replay_ms=saving.replay_ms,
                 saved_s=saving.seconds,
                 told_since=self._told_since,
+                eager_optimizer=None if self._fallback.refused else self._fallback.why_apart or None,
             )
 
     def close_in_turn(self) -> None:

@@ -34,6 +34,7 @@ class Fallback:
         raises: as given.
         refused: why every call is eager from now on; "" as long as some layout may be captured.
         failure: what could not be captured last, for the report; None if nothing failed.
+        why_apart: why the optimizer is no part of the graphs and steps behind them; "" if it is a part.
     """
 
     def __init__(self, name: str, *, raises: bool, refused: str = "") -> None:
@@ -41,11 +42,21 @@ class Fallback:
         self.raises = raises
         self.refused = refused
         self.failure: str | None = None
+        self.why_apart = ""
         self._warned: set[str] = set()
 
     def error(self, reason: object) -> CaptureError:
         """Return the error that gives this reason."""
         return CaptureError(f"{self._name}: {reason}")
+
+    def begin(self, problem: str, why_apart: str) -> None:
+        """Take note of what is known before the first call: why nothing can be captured, or not the optimizer."""
+        if problem:
+            self.refuse(problem)
+        elif why_apart:
+            self.why_apart = why_apart
+            text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
+            self._warn(f"{why_apart} {text}")
 
     def refuse(self, reason: str) -> None:
         """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""

@@ -8,6 +8,7 @@ import torch
 from .._arguments import check_at_least, check_choice, read_all, read_positive, wrong
 
 GRAPHS = ("auto", "emulate", "off")
+ON_FAILURE = ("parts", "eager", "raise")
 
 
 class Options(NamedTuple):
@@ -15,7 +16,7 @@ class Options(NamedTuple):
 
     graph: str  # "auto", "emulate" or "off"
     warmup: int  # eager calls per key
-    on_failure: str  # "eager" or "raise"
+    on_failure: str  # "parts", "eager" or "raise"
     verify: int  # how many replays are compared with eager calls
     generators: Sequence[torch.Generator]
     max_graphs: int
@@ -31,7 +32,7 @@ class Options(NamedTuple):
         check_choice(where, "graph", self.graph, GRAPHS)
         if not isinstance(self.capturing, bool) and self.capturing != "auto":
             raise wrong(where, "capturing", self.capturing, "'auto', True or False")
-        check_choice(where, "on_failure", self.on_failure, ("eager", "raise"))
+        check_choice(where, "on_failure", self.on_failure, ON_FAILURE)
         check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
         check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")
         check_at_least(where, "max_graphs", self.max_graphs, 1, "graph='off' is for none")

@@ -46,6 +46,8 @@ class Report:
             the graphs for which both are known. It is below 0 if replays are slower.
         told_since: the number of the first call in which code that asks `torch.cuda.is_current_stream_capturing()` was
             told True though nothing was captured, because its other branch cannot be captured; None if there was none.
+        eager_optimizer: why the optimizer steps eagerly behind each graph (`on_failure="parts"`), which the times above
+            then do not include; None if its step is captured, or nothing is to be.
     """
 
     graphs: int
@@ -61,6 +63,14 @@ class Report:
     replay_ms: float | None = None
     saved_s: float | None = None
     told_since: int | None = None
+    eager_optimizer: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """What graphs hold now: "whole", the step; "in parts", all of it but the optimizer's step; "eager", nothing."""
+        if not self.graphs:
+            return "eager"
+        return "in parts" if self.eager_optimizer else "whole"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict that `json` takes."""
@@ -77,6 +87,7 @@ class Report:
         reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]
         told = [f"  from call {self.told_since} on, code that asks whether it is being captured is told so"]
         reasons += told if self.told_since is not None else []
+        reasons += [f"  eager behind each graph: {self.eager_optimizer}"] if self.eager_optimizer else []
         failure = [f"  not captured: {self.failure}"] if self.failure else []
         return "\n".join([head, *times, *graphs, *reasons, *failure])
 

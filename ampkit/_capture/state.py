@@ -355,7 +355,7 @@ class TrainingState:
 
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""
-        return self.scaler is not None and self.scaler.is_undecided()
+        return bool(self.optimizers) and self.scaler is not None and self.scaler.is_undecided()
 
     def rebound_since(self, before: dict[str, Tensor]) -> list[str]:
         """Return the paths that hold another tensor than in `before`, an earlier result of `tensors`."""

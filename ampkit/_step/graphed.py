@@ -32,7 +32,7 @@ def graphed(
     scaler: GradScaler | None = None,
     warmup: int = 3,
     verify: int = 0,
-    on_failure: str = "eager",
+    on_failure: str = "parts",
     graph: str = "auto",
     generators: Sequence[torch.Generator] = (),
     max_graphs: int = 16,
@@ -58,7 +58,7 @@ def graphed(
         scaler: the gradient scaler it uses, if any.
         warmup: as for `graphed_step`.
         verify: as for `graphed_step`. It also finds changes to tensors that belong to no module.
-        on_failure: as for `graphed_step`.
+        on_failure: as for `graphed_step`. A function is captured whole or not at all, so "parts" is as "eager".
         graph: as for `graphed_step`.
         generators: as for `graphed_step`.
         max_graphs: as for `graphed_step`.

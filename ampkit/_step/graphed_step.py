@@ -13,7 +13,6 @@ from .._capture.options import Options
 from .._capture.ranks import Ranks, why_not_sharded
 from .._capture.report import Report
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
-from .._capture.state import TrainingState
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_called, why_not_capturable
@@ -47,7 +46,7 @@ def graphed_step(
     after_step: Callable[[nn.Module], object] | None = None,
     verify: int = 0,
     numerics: Observer | None = None,
-    on_failure: str = "eager",
+    on_failure: str = "parts",
     graph: str = "auto",
     generators: Sequence[torch.Generator] = (),
     max_graphs: int = 16,
@@ -70,8 +69,8 @@ def graphed_step(
         model: a module with all parameters on one device. Put it there, and load its state, before the first call. It
             may be a `DistributedDataParallel` made under a side stream (docs/capture.md). Then all ranks decide
             together whether to capture, and `warmup` is at least 12.
-        optimizer: an optimizer over parameters of `model`. Only Adam, AdamW and SGD with `fused=True`, and optimizers
-            that have a `capturable` option, are captured.
+        optimizer: an optimizer over parameters of `model`. Adam, AdamW and SGD with `fused=True`, and optimizers that
+            have a `capturable` option, are captured. Others step eagerly, behind the graph of forward and backward.
         policy: the dtypes to compute in, see `Policy`. With None, autocast stays as the caller has it. A policy with
             rules for modules must have been put on the model by `policy.apply(model)`.
         scaler: the dynamic loss scale. With None, one is made if the policy computes in float16.
@@ -94,8 +93,10 @@ def graphed_step(
             takes up to eleven steps, and a difference as large as between replays is allowed.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
-        on_failure: "eager": if the step cannot be captured, warn once and go on eagerly. The same happens if no graph
-            is ever used, because the batch or a setting was new in each of 32 calls. "raise": raise `CaptureError`.
+        on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
+            optimizer eagerly behind each graph. If these cannot be captured either, warn once and go on eagerly. The
+            same happens if no graph is ever used, because the batch or a setting was new in each of 32 calls. "eager":
+            go on eagerly in all these cases. "raise": raise `CaptureError` in all these cases.
         graph: "auto": a CUDA graph if the model is on CUDA. "emulate": works on any device, and a replay runs `loss_fn`
             again instead of a graph. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.
@@ -123,17 +124,14 @@ def graphed_step(
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     if max_norm is not None:
         max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
-    _check_buckets(buckets)
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
-    _check_observer(numerics)
+    _check_helpers(buckets, numerics)
     policy = read_policy("graphed_step", policy)
     device = _device(model, policy)
     _check_optimizer(optimizer, model)
     _check_scheduler(scheduler, optimizer)
     refuse_sparse(model, optimizer, max_norm)
-    if graph != "off":
-        _check_capturable(model, loss_fn)
-    blocker = why_not_dense([model]) or why_not_capturable(optimizer)
+    blocker, why_apart = _blockers(model, optimizer, loss_fn, options)
     ranks = Ranks(model, device)
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     step = TrainingStep(
@@ -147,19 +145,22 @@ def graphed_step(
         after_step=follow_up,
         ranks=ranks,
         device=device,
-        capturable=not blocker,
+        capturable=not (blocker or why_apart),
+        apart=bool(why_apart),
         observer=numerics,
     )
     modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
     engine = Engine(
         step,
-        TrainingState(modules, [optimizer], step.scaler, own=step.gradients, rates=[step.groups]),
+        step.state(modules),
         device=device,
         options=options,
         ranks=ranks,
         blocker=blocker,
         name="graphed_step",
         captured=step.captured,
+        whole=step.whole,
+        why_apart=why_apart,
         watching=step.watching,
     )
     return GraphedStep(step, engine, accumulate, scheduler, buckets)
@@ -284,15 +285,22 @@ def _device(model: nn.Module, policy: Policy | None) -> torch.device:
     return next(iter(devices))
 
 
-def _check_capturable(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+def _blockers(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Any], options: Options
+) -> tuple[str, str]:
+    """Return why nothing can be captured, and why all but the optimizer can be; "" in place of each that is not so."""
     for name, part in (("model", model), ("loss_fn", loss_fn)):
-        if cudagraphs_of_its_own(part):
+        if options.graph != "off" and cudagraphs_of_its_own(part):
             raise ValueError(
                 f"graphed_step({name}): it is compiled with CUDA graphs of its own, which cannot be captured in "
                 "another one. Compile it in the default mode, torch.compile(model), or pass graph='off'."
             )
-    if problem := why_not_sharded(model):
+    if options.graph != "off" and (problem := why_not_sharded(model)):
         raise NotImplementedError(f"graphed_step(model): {problem}")
+    blocker, why_apart = why_not_dense([model]), why_not_capturable(optimizer)
+    if blocker or options.on_failure != "parts" or options.graph == "off":
+        return blocker or why_apart, ""
+    return "", why_apart
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -310,12 +318,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             )
 
 
-def _check_buckets(buckets: object) -> None:
+def _check_helpers(buckets: object, numerics: object) -> None:
     if buckets is not None and not isinstance(buckets, Buckets):
         raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
-
-
-def _check_observer(numerics: object) -> None:
     if numerics is not None and not isinstance(numerics, Observer):
         expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
         raise wrong("graphed_step", "numerics", numerics, expected)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.ranks import Ranks
+from .._capture.state import TrainingState
 from .._capture.variation import Part
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
@@ -36,6 +37,11 @@ class StepOutput(NamedTuple):
     aux: Any
     grad_norm: Tensor | None
     skipped: Tensor
+
+
+# What a call of `TrainingStep` returns: the output, and the indices of the parameters that have an accumulated gradient
+# behind the call; None in their place if the call has stepped the optimizer.
+PartOfStep = tuple[StepOutput, tuple[int, ...] | None]
 
 
 class Phase(NamedTuple):
@@ -77,6 +83,7 @@ class TrainingStep:
         ranks: the processes that average gradients, once per window.
         device: where the parameters are.
         capturable: whether the optimizer can be captured.
+        apart: whether the calls do no optimizer step, so that `finish` must be called behind the last one of a window.
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
         observer: measures in the phases that are observed.
 
@@ -101,6 +108,7 @@ class TrainingStep:
         ranks: Ranks,
         device: torch.device,
         capturable: bool,
+        apart: bool = False,
         max_value: float | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -119,6 +127,7 @@ class TrainingStep:
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.groups = CapturableGroups(optimizer, device)
         self._capturable = capturable
+        self._apart = apart
         self.gradients: dict[str, Tensor] = {}
         self._working = WorkingWeights(model)
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
@@ -129,18 +138,24 @@ class TrainingStep:
             observer.attach(model, device)
             self.gradients.update(observer.tensors())
 
-    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> tuple[StepOutput, tuple[int, ...]]:
-        """Do the part of a step that belongs to one micro-batch.
+    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the part of a step that belongs to one micro-batch."""
+        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self._apart)
 
-        Returns:
-            The output, and the indices of the parameters that have an accumulated gradient behind the call.
-        """
-        return self._run(phase, args, kwargs, nullcontext())
-
-    def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> tuple[StepOutput, tuple[int, ...]]:
+    def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
         # DDP has its hooks on the master weights. With working weights it would get their gradients too late.
-        return self._run(phase, args, kwargs, nullcontext() if self._ranks.wrappers else self._working.in_place())
+        weights = nullcontext() if self._ranks.wrappers else self._working.in_place()
+        return self._run(phase, args, kwargs, weights, steps=phase.last and not self._apart)
+
+    def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them."""
+        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last)
+
+    def state(self, modules: dict[str, nn.Module]) -> TrainingState:
+        """Return the state that a call changes, of the model and other modules by the name in messages."""
+        optimizers, rates = ([], []) if self._apart else ([self._optimizer], [self.groups])
+        return TrainingState(modules, optimizers, self.scaler, own=self.gradients, rates=rates)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -151,8 +166,14 @@ class TrainingStep:
             yield
 
     def _run(
-        self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], weights: AbstractContextManager[None]
-    ) -> tuple[StepOutput, tuple[int, ...]]:
+        self,
+        phase: Phase,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weights: AbstractContextManager[None],
+        *,
+        steps: bool,
+    ) -> PartOfStep:
         params = self._parameters.listed()
         observed = self.observer.observing() if self.observer is not None and phase.observed else nullcontext()
         with Undo() as undo:
@@ -170,13 +191,20 @@ class TrainingStep:
                 loss, aux = self._forward(args, kwargs)
                 scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
                 scaled.backward()
-            accumulated: tuple[int, ...] = () if phase.last else self._keep_gradients(params, phase.accumulated)
-            norm, skipped = self._finish(phase.observed) if phase.last else (None, self._not_skipped)
+            accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
+            norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
         aux = mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux")
         return StepOutput(self._output(loss), aux, norm, skipped), accumulated
 
-    def flush(self, accumulated: tuple[int, ...], observed: bool = False) -> tuple[Tensor | None, Tensor]:
-        """Step the optimizer on the accumulated gradients, of the parameters with these indices.
+    def finish(
+        self, accumulated: tuple[int, ...], observed: bool, *, averaged: bool = True
+    ) -> tuple[Tensor | None, Tensor]:
+        """Step the optimizer on the accumulated gradients.
+
+        Args:
+            accumulated: the indices of the parameters that have one.
+            observed: whether the observer measures.
+            averaged: whether DDP has averaged them, as it does in the last backward of a window.
 
         Returns:
             The gradient norm, and whether the step was skipped; see `StepOutput`.
@@ -185,8 +213,8 @@ class TrainingStep:
         with Undo() as undo:
             undo.note(_clear_gradients, params)
             self._restore_gradients(params, accumulated)
-            # DDP averages in the last backward of a window, which this window does not have.
-            self._ranks.average([self.gradients[_name(i)] for i in accumulated])
+            if not averaged:
+                self._ranks.average([self.gradients[_name(i)] for i in accumulated])
             return self._finish(observed)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:

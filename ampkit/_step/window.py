@@ -11,7 +11,7 @@ from .._capture.variation import Part
 from .._errors import CaptureError, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .observer import Observer
-from .training_step import Phase, StepOutput, TrainingStep
+from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 
 
 class Place(NamedTuple):
@@ -36,8 +36,7 @@ class Window:
     """Does one micro-batch per call, and knows how far the window is.
 
     Args:
-        call: `call(args, kwargs, phase)` does one micro-batch, eagerly or as a graph. It returns the output, and the
-            indices of the parameters that have an accumulated gradient behind the call.
+        call: `call(args, kwargs, phase)` does one micro-batch, eagerly or as a graph.
         run: `run(reason, fn)` returns what `fn` returns, called eagerly and counted under this reason.
         step: the training step that `call` does a part of.
         size: how many micro-batches a window has, for callers that do not say where one stands.
@@ -50,7 +49,7 @@ class Window:
 
     def __init__(
         self,
-        call: Callable[..., tuple[StepOutput, tuple[int, ...]]],
+        call: Callable[..., PartOfStep],
         run: Callable[..., Any],
         step: TrainingStep,
         size: int,
@@ -90,10 +89,13 @@ class Window:
             raise
         # The caller's autocast, if there is one, would go on with casts of weights that this step has changed.
         torch.clear_autocast_cache()
+        if accumulated is not None and last:  # the optimizer is no part of the call
+            norm, skipped = self._step.finish(accumulated, bool(before[2]))
+            out = out._replace(grad_norm=norm, skipped=skipped)
         if last:
             self._stepped(out.grad_norm)
         else:
-            self.count, self._accumulated, self._observed = before[0] + 1, accumulated, before[2]
+            self.count, self._accumulated, self._observed = before[0] + 1, accumulated or (), before[2]
         if failure is not None:
             raise failure
         return out
@@ -108,7 +110,7 @@ class Window:
             return
         accumulated, observed = self._accumulated, bool(self._observed)
         self._begin()
-        norm, _ = self._run(reason, lambda: self._step.flush(accumulated, observed))
+        norm, _ = self._run(reason, lambda: self._step.finish(accumulated, observed, averaged=False))
         torch.clear_autocast_cache()
         self._stepped(norm)
 

@@ -41,8 +41,9 @@ class AmpkitCallback(Callback):
         max_graphs: the callback keeps at most this many graphs.
         memory_budget: bytes that all graphs may take together. None sets no limit.
         verify: compare this many replays, the first ones, with eager steps, bit by bit.
-        on_failure: "eager" warns and trains eagerly if nothing can be captured, or if the batch or a setting was new
-            in each of 32 calls. "raise" raises `CaptureError` instead.
+        on_failure: "parts" warns if the optimizer cannot be captured, captures forward and backward, and steps it
+            eagerly behind each graph. If nothing can be captured, or if the batch or a setting was new in each of 32
+            calls, it warns and trains eagerly. "eager" does so in all these cases. "raise" raises `CaptureError`.
         numerics: measure what `ampkit.debug.numerics` does, once in this many optimizer steps. None measures nothing.
         memory: record what takes the memory in one of the first eager steps, as `ampkit.debug.memory` does.
 
@@ -66,7 +67,7 @@ class AmpkitCallback(Callback):
         max_graphs: int = 16,
         memory_budget: int | None = None,
         verify: int = 0,
-        on_failure: str = "eager",
+        on_failure: str = "parts",
         numerics: int | None = None,
         memory: bool = False,
     ) -> None:

@@ -20,6 +20,7 @@ from .._capture.ranks import Ranks
 from .._capture.report import Report
 from .._errors import AmpkitWarning
 from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import why_not_capturable
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
 from .._torch.optimizers import supports_amp_scaling
@@ -155,6 +156,9 @@ class Fit:
             or why_not_optimizer(optimizer)
             or why_not_parameters(self._module, optimizer, self.device)
         )
+        why_apart = why_not_capturable(optimizer)
+        if self._options.on_failure != "parts" or self._options.graph == "off":
+            problem, why_apart = problem or why_apart, ""
         if problem:
             self._leave_to_lightning(problem)
             self._give_up(f"{problem} Lightning trains without ampkit.")
@@ -177,6 +181,7 @@ class Fit:
             clip=clip,
             options=self._options,
             observer=self._measurements.observer(self._module),
+            why_apart=why_apart,
             give_up=lambda text: self._give_up(f"{text} Training goes on eagerly."),
         )
 

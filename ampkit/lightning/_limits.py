@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from .._capture.ranks import why_not_sharded
-from .._optimizer.step_kind import broken_kernel, why_not_called, why_not_capturable
+from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._torch.compile import cudagraphs_of_its_own
 from ._host_state import HostReads
 
@@ -86,7 +86,7 @@ def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Return why ampkit cannot step this optimizer, "" if it can."""
     if not any(group["params"] for group in optimizer.param_groups):
         return "configure_optimizers returned no optimizer with parameters."
-    return why_not_called(optimizer) or broken_kernel(optimizer) or why_not_capturable(optimizer)
+    return why_not_called(optimizer) or broken_kernel(optimizer)
 
 
 def why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:

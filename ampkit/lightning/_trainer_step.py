@@ -11,12 +11,11 @@ from .._capture.engine import Engine
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
-from .._capture.state import TrainingState
 from .._capture.variation import Part
 from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer
-from .._step.training_step import Phase, StepOutput, TrainingStep
+from .._step.training_step import PartOfStep, Phase, StepOutput, TrainingStep
 from .._step.window import NoStepError, Place, Window
 from .._torch.tree import tree_flatten
 from . import _log_calls
@@ -69,6 +68,7 @@ class TrainerStep:
         clip: how to clip.
         options: see `Options`.
         observer: measures some of the steps; None if nothing does.
+        why_apart: why the optimizer cannot be captured and steps eagerly behind each graph; "" if it can.
         give_up: called with the reason when no further call will be captured. It issues a warning, or raises.
 
     Attributes:
@@ -89,6 +89,7 @@ class TrainerStep:
         clip: Clip,
         options: Options,
         observer: Observer | None,
+        why_apart: str,
         give_up: Callable[[str], None],
     ) -> None:
         self._forward = forward
@@ -110,21 +111,11 @@ class TrainerStep:
             after_step=None,
             ranks=self._ranks,
             device=device,
-            capturable=True,
+            capturable=not why_apart,
+            apart=bool(why_apart),
             observer=observer,
         )
-        self._engine = Engine(
-            self._step,
-            TrainingState({"model": module}, [optimizer], scaler, own=self._step.gradients, rates=[self._step.groups]),
-            device=device,
-            options=options,
-            ranks=self._ranks,
-            blocker="",
-            name="AmpkitCallback",
-            captured=self._step.captured,
-            watching=self._step.watching,
-            one_argument=True,
-        )
+        self._engine = self._make_engine(device, options, why_apart)
         self._log = _log_calls.LogForwarder(module, device)
         self._turn = self._engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
@@ -135,6 +126,22 @@ class TrainerStep:
         self._why_eager = ""  # why no further call is captured
         self.grad_norm: Tensor | None = None
         self.backward_done = False
+
+    def _make_engine(self, device: torch.device, options: Options, why_apart: str) -> Engine:
+        return Engine(
+            self._step,
+            self._step.state({"model": self._module}),
+            device=device,
+            options=options,
+            ranks=self._ranks,
+            blocker="",
+            name="AmpkitCallback",
+            captured=self._step.captured,
+            whole=self._step.whole,
+            why_apart=why_apart,
+            watching=self._step.watching,
+            one_argument=True,
+        )
 
     @property
     def replays(self) -> int:
@@ -179,15 +186,13 @@ class TrainerStep:
 
     # ------------------------------------------------------------------------------------------- the call of the engine
 
-    def _guarded_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase
-    ) -> tuple[StepOutput, tuple[int, ...]]:
+    def _guarded_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> PartOfStep:
         """Take the place of the engine while calls are checked, and once no further call will be captured."""
         if self._calls_to_check:
             return self._checked_call(phase, args[0])
         return self._call_or_stay_eager(phase, args[0])
 
-    def _call_or_stay_eager(self, phase: Phase, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
+    def _call_or_stay_eager(self, phase: Phase, batch: Any) -> PartOfStep:
         if not self._why_eager:
             try:
                 return self._engine((batch,), {}, phase)  # type: ignore[no-any-return]  # what the step returns
@@ -195,7 +200,7 @@ class TrainerStep:
                 self._stay_eager(_not_comparable(batch) or str(error))
         if self._captures:
             self._ranks.decide(wants=False, can=True, settled=True)  # other ranks may vote in this call
-        return self._engine.run("cannot be captured", lambda: self._step(phase, batch))  # type: ignore[no-any-return]  # what the step returns
+        return self._engine.run("cannot be captured", lambda: self._step.whole(phase, batch))  # type: ignore[no-any-return]  # what the step returns
 
     def _loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[_log_calls.Template, list[Tensor]]]:
         with _log_calls.recorded(self._module) as log_calls:
@@ -220,7 +225,7 @@ class TrainerStep:
 
     # ------------------------------------------------------------------------------------------- checks in the warm-up
 
-    def _checked_call(self, phase: Phase, batch: Any) -> tuple[StepOutput, tuple[int, ...]]:
+    def _checked_call(self, phase: Phase, batch: Any) -> PartOfStep:
         """Call, and check that the result of `training_step` depends on its batch and tensors only."""
         self._calls_to_check -= 1
         self._problem = self._problem or _not_comparable(batch)

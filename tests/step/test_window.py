@@ -51,7 +51,9 @@ def made(size: int = 3) -> tuple[Window, Calls, Observer, list[str]]:
     """Return a window, what it calls, its observer, and a list of what follows from its steps."""
     calls, observer, steps = Calls(), Observer(), list[str]()
     step: Any = SimpleNamespace(
-        scaler=ampkit.GradScaler("cpu", enabled=False), observer=observer, flush=lambda *given: (torch.ones(()), given)
+        scaler=ampkit.GradScaler("cpu", enabled=False),
+        observer=observer,
+        finish=lambda *given, **_: (torch.ones(()), given),
     )
 
     def run(reason: str, fn: Any) -> Any:

@@ -1,0 +1,232 @@
+"""An optimizer that no graph can hold: forward and backward are captured, and it steps eagerly behind them."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic, make_net, training_state
+from torch import Tensor, nn
+
+import ampkit
+
+Engine = tuple[str, str]
+
+
+class Lion(torch.optim.Optimizer):
+    """Evolved sign momentum (arXiv:2302.06675), as users write it: a loop, and numbers on the host."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["step"], state["momentum"] = 0, torch.zeros_like(param)
+                state["step"] += 1
+                rate = group["lr"] * (1 + 1 / state["step"])  # another number in each step
+                param.mul_(1 - rate * group["weight_decay"])
+                param.add_((state["momentum"] * first + param.grad * (1 - first)).sign_(), alpha=-rate)
+                state["momentum"] = state["momentum"] * second + param.grad * (1 - second)  # another tensor each time
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.02)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "muon": muon,
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, fused=False),
+    "lion": Lion,
+}
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor, boost: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y) * boost
+
+
+def batch(device: str, i: int, boost: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(i)
+    x, y = torch.randn(4, 3, 8, 8, generator=random), torch.randint(0, 10, (4,), generator=random)
+    return x.to(device), y.to(device), torch.tensor(boost).to(device)
+
+
+def made(
+    engine: Engine, name: str, options: dict[str, Any]
+) -> tuple[nn.Module, torch.optim.Optimizer, ampkit.GraphedStep]:
+    model = make_net(engine[0])
+    optimizer = OPTIMIZERS[name](model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    torch.manual_seed(5)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, scheduler=schedule, graph=engine[1], **options)
+    return model, optimizer, step
+
+
+def trajectory(engine: Engine, name: str, options: dict[str, Any], overflows: bool) -> tuple[list[Any], Any]:
+    model, optimizer, step = made(engine, name, options)
+    history = []
+    for i in range(11):
+        out = step(*batch(engine[0], i, math.inf if overflows and i in (1, 7) else 1.0))
+        history.append([*training_state(model, optimizer, step.scaler), out.loss, out.grad_norm, out.skipped])
+    step.flush()
+    return [*history, training_state(model, optimizer, step.scaler)], step
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy": "float16", "max_norm": 0.5},
+        {"policy": "bfloat16", "max_norm": 0.5, "accumulate": 2},
+        {"policy": "float16", "accumulate": 3, "after_step": lambda model: model.head.bias.clamp_(-0.1, 0.1)},
+    ],
+    ids=["plain", "scaled", "accumulated", "all"],
+)
+def test_the_bits_of_eager_steps(engine: Engine, name: str, options: dict[str, Any]) -> None:
+    """R2: forward and backward are replayed, under a rate that changes in each step and with skipped steps."""
+    overflows = options.get("policy") == "float16"
+    with warnings.catch_warnings(record=True) as caught, deterministic():
+        warnings.simplefilter("always")
+        expected, _ = trajectory((engine[0], "off"), name, options, overflows)
+        found, step = trajectory(engine, name, options, overflows)
+    assert_same(expected, found)
+    report = step.report()
+    assert (step.replays, report.outcome) == (11 - 3 * options.get("accumulate", 1), "in parts")
+    assert report.failure is None
+    assert "eager behind each graph: " in str(report)
+    told = [str(warning.message) for warning in caught if warning.category is ampkit.CaptureWarning]
+    assert len(told) == 1
+    assert "forward and backward are captured, and the optimizer steps eagerly behind them" in told[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_bits_of_a_loop_of_torch_alone(engine: Engine) -> None:
+    """R2: without clipping and loss scale, the loop that a user writes has the same bits."""
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        model, _, step = made(engine, "lion", {})
+        for i in range(9):
+            step(*batch(engine[0], i))
+        plain = make_net(engine[0])
+        optimizer = Lion(plain.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        torch.manual_seed(5)
+        for i in range(9):
+            optimizer.zero_grad()
+            loss_fn(plain, *batch(engine[0], i)).backward()
+            optimizer.step()
+            schedule.step()
+    assert step.replays == 6
+    assert_same(list(plain.state_dict().values()), list(model.state_dict().values()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_step_hooks_are_called_in_each_step(engine: Engine) -> None:
+    """A fused optimizer with a step hook, which a replay would not call, steps eagerly behind the graph."""
+    model = nn.Linear(4, 2).to(engine[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    with pytest.warns(ampkit.CaptureWarning, match="SGD has step hooks"):
+        step = ampkit.graphed_step(lambda m, x: m(x).square().mean(), model, optimizer, graph=engine[1])
+    for _ in range(8):
+        step(torch.ones(2, 4, device=engine[0]))
+    assert (step.replays, len(steps)) == (5, 8)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_verify_finds_a_wrong_graph_and_the_optimizer_steps_all_the_same(engine: Engine) -> None:
+    """`verify` compares forward and backward; the step whose graph is wrong is a step like any other."""
+    factor = [1.0]
+
+    def scaled(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * factor[0]
+
+    def run(graph: str, verify: int) -> tuple[list[Tensor], ampkit.GraphedStep]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).to(engine[0])
+        factor[0] = 1.0
+        step = ampkit.graphed_step(scaled, model, Lion(model.parameters()), graph=graph, verify=verify)
+        for i in range(8):
+            factor[0] = 1.0 if i < 5 else 2.0
+            step(torch.ones(2, 4, device=engine[0]))
+        return list(model.parameters()), step
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        expected, _ = run("off", 0)
+        found, step = run(engine[1], 4)
+    if engine[1] == "auto":  # the emulated graph calls the function again, which finds the new number
+        assert any("verify: " in str(warning.message) for warning in caught)
+        assert step.report().outcome == "eager"
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_forward_that_cannot_be_captured_is_eager_with_its_optimizer(engine: Engine) -> None:
+    """A second warning says so. From then on gradients are not copied, and the step is one piece."""
+    model = nn.Linear(4, 2).to(engine[0])
+
+    def reads(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        float(loss.detach())
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = ampkit.graphed_step(reads, model, Lion(model.parameters()), graph=engine[1])
+        for _ in range(6):
+            step(torch.ones(2, 4, device=engine[0]))
+    texts = ("steps eagerly behind", "Training goes on eagerly")
+    told = [[text in str(warning.message) for text in texts] for warning in caught]
+    assert told == [[True, False], [False, True]]
+    assert (step.report().outcome, step.report().eager_optimizer) == ("eager", None)
+    before = {name: grad.clone() for name, grad in step._window._step.gradients.items()}
+    step(torch.full((2, 4), 3.0, device=engine[0]))
+    assert_same(list(before.values()), list(step._window._step.gradients.values()), "written to by an eager step")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_whole_step_is_eager_if_asked_for(engine: Engine) -> None:
+    """`on_failure="eager"` captures nothing then, and "raise" raises."""
+    model = nn.Linear(4, 2).to(engine[0])
+    with pytest.raises(ampkit.CaptureError, match="Lion has no form that a graph can hold"):
+        ampkit.graphed_step(loss_fn, model, Lion(model.parameters()), graph=engine[1], on_failure="raise")
+    with pytest.warns(ampkit.CaptureWarning, match="Training goes on eagerly"):
+        step = ampkit.graphed_step(
+            lambda m, x: m(x).mean(), model, Lion(model.parameters()), graph=engine[1], on_failure="eager"
+        )
+    for _ in range(6):
+        step(torch.ones(2, 4, device=engine[0]))
+    assert (step.replays, step.report().outcome) == (0, "eager")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exception_in_the_optimizer_ends_the_window(engine: Engine) -> None:
+    """The step goes on with the next batch: gradients of the one that failed are gone."""
+    model = nn.Linear(4, 2).to(engine[0])
+    optimizer = Lion(model.parameters())
+    with pytest.warns(ampkit.CaptureWarning):
+        step = ampkit.graphed_step(lambda m, x: m(x).square().mean(), model, optimizer, graph=engine[1])
+    x = torch.ones(2, 4, device=engine[0])
+    for _ in range(5):
+        step(x)
+    optimizer.param_groups[0]["betas"] = (0.9, "0.99")
+    with pytest.raises(TypeError):
+        step(x)
+    assert all(param.grad is None for param in model.parameters())
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    before = step.replays
+    step(x)
+    assert step.replays == before + 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ampkit.__main__ import main
+from ampkit._capture import capture_query
 from ampkit._commands.doctor import doctor as _doctor
 from ampkit._commands.doctor.doctor import Diagnosis, DoctorError, diagnose
 from ampkit._commands.doctor.faults import CHECKS, Fault
@@ -292,6 +293,75 @@ def test_fault(script, text):
     """What is planted is found on its line, and nothing else."""
     path, found = script(text)
     assert named(found) == planted(path)
+
+
+OUTCOMES = {
+    "whole": (
+        """
+        def training():
+            model = net()
+            return loss_fn, model, sgd(model), data()
+        """,
+        "graphed_step captures the whole step.",
+        [],
+    ),
+    "in parts": (
+        """
+        class Own(torch.optim.Optimizer):
+            def __init__(self, params):
+                super().__init__(params, {})
+            @torch.no_grad()
+            def step(self, closure=None):
+                for param in self.param_groups[0]["params"]:
+                    param.sub_(param.grad, alpha=0.01 / (1 + float(param.grad.norm())))  # fault: blocking line
+        def training():
+            model = net()
+            return loss_fn, model, Own(model.parameters()), data()
+        """,
+        "graphed_step captures forward and backward, with Own stepping eagerly behind the graph.",
+        [("medium", "optimizer"), ("medium", "blocking line")],
+    ),
+    "eager": (
+        """
+        def loss(model, x, y):
+            found = loss_fn(model, x, y)
+            print(end="" if found > 0 else "!")  # fault: blocking line
+            return found
+        def training():
+            model = net()
+            return loss, model, torch.optim.Adafactor(model.parameters()), data()
+        """,
+        "` it captures forward and backward, with Adafactor stepping eagerly behind the graph.",
+        [("high", "blocking line"), ("medium", "optimizer")],
+    ),
+    "whole on another branch": (
+        """
+        def loss(model, x, y):
+            if not torch.cuda.is_current_stream_capturing():
+                assert x.isfinite().all()  # fault: blocking line
+            return loss_fn(model, x, y)
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """,
+        "graphed_step captures the whole step.",
+        [("low", "blocking line")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_outcome(script, monkeypatch, name):
+    """What graphed_step captures of the step, and what one line would change."""
+    if not torch.cuda.is_available():  # without a driver, torch raises an error where it is asked
+        monkeypatch.setattr(capture_query, "_is_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+    text, note, faults = OUTCOMES[name]
+    path, found = script(text)
+    assert sorted((fault.severity, fault.kind) for fault in found.findings) == sorted(faults)
+    assert {fault.line for fault in found.findings if fault.kind != "optimizer"} == {line for line, _ in planted(path)}
+    assert found.figures["outcome"] == name.removesuffix(" on another branch")
+    assert any(text.endswith(note) for text in found.notes)
 
 
 def test_modules_of_one_line(script):

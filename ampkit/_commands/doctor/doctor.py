@@ -144,6 +144,7 @@ def _examined(diagnosis: Diagnosis, trial: Trial, progress: ProgressBar) -> Diag
     if not trial.is_compared:
         diagnosis.unchecked.append("host state: no two steps had batches of the same layout, so none could be compared")
     diagnosis.findings.sort(key=lambda found: found.rank)
+    _add_outcome(diagnosis, trial)
     progress.show("speed-up by a capture")
     if trial.device.type == "cuda":
         with _unchecked_if_it_fails(diagnosis, "speed-up by a capture"):
@@ -263,9 +264,24 @@ def _configured(name: str, made: Any) -> tuple[Any, Any]:
 # -------------------------------------------------------------------------------------------------------------- figures
 
 
+def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
+    """Say what `graphed_step` captures of this loop, and what the step lacks to be captured whole."""
+    in_the_way = [found.line or found.what for found in diagnosis.findings if found.severity == "high"]
+    parts = f"forward and backward, with {type(trial.subject.optimizer).__name__} stepping eagerly behind the graph"
+    possible = parts if trial.why_apart else "the whole step"
+    diagnosis.figures["outcome"] = "eager" if in_the_way else "in parts" if trial.why_apart else "whole"
+    if not in_the_way:
+        diagnosis.notes.append(f"graphed_step captures {possible}.")
+    elif len(in_the_way) == 1:
+        diagnosis.notes.append(f"graphed_step captures nothing. Without {in_the_way[0]} it captures {possible}.")
+    else:
+        them = f"the {len(in_the_way)} findings of severity high"
+        diagnosis.notes.append(f"graphed_step captures nothing. Without {them} it captures {possible}.")
+
+
 def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:
     """Measure how long a step takes, and how long host and device are busy in it. A capture removes the host's time."""
-    trial = trial.without_schedule()
+    trial = trial.with_options(scheduler=None)  # it may have few steps left
     step_ms, host_ms = _step_ms(trial), _host_ms(trial)
     steps = LEAD_IN + PROFILED_STEPS + LEAD_OUT  # `device_work` expects the events of this many
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:

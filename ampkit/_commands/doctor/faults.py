@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ..._capture.inputs import Spec, path
-from ..._capture.preflight import Preflight
-from ..._optimizer.step_kind import why_not_capturable
+from ..._capture.preflight import Finding, Preflight
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code
@@ -72,9 +71,10 @@ def optimizer_faults(trial: Trial) -> Iterator[Fault]:
     """Yield a fault if the optimizer cannot be captured, or is not fused."""
     optimizer = trial.subject.optimizer
     name, line = type(optimizer).__name__, trial.subject.origins.of(optimizer) or trial.subject.line
-    if blocker := why_not_capturable(optimizer):
+    if blocker := trial.why_apart:
         what, _, advice = blocker.partition(". ")
-        yield Fault("high", "optimizer", line, what, advice)
+        what = f"{what}: it steps eagerly behind the graph of forward and backward"
+        yield Fault("medium", "optimizer", line, what, advice)
     elif not all(group.get("fused", True) for group in optimizer.param_groups):
         what = f"{name} without fused=True reads and writes the parameters several times per step"
         yield Fault("medium", "optimizer", line, what, f"Write {name}(..., fused=True).")
@@ -131,16 +131,42 @@ def pinning_faults(trial: Trial) -> Iterator[Fault]:
 
 def blocking_faults(trial: Trial) -> Iterator[Fault]:
     """Yield what a graph cannot contain: waits for the device, copies, random numbers drawn on the host."""
-    generators = trial.subject.options.get("generators", ())
-    with Preflight(trial.device, generators) as preflight:
-        trial.run(recorded="torch._dynamo" not in sys.modules)  # recording recompiles compiled code
-    for found in preflight.findings:
+    findings, in_optimizer = _preflight(trial)
+    is_clean = len(findings) == len(in_optimizer)
+    has_clean_branch = False
+    if not is_clean and trial.subject.options.get("capturing", "auto") == "auto":  # the same look as graphed_step's
+        told, in_optimizer_told = _preflight(trial.with_options(capturing=True))
+        has_clean_branch = len(told) == len(in_optimizer_told)
+    for found in findings:
         trial.uncapturable_lines.add(found.line)
         # `optimizer_faults` reports an optimizer that reads its step count, with the line to write instead.
-        if found.line or "torch/optim/" not in found.what:
-            ms = found.ms if trial.device.type == "cuda" and not found.graph_only else None
-            kind = next(kind for word, kind in _KINDS if word in found.what)
-            yield Fault("high", kind, found.line, found.what, found.advice, found.count, ms)
+        if not found.line and "torch/optim/" in found.what:
+            continue
+        ms = found.ms if trial.device.type == "cuda" and not found.graph_only else None
+        kind = next(kind for word, kind in _KINDS if word in found.what)
+        severity, what, advice = "high", found.what, found.advice
+        if found in in_optimizer:
+            severity, what = "medium", f"{what}, in the optimizer's step, which is eager"
+        elif has_clean_branch:
+            severity, what = "low", f"{what}, on a branch that graphed_step leaves: {_OTHER_BRANCH}"
+            advice = "Pass capturing=True to train on the other branch from the first step on."
+        yield Fault(severity, kind, found.line, what, advice, found.count, ms)
+
+
+_OTHER_BRANCH = "told that it is being captured, the code takes another one"
+
+
+def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
+    """Return what a step does that a graph cannot contain, and what of it an optimizer does that is not captured."""
+    bounds: list[int] = []
+    with ExitStack() as stack:
+        preflight = stack.enter_context(Preflight(trial.device, trial.subject.options.get("generators", ())))
+        if trial.why_apart:
+            optimizer = trial.subject.optimizer
+            for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+                stack.callback(register(lambda *_: bounds.append(len(preflight.findings))).remove)
+        trial.run(recorded="torch._dynamo" not in sys.modules)  # recording recompiles compiled code
+    return preflight.findings, preflight.findings[slice(*bounds)] if bounds else []
 
 
 def schedule_faults(trial: Trial) -> Iterator[Fault]:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._batches.prefetch import prefetch
 from ..._capture.inputs import Spec, read_batch
+from ..._optimizer.step_kind import why_not_capturable
 from ..._step.graphed_step import GraphedStep, graphed_step
 from ..._torch.tree import tree_flatten
 from ..._user_line import UserLineFinder
@@ -124,11 +125,13 @@ class Trial:
     # What steps called: a list of calls per step, by layout of the batch and place in the window of micro-batches.
     records: dict[Any, list[list[TorchCall]]] = field(init=False, default_factory=dict)
     uncapturable_lines: set[str] = field(init=False, default_factory=set)
+    why_apart: str = field(init=False)  # why the optimizer cannot be captured, "" if it can
     _seen: set[Any] = field(init=False, default_factory=set)
     _next: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.step = self._step(self.subject.options)
+        self.why_apart = why_not_capturable(self.subject.optimizer)
         self.device = next(self.subject.model.parameters()).device
         with self.subject.origins:
             for batch in itertools.islice(self.subject.batches, MOST_BATCHES):
@@ -158,10 +161,10 @@ class Trial:
         if len(self.kept) < KEPT_BATCHES:
             self.kept.append((args, kwargs))
 
-    def without_schedule(self) -> "Trial":
-        """Return this trial without its scheduler, which may have few steps left."""
+    def with_options(self, **options: Any) -> "Trial":
+        """Return this trial with other options of `graphed_step`."""
         other = copy.copy(self)
-        other.step = self._step({key: value for key, value in self.subject.options.items() if key != "scheduler"})
+        other.step = self._step({**self.subject.options, **options})
         return other
 
     def run(self, *, recorded: bool = False) -> None:

@@ -44,6 +44,7 @@ def launch(*options: str, ranks: int = 2, timeout: float = 120) -> list[dict[str
     for rank in range(ranks):
         environment = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),  # ampkit may not be installed
             "LOCAL_RANK": str(rank),
             "NODE_RANK": "0",
             "WORLD_SIZE": str(ranks),

@@ -275,11 +275,11 @@ def speed(case: Case, policy: str, graph: str) -> dict[str, Any]:
     return found
 
 
-def repeats(step: Callable[[], object]) -> list[float]:
+def repeats(step: Callable[[], object], number: int = REPEATS, seconds: float = SECONDS) -> list[float]:
     """Return the mean time of a step in each repeat, in milliseconds, between two waits for the device."""
     _seconds(step, WARM_UP_STEPS)
-    count = max(5, int(SECONDS / (_seconds(step, 5) / 5)))
-    return [1e3 * _seconds(step, count) / count for _ in range(REPEATS)]
+    count = max(5, int(seconds / (_seconds(step, 5) / 5)))
+    return [1e3 * _seconds(step, count) / count for _ in range(number)]
 
 
 def _seconds(step: Callable[[], object], count: int) -> float:

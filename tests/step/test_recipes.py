@@ -6,7 +6,7 @@ The functions and classes under test are those of the page, so that what users c
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ Batch = dict[str, Tensor]
 
 
 @functools.cache
-def recipe(package: str) -> dict[str, Any]:
-    """Run the block of the page that needs this package, and return its names."""
-    code = re.search(rf"^```python\n(# needs: {package}\n.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+def recipe(heading: str) -> dict[str, Any]:
+    """Run the block under this heading of the page, and return its names."""
+    code = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert code is not None
     namespace: dict[str, Any] = {"__name__": "recipe"}
     exec(compile(code[1], str(PAGE), "exec"), namespace)
@@ -47,17 +47,17 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[Te
     state: dict[str, Any] = {name: bits(tensor) for name, tensor in model.state_dict().items()}
     for i, values in enumerate(optimizer.state.values()):
         state |= {f"{key} of parameter {i}": bits(torch.as_tensor(value)) for key, value in values.items()}
-    return state | {"losses": bits(torch.stack(losses)), "random numbers": bits(torch.rand(4))}
+    return state | {"losses": [bits(loss) for loss in losses], "random numbers": bits(torch.rand(4))}
 
 
-# ---------------------------------------------------------------------------------------------------------- transformers
+# --------------------------------------------------------------------------------------------------------- transformers
 
 
 def texts(device: str, lengths: tuple[int, ...]) -> list[Batch]:
     """Return batches of four texts, padded to the longest; the last batch has fewer texts."""
     made = torch.Generator().manual_seed(1)
     tokens = [torch.randint(100, (length,), generator=made) for length in lengths]
-    collate = recipe("transformers")["collate"]
+    collate = recipe("Padded batches of transformers")["collate"]
     batches = [collate(tokens[i : i + 4]) for i in range(0, len(tokens), 4)]
     return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
 
@@ -69,7 +69,7 @@ BUCKETS = ampkit.Buckets(batch=(4,), length=(16, 32), pad={"batch['labels']": -1
 def language_model(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     from transformers import LlamaForCausalLM
 
-    config = recipe("transformers")["config"]
+    config = recipe("Padded batches of transformers")["config"]
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(device)
     return model, torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
@@ -78,7 +78,7 @@ def language_model(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def padded_batches(device: str, graph: str, policy: str | None, max_norm: float | None) -> tuple[Any, ampkit.Report]:
     model, optimizer = language_model(device)
     options: dict[str, Any] = {"policy": policy, "max_norm": max_norm, "graph": graph}
-    loss_fn = recipe("transformers")["loss_fn"]
+    loss_fn = recipe("Padded batches of transformers")["loss_fn"]
     step = ampkit.graphed_step(loss_fn, model, optimizer, buckets=BUCKETS, capturing=True, **options)
     torch.manual_seed(5)
     losses = [step(**batch).loss for batch in texts(device, LENGTHS)]
@@ -113,3 +113,52 @@ def test_padded_batches_have_the_bits_of_a_torch_loop(engine: tuple[str, str]) -
         optimizer.step()
         losses.append(loss.detach())
     assert_same(graphed, state_of(model, optimizer, losses))
+
+
+# -------------------------------------------------------------------------------------------------------------- Trainer
+
+
+def trained(kind: type, device: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Train GPT-2, whose first and last weights are one, with this Trainer. Return it and the bits of its training."""
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+    arguments = TrainingArguments(
+        "output",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        logging_steps=1,
+        eval_strategy="epoch",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=False,
+        **options,
+    )
+    made = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 64, (22, 12), generator=made)
+    mask = (torch.arange(12) < 9).long()  # each batch has padding, so that attention takes one kernel in all of them
+    data = [{"input_ids": row, "attention_mask": mask, "labels": row.where(mask > 0, -100)} for row in ids]
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 12}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, use_cache=False))
+    trainer = kind(model, arguments, train_dataset=data, eval_dataset=data[:4])
+    trainer.train()
+    logged = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    history = [{name: row[name] for name in logged if name in row} for row in trainer.state.log_history]
+    assert len(history) == 12 + 2 + 1  # optimizer steps, evaluations, the summary
+    state = state_of(model, trainer.optimizer, [])
+    return trainer, {**state, "logged": history, "schedule": trainer.lr_scheduler.state_dict()["_last_lr"]}
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "label_smoothing_factor": 0.1}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_trainer_of_transformers(engine: tuple[str, str], options: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    device, _ = engine
+    graphed, state = trained(recipe("Trainer of transformers")["GraphedTrainer"], device, max_grad_norm=0.5, **options)
+    _, plain = trained(transformers.Trainer, device, max_grad_norm=0.5, **options)
+    assert_same(state, plain)
+    # 11 batches in each epoch: the last window has one, and is a layout of its own, which needs two more warm-up calls.
+    assert (graphed.graphed.captures, graphed.graphed.replays) == (1, 22 - 3 - 2)

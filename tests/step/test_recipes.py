@@ -162,3 +162,155 @@ def test_trainer_of_transformers(engine: tuple[str, str], options: dict[str, Any
     assert_same(state, plain)
     # 11 batches in each epoch: the last window has one, and is a layout of its own, which needs two more warm-up calls.
     assert (graphed.graphed.captures, graphed.graphed.replays) == (1, 22 - 3 - 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- accelerate
+
+
+def small_net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+
+
+def small_batches(device: str, count: int, size: int = 4) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(size, 16, generator=made), torch.randint(4, (size,), generator=made)) for _ in range(count)]
+    return [(x.to(device), y.to(device)) for x, y in batches]
+
+
+def accelerated(device: str, graph: str, precision: str) -> tuple[dict[str, Any], ampkit.Report | None]:
+    """Train for four epochs of seven batches, two per optimizer step; with accelerate alone if `graph` is ""."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader
+
+    loss_fn = recipe("Accelerate")["loss_fn"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2, cpu=device == "cpu")
+    if precision == "fp16":
+        accelerator.scaler = ampkit.GradScaler(device, init_scale=2.0**40)  # the first steps are skipped
+    net = small_net()
+    fused = torch.optim.AdamW(net.parameters(), lr=RATE, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(fused, 2, gamma=0.5)
+    loader = DataLoader(small_batches("cpu", 7), batch_size=None)
+    model, optimizer, loader = accelerator.prepare(net, fused, loader)
+    losses, report = [], None
+    if graph:
+        options: dict[str, Any] = {"graph": graph, "scheduler": schedule, "accumulate": 2, "on_failure": "raise"}
+        scaler = accelerator.scaler if precision == "fp16" else None
+        step = ampkit.graphed_step(loss_fn, model, optimizer.optimizer, scaler=scaler, **options)
+        for _ in range(4):
+            losses += [step(x, y).loss for x, y in loader]
+            step.flush()
+        report = step.report()
+    else:
+        scheduler = accelerator.prepare(schedule)
+        for _ in range(4):
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    loss = loss_fn(model, x, y)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses.append(loss.detach())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return {**state_of(net, fused, losses), "rate": [group["lr"] for group in fused.param_groups]}, report
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_accelerate(engine: tuple[str, str], precision: str) -> None:
+    pytest.importorskip("accelerate")
+    graphed, report = accelerated(*engine, precision)
+    assert report is not None
+    assert (report.captures, report.replays) == (2, 28 - 6)
+    assert_same(graphed, accelerated(engine[0], "off", precision)[0])
+    assert_same(graphed, accelerated(engine[0], "", precision)[0])
+
+
+@pytest.mark.cuda  # accelerate has no fp16 on the CPU
+def test_accelerate_with_a_loss_scale() -> None:
+    pytest.importorskip("accelerate")
+    graphed, report = accelerated("cuda", "auto", "fp16")
+    assert report is not None
+    assert report.skipped > 0
+    assert report.replays > 0
+    assert_same(graphed, accelerated("cuda", "off", "fp16")[0])
+
+
+# --------------------------------------------------------------------------------------------------------------- Fabric
+
+
+def fabric_of(device: str, precision: str, scaler: torch.amp.GradScaler | None) -> Any:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
+
+    if scaler is None:
+        return Fabric(accelerator=device, devices=1, precision=precision)
+    return Fabric(accelerator=device, devices=1, plugins=MixedPrecision("16-mixed", device, scaler=scaler))
+
+
+def with_fabric(device: str, graph: str, precision: str) -> tuple[dict[str, Any], int]:
+    """Train for ten batches with the step of the recipe; with Fabric alone if `graph` is ""."""
+    train_step = _unclipped if precision == "16-mixed" else recipe("Lightning Fabric")["train_step"]
+    scaler: torch.amp.GradScaler | None = None
+    if precision == "16-mixed":
+        scaler = (ampkit.GradScaler if graph else torch.amp.GradScaler)(device, init_scale=2.0**40, growth_interval=3)
+    fabric = fabric_of(device, precision, scaler)
+    net = small_net()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=RATE, fused=True))
+    step: Any = functools.partial(train_step, fabric, model, optimizer)
+    if graph:
+        options: dict[str, Any] = {"optimizers": (optimizer.optimizer,), "scaler": scaler, "graph": graph}
+        step = ampkit.graphed(modules=(model,), on_failure="raise", **options)(step)
+    torch.manual_seed(5)
+    outputs = [step(x, y) for x, y in small_batches(device, 40 if scaler else 10)]
+    state = state_of(net, optimizer.optimizer, [loss.detach() for loss, _ in outputs])
+    scale = {} if scaler is None else {"scale": scaler.get_scale()}
+    return {**state, "norms": [bits(norm) for _, norm in outputs], **scale}, step.replays if graph else 0
+
+
+def _unclipped(fabric: Any, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Do the step of the recipe without clipping, which Fabric refuses to a fused optimizer with a loss scale."""
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    fabric.backward(loss)
+    optimizer.step()
+    return loss, torch.zeros_like(loss)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_fabric(engine: tuple[str, str], precision: str) -> None:
+    pytest.importorskip("lightning")
+    graphed, replays = with_fabric(*engine, precision)
+    assert replays == 10 - 3
+    assert_same(graphed, with_fabric(engine[0], "off", precision)[0])
+    assert_same(graphed, with_fabric(engine[0], "", precision)[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_fabric_with_a_loss_scale(engine: tuple[str, str]) -> None:
+    pytest.importorskip("lightning")
+    graphed, replays = with_fabric(*engine, "16-mixed")
+    assert replays == 40 - 3
+    assert graphed["scale"] < 2.0**40
+    assert_same(graphed, with_fabric(engine[0], "off", "16-mixed")[0])
+    assert_same(graphed, with_fabric(engine[0], "", "16-mixed")[0])
+
+
+def test_fabric_in_mixed_precision_asks_for_its_own_backward() -> None:
+    """Why the recipe has `graphed`: Fabric refuses any other backward than its own, but not in float32."""
+    pytest.importorskip("lightning")
+    loss_fn = lambda model, x, y: nn.functional.cross_entropy(model(x), y)  # noqa: E731
+    ((x, y),) = small_batches("cpu", 1)
+    for precision in ("32-true", "bf16-mixed"):
+        net = small_net()
+        model, optimizer = fabric_of("cpu", precision, None).setup(net, torch.optim.AdamW(net.parameters(), fused=True))
+        step = ampkit.graphed_step(loss_fn, model, optimizer.optimizer, graph="emulate")
+        if precision == "32-true":
+            step(x, y)
+            continue
+        with pytest.raises(RuntimeError, match=r"requires you to call `fabric.backward\(loss\)`"):
+            step(x, y)

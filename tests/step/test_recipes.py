@@ -5,11 +5,13 @@ The functions and classes under test are those of the page, so that what users c
 
 import functools
 import os
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from harness import ENGINES, assert_same, bits
@@ -38,8 +40,11 @@ def recipe(heading: str) -> dict[str, Any]:
 def repeatable_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first use of cuBLAS
+    python, of_numpy = random.getstate(), numpy.random.get_state()  # the Trainer seeds both
     with repeatable(strict=True):
         yield
+    random.setstate(python)
+    numpy.random.set_state(of_numpy)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> dict[str, Any]:
@@ -314,3 +319,53 @@ def test_fabric_in_mixed_precision_asks_for_its_own_backward() -> None:
             continue
         with pytest.raises(RuntimeError, match=r"requires you to call `fabric.backward\(loss\)`"):
             step(x, y)
+
+
+# ----------------------------------------------------------------------------------------------------------------- timm
+
+
+def with_timm(name: str, device: str, graph: str, policy: str | None) -> tuple[dict[str, Any], int]:
+    """Train for nine mixed batches; with torch and timm alone if `graph` is ""."""
+    import timm
+    from timm.utils import ModelEmaV3
+
+    page = recipe("timm with EMA and mixup")
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2} if "vit" in name else {}
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10, drop_path_rate=0.1, **sizes).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    average = ModelEmaV3(model, decay=0.9)
+    step: Any = None
+    if graph:
+        options: dict[str, Any] = {"policy": policy, "graph": graph, "after_step": average.update}
+        step = ampkit.graphed_step(page["loss_fn"], model, optimizer, on_failure="raise", **options)
+    made = torch.Generator().manual_seed(1)
+    torch.manual_seed(5)
+    numpy.random.seed(5)
+    losses = []
+    for _ in range(9):
+        images, labels = torch.randn(8, 3, 32, 32, generator=made), torch.randint(10, (8,), generator=made)
+        images, targets = page["mixup"](images.to(device), labels.to(device))
+        if graph:
+            losses.append(step(images, targets).loss)
+            continue
+        optimizer.zero_grad()
+        loss = page["loss_fn"](model, images, targets)
+        loss.backward()
+        optimizer.step()
+        average.update(model)
+        losses.append(loss.detach())
+    averaged = {f"average of {key}": bits(tensor) for key, tensor in average.module.state_dict().items()}
+    return {**state_of(model, optimizer, losses), **averaged}, step.replays if graph else 0
+
+
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "mobilenetv3_small_050"])  # LayerNorm, and BatchNorm
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_timm_with_an_average(engine: tuple[str, str], name: str, policy: str | None) -> None:
+    pytest.importorskip("timm")
+    graphed, replays = with_timm(name, *engine, policy)
+    assert replays == 9 - 3
+    assert_same(graphed, with_timm(name, engine[0], "off", policy)[0])
+    if policy is None:
+        assert_same(graphed, with_timm(name, engine[0], "", policy)[0])

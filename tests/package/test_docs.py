@@ -1,4 +1,7 @@
-"""Every python block of README.md, docs/*.md and docs/diagnosis/*.md runs, in order, one namespace a page."""
+"""Every python block of README.md, docs/*.md and docs/diagnosis/*.md runs, in order, one namespace a page.
+
+A block whose first line is `# needs: package` runs alone, as a test of its own, and is skipped without the package.
+"""
 
 import ast
 import re
@@ -10,12 +13,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FENCED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDS = re.compile(r"# needs: (\w+)\n")  # the first line of a block, with the package that it imports
 NOT_EXECUTED = re.compile(r"<!-- not executed: \S.*-->\s*\Z")  # what stands right above a block that is skipped
 
 
 class Block(NamedTuple):
     line: int  # of the first line of code, counted from 1
     code: str
+
+    @property
+    def needs(self) -> str:
+        """The package that is not among ampkit's own dependencies, "" if there is none."""
+        found = NEEDS.match(self.code)
+        return found[1] if found else ""
 
 
 def blocks(text: str) -> list[Block]:
@@ -26,9 +36,13 @@ def blocks(text: str) -> list[Block]:
     ]
 
 
-def assert_runs(page: Path) -> None:
+def plain_blocks(page: Path) -> list[Block]:
+    return [block for block in blocks(page.read_text()) if not block.needs]
+
+
+def assert_runs(page: Path, blocks: list[Block]) -> None:
     namespace = {"__name__": page.stem}
-    for block in blocks(page.read_text()):
+    for block in blocks:
         # The newlines put the code on the page's own line numbers, in tracebacks and in ampkit's messages.
         code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
         try:
@@ -41,13 +55,23 @@ def assert_runs(page: Path) -> None:
 
 
 FOUND = [page for place in ("README.md", "docs/*.md", "docs/diagnosis/*.md") for page in sorted(ROOT.glob(place))]
-PAGES = [page for page in FOUND if blocks(page.read_text())]
+PAGES = [page for page in FOUND if plain_blocks(page)]
+RECIPES = [(page, block) for page in FOUND for block in blocks(page.read_text()) if block.needs]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert_runs(page)
+    assert_runs(page, plain_blocks(page))
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), RECIPES, ids=[f"{page.name}:{block.line} {block.needs}" for page, block in RECIPES]
+)
+def test_block_that_needs_a_package(page, block, tmp_path, monkeypatch):
+    pytest.importorskip(block.needs)
+    monkeypatch.chdir(tmp_path)
+    assert_runs(page, [block])
 
 
 def messages() -> list[str]:
@@ -79,10 +103,12 @@ def test_blocks_of_a_page():
     assert blocks(text.format("Then:")) == [Block(4, "a = 1\n"), Block(13, "b = 2\n")]
     assert blocks(text.format("<!-- not executed: needs a GPU -->")) == [Block(4, "a = 1\n")]
     assert len(blocks(text.format("<!-- not executed: -->"))) == 2, "without a reason the block runs"
+    assert Block(1, "# needs: timm\nimport timm\n").needs == "timm"
+    assert not Block(1, "import timm\n# needs: timm\n").needs, "only the first line of a block"
 
 
 def test_failure_names_page_and_line(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# T\n\n```python\na = 1\n```\n\n```python\nb = a\n\nb / 0\n```\n")
     with pytest.raises(pytest.fail.Exception, match=r"page\.md:10: ZeroDivisionError"):
-        assert_runs(page)
+        assert_runs(page, blocks(page.read_text()))

@@ -48,7 +48,8 @@ def repeatable_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> dict[str, Any]:
-    """Return the bits of everything that the training has changed."""
+    """Return the bits of everything that the training has changed. A nan would be equal to itself, so there is none."""
+    assert all(bool(tensor.isfinite().all()) for tensor in (*model.state_dict().values(), *losses))
     state: dict[str, Any] = {name: bits(tensor) for name, tensor in model.state_dict().items()}
     for i, values in enumerate(optimizer.state.values()):
         state |= {f"{key} of parameter {i}": bits(torch.as_tensor(value)) for key, value in values.items()}
@@ -123,8 +124,11 @@ def test_padded_batches_have_the_bits_of_a_torch_loop(engine: tuple[str, str]) -
 # -------------------------------------------------------------------------------------------------------------- Trainer
 
 
-def trained(kind: type, device: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Train GPT-2, whose first and last weights are one, with this Trainer. Return it and the bits of its training."""
+def trained(kind: type, device: str, by_tokens: bool, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Train GPT-2, whose first and last weights are one, with this Trainer. Return it and the bits of its training.
+
+    The loss is divided by the tokens of a window or, as for models that do not count them, by its micro-batches.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
     arguments = TrainingArguments(
@@ -149,6 +153,7 @@ def trained(kind: type, device: str, **options: Any) -> tuple[Any, dict[str, Any
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, use_cache=False))
     trainer = kind(model, arguments, train_dataset=data, eval_dataset=data[:4])
+    trainer.model_accepts_loss_kwargs = by_tokens
     trainer.train()
     logged = ("loss", "grad_norm", "learning_rate", "eval_loss")
     history = [{name: row[name] for name in logged if name in row} for row in trainer.state.log_history]
@@ -157,13 +162,20 @@ def trained(kind: type, device: str, **options: Any) -> tuple[Any, dict[str, Any
     return trainer, {**state, "logged": history, "schedule": trainer.lr_scheduler.state_dict()["_last_lr"]}
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True, "label_smoothing_factor": 0.1}], ids=["float32", "bf16"])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "float32": {"by_tokens": True, "max_grad_norm": 0.5},
+    "bf16": {"by_tokens": True, "bf16": True, "label_smoothing_factor": 0.1},
+    "mean of micro-batches": {"by_tokens": False, "optim": "adafactor", "lr_scheduler_type": "cosine"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_trainer_of_transformers(engine: tuple[str, str], options: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     device, _ = engine
-    graphed, state = trained(recipe("Trainer of transformers")["GraphedTrainer"], device, max_grad_norm=0.5, **options)
-    _, plain = trained(transformers.Trainer, device, max_grad_norm=0.5, **options)
+    graphed, state = trained(recipe("Trainer of transformers")["GraphedTrainer"], device, **options)
+    _, plain = trained(transformers.Trainer, device, **options)
     assert_same(state, plain)
     # 11 batches in each epoch: the last window has one, and is a layout of its own, which needs two more warm-up calls.
     assert (graphed.graphed.captures, graphed.graphed.replays) == (1, 22 - 3 - 2)

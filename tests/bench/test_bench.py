@@ -261,8 +261,8 @@ def test_every_variant_on_a_gpu(source: str, tmp_path: Path) -> None:
         assert row["host_us"] > 0
         assert row["kernels"] >= 5
         assert row["busy_ms"] > 0
-        assert 0 <= row["between_share"] <= row["idle_share"] < 1
-        assert 0 <= row["copy_share"] < 1 - row["idle_share"]
+        assert 0 <= row["between_share"] <= row["idle_share"] <= 1  # 1 after rounding, if other tests stall the host
+        assert 0 <= row["copy_share"] <= 1 - row["idle_share"]
         assert 0 < row["peak_mib"] < 1024
     for captured in ("bare", "graphed"):
         assert 0 < rows[captured]["launch_us"] <= rows[captured]["host_us"]

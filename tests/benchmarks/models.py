@@ -215,7 +215,7 @@ def distance(left: State, right: State) -> float:
     shares = []
     for name in left:
         a, b = left[name].double(), right[name].double()
-        shares.append((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+        shares.append(((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).cpu())  # random state lies on the host
     return float(torch.stack(shares).max().nan_to_num(nan=math.inf, posinf=math.inf))
 
 

@@ -514,6 +514,8 @@ def adafactor(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(params, lr=RATE)
 
 
+# With a loss scale, this optimizer can only be skipped by the host, as without ampkit.
+@pytest.mark.filterwarnings("ignore:.*Adafactor keeps its step count on the host:ampkit.AmpkitWarning")
 @pytest.mark.parametrize(("kind", "accumulate"), [("32-true", 1), ("bf16-mixed", 3), ("16-mixed", 1)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_optimizer_that_no_graph_can_hold_steps_behind_the_graph(
@@ -836,7 +838,8 @@ def test_two_gpus(kind: str, options: list[str]) -> None:
 def test_two_gpus_end_after_an_error() -> None:
     """L4: an error behind a capture does not leave a graph that NCCL waits for."""
     rows = lightning_ddp.launch("--device", "cuda", "--graph", "auto", "--epochs", "4", "--raise-at", "20")
-    assert [(row["failed"], row["replays"]) for row in rows] == [(True, 8), (True, 8)]
+    # 20 steps: the first is Lightning's, as in each fit of several ranks, and 12 are the warm-up of DDP.
+    assert [(row["failed"], row["replays"]) for row in rows] == [(True, 7), (True, 7)]
 
 
 # ------------------------------------------------------------------------------------------------------------ the edges

@@ -291,6 +291,13 @@ def read(files: Sequence[Path]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def append(file: Path, row: dict[str, Any]) -> None:
+    """Add a line for this row, behind a line that was cut off if there is one."""
+    cut_off = file.exists() and not (file.read_text() or "\n").endswith("\n")
+    with file.open("a") as lines:
+        lines.write("\n" * cut_off + json.dumps(row) + "\n")
+
+
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
@@ -347,8 +354,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name}: {row.get('error') or ', '.join((row['outcome'], bits_text(row), times_text(row)))}", flush=True)
         rows.append(row)
         if args.json:
-            with args.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append(args.json, row)
         if lost:
             print("The GPU answers no more in this process. Run the command again to go on with the next row.")
             return DEVICE_LOST

@@ -128,7 +128,7 @@ def test_eager_that_differs_from_itself_is_told(monkeypatch: pytest.MonkeyPatch)
 def test_resuming(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows in the file are not run again, a line that was cut off is; a model that fails is a row with an error."""
     file = tmp_path / "rows.json"
-    command = [*"--graph emulate --policy float32 --steps 5 --only torch/PINN mine --json".split(), str(file)]
+    command = ["--graph", "emulate", "--policy", "float32", "--json", str(file), "--only", "torch/PINN", "mine"]
 
     def broken() -> nn.Module:
         raise LookupError("no such layer")

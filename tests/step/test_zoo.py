@@ -156,7 +156,8 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "name": "a/b", "library": "a", "version": "1.0", "policy": "float32", "device": "H200", "note": "small | quick",
         "outcome": "whole", "bits": "equal", "distance": 0.0, "eager_distance": 0.0, "compared": "default",
         "replays": 6, "told_since": None, "in_the_way": None, "failure": None, "eager_optimizer": None,
-        "last_loss": 1.0, "eager_ms": 4.0, "eager_range_ms": [3.5, 4.25], "graphed_ms": 0.5, "graphed_range_ms": [0.5, 0.75],
+        "last_loss": 1.0, "eager_ms": 4.0, "eager_range_ms": [3.5, 4.25],
+        "graphed_ms": 0.5, "graphed_range_ms": [0.5, 0.75],
     }  # fmt: skip
     eager = {**row, "name": "a/c", "note": "", "outcome": "eager", "replays": 0, "failure": "x", "in_the_way": "d.py:7"}
     failed = {"name": "a/a", "library": "a", "version": "1.0", "policy": "float32", "device": "H200", "note": ""}

@@ -18,6 +18,7 @@ import fnmatch
 import gc
 import importlib.metadata
 import json
+import math
 import os
 import random
 import re
@@ -39,7 +40,7 @@ import zoo_small
 import zoo_transformers
 from models import State, differing, distance, repeatable
 from torch import Tensor
-from zoo_models import Batch, Row
+from zoo_models import Batch, Row, Training
 
 import ampkit
 
@@ -59,7 +60,11 @@ class Subject:
     def __init__(self, row: Row, device: str) -> None:
         self.row, self.device = row, device
         with seeded(0):
-            self._start = row.build().to(device).train()
+            self._start = row.build().train()
+
+    def _training(self, options: dict[str, Any]) -> Training:
+        """Return a step over a copy of the model, moved to the device as users do."""
+        return self.row.training(copy.deepcopy(self._start).to(self.device), options)
 
     def batch(self, seed: int) -> Batch:
         made = self.row.sample(torch.Generator().manual_seed(seed))
@@ -67,24 +72,25 @@ class Subject:
 
     def train(self, steps: int, **options: Any) -> tuple[State, ampkit.Report]:
         """Train from the seed; return losses, state and random state, and the step's report."""
-        training = self.row.training(copy.deepcopy(self._start), options)
+        training = self._training(options)
         with seeded(5):
             losses = [loss_of(training.step(**self.batch(seed))) for seed in range(steps)]
             state = {"losses": torch.stack(losses).float(), **random_state(self.device)}
-        for module in training.modules.values():
+        for part, module in training.modules.items():
             tensors = [*module.named_parameters(), *module.named_buffers()]
-            state |= {name: tensor.detach().clone() for name, tensor in tensors if name not in state}
+            state |= {f"{part}.{name}": tensor.detach().clone() for name, tensor in tensors}
         for i, optimizer in enumerate(training.optimizers):
             for j, values in enumerate(optimizer.state.values()):
-                tensors = [(name, torch.as_tensor(value)) for name, value in values.items() if name != "lr"]
-                state |= {f"{name} of parameter {j} of optimizer {i}": tensor.clone() for name, tensor in tensors}
+                numbers = {name: value for name, value in values.items() if isinstance(value, Tensor | int | float)}
+                of = f"of parameter {j} of optimizer {i}"
+                state |= {f"{name} {of}": torch.as_tensor(value).clone() for name, value in numbers.items()}
         report = training.step.report()
         training.step.close()
         return {name: tensor for name, tensor in state.items() if tensor.numel()}, report
 
     def milliseconds(self, **options: Any) -> list[float]:
         """Return the time of a step in each repeat, on one batch that stays on the GPU."""
-        training, batch = self.row.training(copy.deepcopy(self._start), options), self.batch(0)
+        training, batch = self._training(options), self.batch(0)
         times = foreign_models.repeats(lambda: training.step(**batch), REPEATS, SECONDS)
         training.step.close()
         return times
@@ -162,6 +168,7 @@ def _check(subject: Subject, graph: str, steps: int, strict: bool) -> dict[str, 
         "told_since": report.told_since,
         "in_the_way": in_the_way(report.failure),
         "failure": report.failure,
+        "eager_optimizer": report.eager_optimizer,
     }
 
 
@@ -173,7 +180,8 @@ def in_the_way(failure: str | None) -> str | None:
 
 def short(file: str) -> str:
     """Return a file relative to where Python imports its package from."""
-    folders = sorted((str(Path(folder).resolve()) for folder in sys.path if folder), key=len, reverse=True)
+    listed = {path for folder in sys.path if folder for path in (folder, str(Path(folder).resolve()))}
+    folders = sorted(listed, key=len, reverse=True)
     inside = [folder for folder in folders if file.startswith(folder + os.sep)]
     return file[len(inside[0]) + 1 :] if inside else Path(file).name
 
@@ -217,8 +225,6 @@ def measure(
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = (str(error).splitlines() or [""])[0]
         found["error"] = f"{type(error).__name__}: {text} ({short(place.filename)}:{place.lineno})"
-    subject = None  # type: ignore[assignment]  # its memory is for the next row
-    gc.collect()
     return found
 
 
@@ -233,7 +239,17 @@ def bits_text(row: dict[str, Any]) -> str:
         "differs": f"differs by {row['distance']:.1e}",
         "eager differs": f"eager itself differs by {row['eager_distance']:.1e} (graphed by {row['distance']:.1e})",
     }[row["bits"]]
-    return text + with_told.get(row["compared"], "")
+    vacuous = "" if math.isfinite(row["last_loss"]) else "; the loss is not finite"
+    return text + with_told.get(row["compared"], "") + vacuous
+
+
+def place_text(row: dict[str, Any]) -> str:
+    """Return the line that stands in the way of a graph, or else the first sentence of the reason."""
+    if row["in_the_way"]:
+        return f"`{row['in_the_way']}`"
+    if reason := row["failure"] or row["eager_optimizer"]:
+        return str(reason).split(". ")[0].split("\n")[0].removesuffix(".")
+    return f"nothing, once told that it is captured (call {row['told_since']})" if row["told_since"] else ""
 
 
 def times_text(row: dict[str, Any]) -> str:
@@ -244,6 +260,12 @@ def times_text(row: dict[str, Any]) -> str:
         low, high = row[f"{name}_range_ms"]
         texts.append(f"{row[f'{name}_ms']:.2f} ({low:.2f} to {high:.2f})")
     return f"{texts[0]} | {texts[1]} | {row['eager_ms'] / row['graphed_ms']:.2f}"
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return what is printed of a row when it is done."""
+    texts = [row["error"]] if "error" in row else [row["outcome"], bits_text(row), place_text(row), times_text(row)]
+    return f"{row['name']}: {', '.join(text for text in texts if text)}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -258,9 +280,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if "error" in row:
             cells += ["not trained", "", "", row["error"], "", "", ""]
         else:
-            told = f"told that it is captured from call {row['told_since']} on" if row["told_since"] else ""
-            place = f"`{row['in_the_way']}`" if row["in_the_way"] else row["failure"] or told
-            cells += [row["outcome"], bits_text(row), f"{row['replays']}", place]
+            cells += [row["outcome"], bits_text(row), f"{row['replays']}", place_text(row)]
             cells += times_text(row).split(" | ") if "eager_ms" in row else ["", "", ""]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join([*lines, "", summary(rows)])
@@ -282,13 +302,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def read(files: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the rows in these files, the last one of each name; a line that was cut off is left out."""
     found: dict[str, dict[str, Any]] = {}
-    for line in (line for file in files if file.exists() for line in file.read_text().splitlines()):
+    for text in (text for file in files if file.exists() for text in file.read_text().splitlines()):
         try:
-            row = json.loads(line)
+            row = json.loads(text)
         except json.JSONDecodeError:
             continue
         found[row["name"]] = row
     return list(found.values())
+
+
+def append(file: Path, row: dict[str, Any]) -> None:
+    """Add a line for this row, behind a line that was cut off if there is one."""
+    cut_off = file.exists() and not (file.read_text() or "\n").endswith("\n")
+    with file.open("a") as lines:
+        lines.write("\n" * cut_off + json.dumps(row) + "\n")
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -343,12 +370,12 @@ def main(argv: Sequence[str]) -> int:
     for name in (name for name in names if name not in done):
         timed = device == "cuda" and not args.no_speed
         row = measure(name, args.graph, device, args.steps, timed, args.policy)
+        gc.collect()
         lost = device == "cuda" and device_lost()
-        print(f"{name}: {row.get('error') or ', '.join((row['outcome'], bits_text(row), times_text(row)))}", flush=True)
+        print(line(row), flush=True)
         rows.append(row)
         if args.json:
-            with args.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append(args.json, row)
         if lost:
             print("The GPU answers no more in this process. Run the command again to go on with the next row.")
             return DEVICE_LOST

@@ -144,7 +144,7 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {  # the side of an image, and wha
     "resmlp_12_224": (64, SIZED),
     "rexnet_100": (64, {}),
     "sequencer2d_s": (64, SIZED),
-    "tiny_vit_5m_224": (64, SIZED),
+    "tiny_vit_5m_224": (224, {}),
     "twins_svt_small": (64, SIZED),
     "volo_d1_224": (64, SIZED),
     "xception41": (64, {}),

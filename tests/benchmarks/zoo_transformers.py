@@ -182,8 +182,13 @@ def translator(model: str, adapted: tuple[str, ...] = (), **config: Any) -> Kind
 
 
 def named(names: dict[str, str], **more: Any) -> dict[str, Any]:
-    """Return the sizes of TEXT under other names, and what is added."""
-    return {**SPECIAL, **{names.get(name, name): size for name, size in TEXT.items()}, **more}
+    """Return the sizes of TEXT under other names, and what is added. Such configs have no padding token by default."""
+    return {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **{names.get(name, name): size for name, size in TEXT.items()},
+        **more,
+    }
 
 
 def tower(name: str, config: dict[str, Any]) -> Callable[[], dict[str, Any]]:

@@ -274,7 +274,7 @@ KINDS = {
     "convbert": masked("ConvBert", embedding_size=32),
     "squeezebert": masked("SqueezeBert", embedding_size=64),
     "roformer": masked("RoFormer", embedding_size=32),
-    "fnet": Kind("FNetForMaskedLM", {**TEXT, **SPECIAL}),
+    "fnet": Kind("FNetForMaskedLM", {**TEXT, **SPECIAL}, policy="float32"),  # no FFT in bfloat16
     "funnel": Kind(
         "FunnelForMaskedLM",
         {"vocab_size": WORDS, "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128, "block_sizes": [1, 1]},

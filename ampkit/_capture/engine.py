@@ -115,7 +115,7 @@ class Engine:
             watching=watching,
             declared=declared,
             clock=self._clock,
-            may_tell=options.capturing == "auto",
+            may_tell=options.capturing == "auto" and not ranks.wrappers,  # each rank would decide by itself
         )
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback

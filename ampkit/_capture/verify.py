@@ -13,6 +13,7 @@ from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unf
 from .._undo import Undo
 from .bits import bits, real
 from .cache import Captured
+from .snapshot import Snapshot, all_generators
 from .state import TrainingState
 
 NOISE = 10.0  # a few replays are a small sample of a kernel's noise, and an eager step may differ by more than they do
@@ -54,7 +55,7 @@ def verified(
     more eager step. Before that counts as an error, six more replays and one more eager step. Sync: waits for the
     device.
     """
-    start = _Snapshot(state, generators)
+    start = Snapshot(state, generators)
     with Undo() as undo:
         undo.note(start.restore)
         verdict = _compared(start, replay, eager, state, generators)
@@ -102,7 +103,7 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _compared(
-    start: "_Snapshot",
+    start: Snapshot,
     replay: Callable[[], Any],
     eager: Callable[[], Any],
     state: TrainingState,
@@ -166,38 +167,13 @@ def _describe(wrong: dict[str, float], said: str) -> str:
     )
 
 
-class _Snapshot:
-    """A copy of the state and of the random-number generators."""
-
-    def __init__(self, state: TrainingState, generators: Sequence[torch.Generator]) -> None:
-        self._state = state
-        self._live = state.tensors()
-        self._values = {path: tensor.detach().clone() for path, tensor in self._live.items()}
-        self._generators = _all_generators(generators)
-        self._random = [generator.get_state() for generator in self._generators]
-
-    def restore(self) -> None:
-        """Put everything back, in place."""
-        self._state.rebind(self._live)
-        with torch.no_grad():
-            for path, tensor in self._live.items():
-                tensor.copy_(self._values[path])
-        for generator, state in zip(self._generators, self._random, strict=True):
-            generator.set_state(state)
-
-
-def _all_generators(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
-    on_cuda = list(torch.cuda.default_generators) if torch.cuda.is_available() else []
-    return [torch.default_generator, *on_cuda, *generators]
-
-
 def _results(outputs: Any, state: TrainingState, generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
     """Return copies of everything that the step computed, by path."""
     leaves, _ = tree_flatten_with_path(outputs)
     named = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
     named.update(state.tensors())
     # A replay draws nothing from generators on the host.
-    for i, generator in enumerate(_all_generators(generators)[1:]):
+    for i, generator in enumerate(all_generators(generators)[1:]):
         named[f"the state of CUDA generator {i}"] = generator.get_state()
     return {path: tensor.detach().clone() for path, tensor in named.items()}
 

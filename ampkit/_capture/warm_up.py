@@ -12,6 +12,7 @@ from .._undo import Undo
 from .capture_query import answered, noting_questions
 from .layouts import Layout
 from .preflight import Preflight, describe
+from .snapshot import Snapshot
 from .state import TrainingState
 from .surroundings import Surroundings
 from .timing import Clock
@@ -145,7 +146,7 @@ class WarmUp:
 
         with self._watching(), self._undeclared.watching(leaves) as observer:
             preflight = Preflight(self._device, self._generators, observer=observer)
-            outputs = run(layout.reason, call, preflight)
+            outputs = run(layout.reason, lambda: self._looked(layout, leaves, preflight, call, fn))
         # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
         # later ones do not, and so may a scaler that still watches what the optimizer does. Then the preflight is
         # repeated.
@@ -161,11 +162,35 @@ class WarmUp:
             layout.problem_untold, layout.told = problem, True  # another look, at the other branch
             layout.calls += 1
             return outputs
-        if problem and layout.problem_untold:  # neither branch can be captured: as if nothing had been tried
+        if problem and layout.problem_untold:  # neither branch can be captured
             problem, layout.told = layout.problem_untold, False
         layout.problem = self._with_undeclared(problem)
         layout.checked = True  # after the line above, or an interrupt could hide the problem
         layout.calls += 1
+        return outputs
+
+    def _looked(
+        self,
+        layout: Layout,
+        leaves: Sequence[Any],
+        preflight: Preflight,
+        call: Callable[[], Any],
+        fn: Callable[[], Any],
+    ) -> Any:
+        """Call under the preflight. If the call takes the other branch, and that cannot be captured, undo it.
+
+        Then `fn` is called as in eager steps, which take the first branch. The user's code runs twice in this call.
+        """
+        if not layout.problem_untold:
+            with preflight:
+                return call()
+        before = Snapshot(self._state, self._generators, leaves, on_host=True)
+        with preflight:
+            outputs = call()
+        if preflight.findings:
+            before.restore()
+            layout.told = False
+            outputs = fn()
         return outputs
 
     def _call_for_preflight(self, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]) -> Any:

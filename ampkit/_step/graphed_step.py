@@ -107,7 +107,9 @@ def graphed_step(
         capturing: what user code is told that asks `torch.cuda.is_current_stream_capturing()`, as the masks of
             transformers do. "auto": in a capture what it is told eagerly, False. But if the branch that it then takes
             cannot be captured, and the other one can, it is told True from then on, in eager calls too; a warning and
-            the report say from which call. True, False: this, from the first call on.
+            the report say from which call. To see that, one warm-up call takes the other branch. If that cannot be
+            captured either, the call is undone and made again, so that `loss_fn` runs twice in it. With
+            `DistributedDataParallel`, "auto" is as False. True, False: this, from the first call on.
 
     Returns:
         A `GraphedStep`: call it with a batch, on the model's device.

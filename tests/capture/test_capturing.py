@@ -1,8 +1,11 @@
 """Code that asks whether it is being captured, and has a branch that a graph cannot contain."""
 
+import random
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import ENGINES, assert_same, deterministic, training_state
@@ -20,6 +23,15 @@ def no_device_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         monkeypatch.setattr(capture_query, "_is_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> Iterator[None]:
+    """The generators of Python and numpy are left as they were."""
+    before = random.getstate(), np.random.get_state()
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
 
 
 class Masked(nn.Module):
@@ -47,10 +59,17 @@ class Masked(nn.Module):
 
 
 class Hopeless(Masked):
-    """Waits for the device in both branches."""
+    """Waits for the device in both branches, draws random numbers everywhere, and changes its input and a buffer."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__(checkpointed)
+        self.register_buffer("calls", torch.zeros(()))
 
     def branch(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        self.calls.add_(1)
         hidden = super().branch(x)
+        hidden = nn.functional.dropout(hidden, 0.3) * float(torch.rand([])) * random.random() * np.random.rand()
         return hidden if bool(x.isfinite().all()) else x
 
 
@@ -71,6 +90,8 @@ def trained(
     """Return loss and state after each call, the step, its model, and the warnings."""
     device, graph = engine
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     model = kind(options.pop("checkpointed", False)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-5, fused=True)
     history = []
@@ -79,7 +100,7 @@ def trained(
         step = ampkit.graphed_step(mean, model, optimizer, graph=graph, **options)
         for i in range(calls):
             x = torch.linspace(-1, 1, 24, device=device).reshape(4, 6) + i / 8
-            history.append((step(x).loss, training_state(model, optimizer, step.scaler)))
+            history.append((step(x).loss, x, training_state(model, optimizer, step.scaler)))
     return history, step, model, [str(w.message) for w in caught if issubclass(w.category, ampkit.CaptureWarning)]
 
 
@@ -95,7 +116,7 @@ def by_hand(engine: tuple[str, str], answers: list[bool], checkpointed: bool = F
         for i, answer in enumerate(answers):
             x = torch.linspace(-1, 1, 24, device=device).reshape(4, 6) + i / 8
             call = capture_query.answered(step, answer)
-            history.append((call(x).loss, training_state(model, optimizer, step.scaler)))
+            history.append((call(x).loss, x, training_state(model, optimizer, step.scaler)))
     return history
 
 
@@ -141,9 +162,12 @@ def test_false_stays_eager(engine: tuple[str, str]) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [Hopeless, Deaf])
 def test_where_no_branch_can_be_captured(engine: tuple[str, str], kind: type[Masked]) -> None:
-    """The message is that of the branch that eager takes, and eager calls take it again."""
-    _, step, model, messages = trained(engine, kind)
+    """The message is that of the branch that eager takes, and all steps have its bits: the second look is undone."""
+    history, step, model, messages = trained(engine, kind)
+    expected, *_ = trained((engine[0], "off"), kind, capturing=False)
+    assert_same(history, expected)
     assert step.replays == 0
+    assert sum(step.report().eager.values()) == 9
     assert len(messages) == 1
     assert "test_capturing.py:" in messages[0]
     assert step.report().told_since is None

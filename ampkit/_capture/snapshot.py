@@ -1,0 +1,64 @@
+"""A copy of all that a call may change, so that the call can be undone or made again."""
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.tensors import version
+from .state import TrainingState
+
+
+class Snapshot:
+    """A copy of the state, of the random-number generators, and of a batch.
+
+    Args:
+        state: the state.
+        generators: the generators beside torch's default ones.
+        leaves: of the batch; tensors among them that were changed in place are restored too.
+        on_host: whether the random numbers of Python and of numpy are restored as well.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        generators: Sequence[torch.Generator],
+        leaves: Sequence[Any] = (),
+        *,
+        on_host: bool = False,
+    ) -> None:
+        self._state = state
+        self._live = state.tensors()
+        self._values = {path: tensor.detach().clone() for path, tensor in self._live.items()}
+        self._generators = all_generators(generators)
+        self._random = [generator.get_state() for generator in self._generators]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._given = [(leaf, leaf.detach().clone(), version(leaf)) for leaf in tensors]
+        self._numpy: Any = sys.modules.get("numpy.random")
+        self._of_python = random.getstate() if on_host else None
+        self._of_numpy = self._numpy.get_state() if on_host and self._numpy is not None else None
+
+    def restore(self) -> None:
+        """Put everything back, in place."""
+        self._state.rebind(self._live)
+        with torch.no_grad():
+            for path, tensor in self._live.items():
+                tensor.copy_(self._values[path])
+            for leaf, before, number in self._given:
+                if version(leaf) != number:
+                    leaf.copy_(before)
+        for generator, state in zip(self._generators, self._random, strict=True):
+            generator.set_state(state)
+        if self._of_python is not None:
+            random.setstate(self._of_python)
+        if self._of_numpy is not None:
+            self._numpy.set_state(self._of_numpy)
+
+
+def all_generators(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
+    """Return torch's default generators, that of the CPU first, and these."""
+    on_cuda = list(torch.cuda.default_generators) if torch.cuda.is_available() else []
+    return [torch.default_generator, *on_cuda, *generators]

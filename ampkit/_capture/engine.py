@@ -56,6 +56,7 @@ class Engine:
         watching: returns a context for the call of `fn` that runs under the preflight.
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
         one_argument: whether every call has one argument, the batch.
+        untimed: how many calls of a layout are slower than later ones, and are not timed.
 
     Attributes:
         turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
@@ -79,6 +80,7 @@ class Engine:
         watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
         declared: bool = False,
         one_argument: bool = False,
+        untimed: int = 1,
     ) -> None:
         _check_verify(options, ranks, name)
         on_cuda = options.graph == "auto" and device.type == "cuda"
@@ -116,6 +118,7 @@ class Engine:
             declared=declared,
             clock=self._clock,
             may_tell=options.capturing == "auto" and not ranks.wrappers,  # each rank would decide by itself
+            untimed=untimed,
         )
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback

@@ -1,6 +1,8 @@
 """`graphed_step`: the training step that a user calls, and the checks of its arguments."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -19,9 +21,12 @@ from .._optimizer.step_kind import broken_kernel, why_not_called, why_not_captur
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
+from .compiled import CompiledTrainingStep, check_compile
 from .observer import Observer
 from .training_step import StepOutput, TrainingStep
 from .window import Window
+
+_COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal
 
 
 class Scheduler(Protocol):
@@ -52,6 +57,7 @@ def graphed_step(
     max_graphs: int = 16,
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
+    compile: str | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
 
@@ -110,6 +116,11 @@ def graphed_step(
             the report say from which call. To see that, one warm-up call takes the other branch. If that cannot be
             captured either, the call is undone and made again, so that `loss_fn` runs twice in it. With
             `DistributedDataParallel`, "auto" is as False. True, False: this, from the first call on.
+        compile: "default": compile forward and backward with torch.compile, once per input layout, before the capture.
+            "max": also choose the kernels of matrix products by timing them, so that another run may choose others and
+            have other last bits. None: compile nothing. The first call of a layout is never compiled. What cannot be
+            compiled is not, with one warning and a line in the report; with `on_failure="raise"` it is a
+            `CaptureError`. `warmup` is at least 3. docs/compile.md has the rest.
 
     Returns:
         A `GraphedStep`: call it with a batch, on the model's device.
@@ -121,6 +132,8 @@ def graphed_step(
 
     Sync: only the call that captures a graph waits for the device.
     """
+    if compile is not None:
+        warmup = max(warmup, _COMPILED_WARMUP) if isinstance(warmup, int) and warmup > 0 else warmup
     options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
     options = options.checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
@@ -133,10 +146,16 @@ def graphed_step(
     _check_optimizer(optimizer, model)
     _check_scheduler(scheduler, optimizer)
     refuse_sparse(model, optimizer, max_norm)
+    check_compile("graphed_step", compile, model, loss_fn, numerics)
     blocker, why_apart = _blockers(model, optimizer, loss_fn, options)
     ranks = Ranks(model, device)
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
-    step = TrainingStep(
+    make: Callable[..., TrainingStep] = TrainingStep
+    if compile is not None:
+        make = partial(
+            CompiledTrainingStep, compile=compile, raises=options.on_failure == "raise", generators=options.generators
+        )
+    step = make(
         loss_fn,
         model,
         optimizer,
@@ -164,6 +183,7 @@ def graphed_step(
         whole=step.whole,
         why_apart=why_apart,
         watching=step.watching,
+        untimed=1 if compile is None else 2,
     )
     return GraphedStep(step, engine, accumulate, scheduler, buckets)
 
@@ -180,6 +200,7 @@ class GraphedStep:
         self._scaler = step.scaler
         self._engine = engine
         self._turn = engine.turn
+        self._compiled = step.compiled
         self._window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
         self._buckets = buckets
 
@@ -221,7 +242,7 @@ class GraphedStep:
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
-        return self._engine.report(self.skipped)
+        return replace(self._engine.report(self.skipped), **self._compiled())
 
     @property
     def scaler(self) -> GradScaler:

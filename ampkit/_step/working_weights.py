@@ -35,12 +35,16 @@ class WorkingWeights:
 
     Args:
         model: the module whose weights are copied.
+        store: all copies that were made, by master weight and dtype. Several `WorkingWeights` of one model that share
+            it have the same copies, each a part of them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, store: "dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] | None" = None
+    ) -> None:
         self._model = model
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by master weight
-        self._all: list[nn.Parameter] = []  # also those that are no longer used, because older graphs write to them
+        self._all = {} if store is None else store  # also those no longer used, because older graphs write to them
         self._refused: set[nn.Parameter] = set()
 
     def __len__(self) -> int:
@@ -67,8 +71,9 @@ class WorkingWeights:
                 self._refused.add(param)
                 self._copies.pop(param, None)
             elif param not in self._copies or self._copies[param].dtype is not dtype:
-                self._all.append(nn.Parameter(torch.empty_like(param, dtype=dtype)))
-                self._copies[param] = self._all[-1]
+                if (param, dtype) not in self._all:
+                    self._all[param, dtype] = nn.Parameter(torch.empty_like(param, dtype=dtype))
+                self._copies[param] = self._all[param, dtype]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -1,0 +1,283 @@
+"""`graphed_step(compile=...)`: which parts of a step torch.compile compiles, and what follows where it cannot."""
+
+import operator
+import sys
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import check_choice
+from .._capture.inputs import read_batch
+from .._capture.snapshot import Snapshot
+from .._capture.state import TrainingState
+from .._errors import AmpkitWarning, CaptureError
+from .._text import ProgressBar, error_line
+from .._torch.compile import Compiler, GraphBreak, cause_of, compiled_part, notice_compiled_code
+from .._user_line import innermost_users_line, users_level
+from .training_step import PartOfStep, Phase, TrainingStep
+from .working_weights import WorkingWeights
+
+COMPILE = ("default", "max")
+# As torch.compile(options=...) takes them. Combo kernels do small operations that do not depend on each other in one
+# kernel. Graphs of Inductor's own could not be captured in another one.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {"triton.cudagraphs": False, "epilogue_fusion": True, "combo_kernels": True},
+    "max": {
+        "triton.cudagraphs": False,
+        "epilogue_fusion": True,
+        "combo_kernels": True,
+        "benchmark_combo_kernel": False,
+        "max_autotune": True,
+        "max_autotune_gemm_backends": "ATEN,TRITON",
+    },
+}
+
+
+def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object, observer: object) -> None:
+    """Raise an error unless a step of this model and loss can be compiled, or is not to be.
+
+    Raises:
+        ValueError: `compile` has an impossible value; or model or loss are compiled already.
+        NotImplementedError: the model is a `DistributedDataParallel`, or a step is observed.
+    """
+    if compile is None:
+        return
+    check_choice(where, "compile", compile, COMPILE)
+    if part := compiled_part(model, loss_fn):
+        raise ValueError(
+            f"{where}(compile={compile!r}): {part} is compiled already. Pass it as it was before torch.compile, or "
+            "compile=None."
+        )
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise NotImplementedError(
+            f"{where}(compile={compile!r}): a DistributedDataParallel model is not compiled. Pass compile=None, and "
+            "compile the module inside: DistributedDataParallel(torch.compile(model))."
+        )
+    if observer is not None:
+        raise NotImplementedError(
+            f"{where}(compile={compile!r}, numerics=...): compiled code has no modules whose outputs could be "
+            "measured. Pass compile=None while you measure."
+        )
+
+
+class CompiledTrainingStep(TrainingStep):
+    """A training step whose loss, forward and backward, is compiled: for each layout of the batch by itself.
+
+    The first call of a layout, and of a phase in it, is not compiled. It shows which weights autocast only casts, and
+    makes the state of the optimizer. The second call compiles, with working weights in place. So all later calls run
+    the same code, captured or not, and have the same bits.
+
+    If the compilation of a layout fails, its calls are not compiled; a warning says why, once.
+
+    Args:
+        *args: see `TrainingStep`.
+        compile: "default" or "max", see `graphed_step`.
+        raises: whether a compilation that fails is an error (`on_failure="raise"`).
+        generators: random-number generators beside torch's own that the loss draws from.
+        **kwargs: see `TrainingStep`.
+
+    Attributes:
+        compiler: counts the compilations.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        compile: str,
+        raises: bool,
+        generators: Sequence[torch.Generator],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._where = f"graphed_step(compile={compile!r})"
+        self._raises = raises
+        self._generators = generators
+        self.compiler = Compiler(_OPTIONS[compile])
+        self._seconds = 0.0
+        self._layouts: dict[Hashable, _Layout] = {}
+        self._copies: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}
+        self._known: list[nn.Parameter] = []
+        self._layout: _Layout | None = None  # of the call that runs; None for a call that is not compiled
+        self._leaves: list[Any] = []  # of the batch of the call that runs
+        self._said: set[str] = set()
+
+    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the part of a step that belongs to one micro-batch."""
+        return self._call(phase, args, kwargs, steps=phase.last and not self._apart)
+
+    def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the same: the calls before the capture already run what a graph records."""
+        return self._call(phase, args, kwargs, steps=phase.last and not self._apart)
+
+    def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the same, and the optimizer step that ends the window."""
+        return self._call(phase, args, kwargs, steps=phase.last)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context without effect: the first call of a layout finds the weights that can have copies."""
+        yield
+
+    def compiled(self) -> dict[str, Any]:
+        """Return the fields of the report that say what was compiled."""
+        done = sum(layout.ready for layout in self._layouts.values())
+        problems = dict.fromkeys(layout.problem for layout in self._layouts.values() if layout.problem)
+        lines = [f"compiled: forward and backward, for {done} layout(s) of the batch"] if done else []
+        lines += [f"not compiled: {problem}" for problem in problems]
+        lines += [f"graph break: {text}" for layout in self._layouts.values() for text in layout.breaks]
+        return {"compile_s": round(self._seconds, 3), "compiled": tuple(dict.fromkeys(lines))}
+
+    # ------------------------------------------------------------------------------------------------- one call
+
+    def _call(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool) -> PartOfStep:
+        notice_compiled_code()  # the rehearsal compares no numbers around compiled code
+        spec, leaves = read_batch(args, kwargs, self._device)
+        params = self._parameters.listed()
+        if not (len(params) == len(self._known) and all(map(operator.is_, params, self._known))):
+            self._layouts.clear()
+            self._copies.clear()
+            self._known = list(params)
+        layout = self._layouts.setdefault((spec, *self._modes()), _Layout(WorkingWeights(self._model, self._copies)))
+        if phase not in layout.phases:
+            return self._first_call(layout, phase, args, kwargs, steps=steps)
+        try:
+            self._layout, self._leaves = layout, leaves
+            return self._run(phase, args, kwargs, layout.weights.in_place(), steps=steps)
+        finally:
+            self._layout, self._leaves = None, []
+
+    def _first_call(
+        self, layout: "_Layout", phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool
+    ) -> PartOfStep:
+        self._working = layout.weights
+        with nullcontext() if layout.phases else super().watching():
+            out = self._run(phase, args, kwargs, nullcontext(), steps=steps)
+        layout.phases.add(phase)  # last: a call that raised has shown nothing
+        return out
+
+    def _modes(self) -> tuple[Hashable, ...]:
+        """Return what decides, beside the batch, what the model does with its weights."""
+        kind = self._device.type
+        return (
+            tuple(module.training for module in self._model.modules()),
+            tuple(param.requires_grad for param in self._known),
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            torch.is_grad_enabled(),
+        )
+
+    # -------------------------------------------------------------------------------------- forward and backward
+
+    def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout = self._layout
+        if layout is None or layout.problem:
+            return super()._call_loss(args, kwargs)
+        if layout.call is None:
+            layout.call = self.compiler.compiled(_loss)
+        return layout.call(self._loss_fn, self._model, args, kwargs)
+
+    def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        layout = self._layout
+        if layout is None or layout.problem or layout.ready:
+            return super()._forward_and_backward(args, kwargs)
+        start = time.perf_counter()
+        state = TrainingState({"model": self._model}, [], None, own=self.gradients)
+        before = Snapshot(state, self._generators, self._leaves, on_host=True)
+        gradients = [(param, param.grad) for param in self._model.parameters()]
+        bar = ProgressBar(1)
+        try:
+            bar.show(f"{self._where}: compiling forward and backward")
+            with self.compiler.noting_breaks() as breaks:
+                outputs = super()._forward_and_backward(args, kwargs)
+        except Exception as error:
+            return self._uncompiled(layout, error, before, gradients, args, kwargs)
+        finally:
+            bar.clear()
+            self._seconds += time.perf_counter() - start
+        layout.ready = True
+        self._say_breaks(layout, breaks)
+        self._say_time("forward and backward", time.perf_counter() - start)
+        return outputs
+
+    def _uncompiled(
+        self,
+        layout: "_Layout",
+        error: Exception,
+        before: Snapshot,
+        gradients: list[tuple[nn.Parameter, Tensor | None]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Any]:
+        """Do forward and backward again without the compiler, from the state before the call that has failed.
+
+        If they raise too, it was not the compiler that failed: the error is the user's, and the next call compiles.
+        """
+
+        def restore() -> None:
+            before.restore()
+            for param, grad in gradients:
+                param.grad = grad
+
+        restore()
+        layout.problem = f"forward and backward, since torch.compile failed: {error_line(cause_of(error))}"
+        try:
+            outputs = super()._forward_and_backward(args, kwargs)
+        except BaseException:
+            layout.problem, layout.call = "", None
+            raise
+        if self._raises:
+            restore()
+            problem, layout.problem, layout.call = layout.problem, "", None
+            raise CaptureError(f"{self._where}: not compiled: {problem}") from error
+        self._warn(f"not compiled: {layout.problem}. Training goes on, and this part of the step is not compiled.")
+        return outputs
+
+    # --------------------------------------------------------------------------------------------------- messages
+
+    def _say_breaks(self, layout: "_Layout", breaks: list[GraphBreak]) -> None:
+        for found in breaks:
+            line = innermost_users_line(found.places)
+            layout.breaks.append(f"{line} - {found.reason}" if line else found.reason)
+            self._warn(
+                f"a graph break: {layout.breaks[-1]}. What comes before and behind this line is compiled in two parts, "
+                "and the line itself is not."
+            )
+
+    def _say_time(self, part: str, seconds: float) -> None:
+        """Say on a terminal how long a compilation took."""
+        if sys.stderr.isatty():
+            print(f"{self._where}: {part} compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(f"{self._where}: {text}", AmpkitWarning, stacklevel=users_level())
+
+
+class _Layout:
+    """What is known of one layout of the batch.
+
+    Attributes:
+        weights: the copies of weights that its calls compute with.
+        phases: those that had their first call.
+        call: the compiled loss, None before it is made.
+        ready: whether forward and backward were compiled.
+        problem: why they are not compiled; "" if they are, or may be.
+        breaks: its graph breaks, in words.
+    """
+
+    def __init__(self, weights: WorkingWeights) -> None:
+        self.weights = weights
+        self.phases: set[Phase] = set()
+        self.call: Callable[..., Any] | None = None
+        self.ready = False
+        self.problem = ""
+        self.breaks: list[str] = []
+
+
+def _loss(loss_fn: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return loss_fn(model, *args, **kwargs)

@@ -16,11 +16,12 @@ from .._capture.inputs import read_batch
 from .._capture.snapshot import Snapshot
 from .._capture.state import TrainingState
 from .._errors import AmpkitWarning, CaptureError
+from .._optimizer.compiled_update import CompiledUpdate, why_not_compiled
 from .._text import ProgressBar, error_line
 from .._torch.compile import Compiler, GraphBreak, cause_of, compiled_part, notice_compiled_code
 from .._user_line import innermost_users_line, users_level
 from .training_step import PartOfStep, Phase, TrainingStep
-from .working_weights import WorkingWeights
+from .working_weights import WorkingWeights, cast_gradients
 
 COMPILE = ("default", "max")
 # As torch.compile(options=...) takes them. Combo kernels do small operations that do not depend on each other in one
@@ -102,6 +103,10 @@ class CompiledTrainingStep(TrainingStep):
         self._layouts: dict[Hashable, _Layout] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}
         self._known: list[nn.Parameter] = []
+        self._kept: dict[Tensor, Tensor] = {}  # gradients in low precision, by parameter, of the call that runs
+        self._update = CompiledUpdate(self._optimizer, self.scaler, self.groups, self._max_norm, self.compiler)
+        self._why_update_not = self._why_not_updated()
+        self._failed: CaptureError | None = None  # of the update, with `raises`
         self._layout: _Layout | None = None  # of the call that runs; None for a call that is not compiled
         self._leaves: list[Any] = []  # of the batch of the call that runs
         self._said: set[str] = set()
@@ -126,8 +131,11 @@ class CompiledTrainingStep(TrainingStep):
     def compiled(self) -> dict[str, Any]:
         """Return the fields of the report that say what was compiled."""
         done = sum(layout.ready for layout in self._layouts.values())
-        problems = dict.fromkeys(layout.problem for layout in self._layouts.values() if layout.problem)
+        problems = [layout.problem for layout in self._layouts.values() if layout.problem]
         lines = [f"compiled: forward and backward, for {done} layout(s) of the batch"] if done else []
+        lines += [f"compiled: update ({self._update.text()})"] if self._update.used else []
+        problems += [f"update, since {self._why_update_not}"] if self._why_update_not else []
+        problems += ["after_step"] if self._after_step is not None else []
         lines += [f"not compiled: {problem}" for problem in problems]
         lines += [f"graph break: {text}" for layout in self._layouts.values() for text in layout.breaks]
         return {"compile_s": round(self._seconds, 3), "compiled": tuple(dict.fromkeys(lines))}
@@ -135,6 +143,8 @@ class CompiledTrainingStep(TrainingStep):
     # ------------------------------------------------------------------------------------------------- one call
 
     def _call(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool) -> PartOfStep:
+        if self._failed is not None:
+            raise self._failed
         notice_compiled_code()  # the rehearsal compares no numbers around compiled code
         spec, leaves = read_batch(args, kwargs, self._device)
         params = self._parameters.listed()
@@ -145,17 +155,19 @@ class CompiledTrainingStep(TrainingStep):
         layout = self._layouts.setdefault((spec, *self._modes()), _Layout(WorkingWeights(self._model, self._copies)))
         if phase not in layout.phases:
             return self._first_call(layout, phase, args, kwargs, steps=steps)
+        kept = self._kept if steps and not self._why_update_not else None
         try:
             self._layout, self._leaves = layout, leaves
-            return self._run(phase, args, kwargs, layout.weights.in_place(), steps=steps)
+            return self._run(phase, args, kwargs, layout.weights.in_place(kept), steps=steps)
         finally:
             self._layout, self._leaves = None, []
+            self._kept.clear()
 
     def _first_call(
         self, layout: "_Layout", phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool
     ) -> PartOfStep:
         self._working = layout.weights
-        with nullcontext() if layout.phases else super().watching():
+        with super().watching() if not layout.phases else nullcontext():
             out = self._run(phase, args, kwargs, nullcontext(), steps=steps)
         layout.phases.add(phase)  # last: a call that raised has shown nothing
         return out
@@ -235,6 +247,49 @@ class CompiledTrainingStep(TrainingStep):
             raise CaptureError(f"{self._where}: not compiled: {problem}") from error
         self._warn(f"not compiled: {layout.problem}. Training goes on, and this part of the step is not compiled.")
         return outputs
+
+    # ------------------------------------------------------------------------------------------------------- update
+
+    def _why_not_updated(self) -> str:
+        if self._apart or not self._capturable:
+            return "the optimizer steps eagerly"
+        return why_not_compiled(self._optimizer)
+
+    def _step_optimizer(self) -> None:
+        if not self._why_update_not and self._layout is not None and self._updated():
+            return
+        cast_gradients(self._kept)
+        super()._step_optimizer()
+
+    def _updated(self) -> bool:
+        """Do the update by compiled code. Return False if that cannot be done in this call."""
+        start, bar = time.perf_counter(), ProgressBar(1)
+        with self.groups.applied():  # moves step counts to the device
+            try:
+                update = self._update.prepared(self._kept)
+                if update is None:
+                    return False
+                ready = self._update.is_ready(update.key)
+                if not ready:
+                    bar.show(f"{self._where}: compiling the update")
+                self._update.run(update)
+            except Exception as error:  # the whole function is compiled before it runs, so that nothing has changed
+                self._why_update_not = f"torch.compile failed: {error_line(cause_of(error))}"
+                self._say_no_update()
+                return False
+            finally:
+                bar.clear()
+        if not ready:
+            self._seconds += time.perf_counter() - start
+            self._say_time("update", time.perf_counter() - start)
+        return True
+
+    def _say_no_update(self) -> None:
+        text = f"not compiled: update, since {self._why_update_not}."
+        if self._raises:  # in the next call, because a part of this one is done
+            self._failed = CaptureError(f"{self._where}: {text}")
+        else:
+            self._warn(f"{text} Training goes on, and this part of the step is not compiled.")
 
     # --------------------------------------------------------------------------------------------------- messages
 

@@ -76,10 +76,14 @@ class WorkingWeights:
                 self._copies[param] = self._all[param, dtype]
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self, kept: "dict[Tensor, Tensor] | None" = None) -> Iterator[None]:
         """Context for forward and backward, in which the modules have the copies as their parameters.
 
         At its end the gradients of the copies are added to those of the master weights. Sync: none.
+
+        Args:
+            kept: gets the gradients of the copies, by master weight, where that weight has no gradient that they would
+                be added to. These are then not cast.
         """
         present = [param for param in self._model.parameters() if param in self._copies]
         masters = {self._copies[param]: param for param in present}
@@ -90,8 +94,12 @@ class WorkingWeights:
             undo.note(self._put_back, masters)
             self._exchange(self._copies)
             yield
+            if kept is not None:
+                alone = [(master, copy) for copy, master in masters.items() if master.grad is None]
+                kept.update((master, copy.grad) for master, copy in alone if copy.grad is not None)
+                masters_left = {copy: master for copy, master in masters.items() if master not in kept}
             with torch.no_grad():
-                _move_gradients(masters)
+                _move_gradients(masters if kept is None else masters_left)
 
     def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
         self._exchange(masters)
@@ -135,6 +143,16 @@ def _consumers(loss: Tensor) -> dict[Tensor, list[Any]]:
             if hasattr(following, "variable"):
                 found.setdefault(following.variable, []).append(node)
     return found
+
+
+def cast_gradients(kept: "dict[Tensor, Tensor]") -> None:
+    """Give master weights the gradients that `in_place` has kept, in their own dtype: one kernel for all."""
+    with torch.no_grad():
+        fresh = [torch.empty_like(master) for master in kept]
+        if fresh:
+            foreach_copy_(fresh, list(kept.values()))
+        for master, grad in zip(kept, fresh, strict=True):
+            master.grad = grad
 
 
 def _move_gradients(masters: "dict[nn.Parameter, nn.Parameter]") -> None:

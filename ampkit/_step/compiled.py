@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._arguments import check_choice
 from .._capture.inputs import read_batch
+from .._capture.layouts import MAX_LAYOUTS
 from .._capture.snapshot import Snapshot
 from .._capture.state import TrainingState
 from .._errors import AmpkitWarning, CaptureError
@@ -103,6 +104,7 @@ class CompiledTrainingStep(TrainingStep):
         self._layouts: dict[Hashable, _Layout] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}
         self._known: list[nn.Parameter] = []
+        self._seeds: dict[torch.dtype, Tensor] = {}
         self._kept: dict[Tensor, Tensor] = {}  # gradients in low precision, by parameter, of the call that runs
         self._update = CompiledUpdate(self._optimizer, self.scaler, self.groups, self._max_norm, self.compiler)
         self._why_update_not = self._why_not_updated()
@@ -152,7 +154,12 @@ class CompiledTrainingStep(TrainingStep):
             self._layouts.clear()
             self._copies.clear()
             self._known = list(params)
-        layout = self._layouts.setdefault((spec, *self._modes()), _Layout(WorkingWeights(self._model, self._copies)))
+        key = (spec, *self._modes())
+        if key not in self._layouts:
+            if len(self._layouts) == MAX_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[key] = _Layout(WorkingWeights(self._model, self._copies))
+        layout = self._layouts[key]
         if phase not in layout.phases:
             return self._first_call(layout, phase, args, kwargs, steps=steps)
         kept = self._kept if steps and not self._why_update_not else None
@@ -194,8 +201,10 @@ class CompiledTrainingStep(TrainingStep):
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         layout = self._layout
-        if layout is None or layout.problem or layout.ready:
+        if layout is None or layout.problem:
             return super()._forward_and_backward(args, kwargs)
+        if layout.ready:
+            return self._compiled_pass(args, kwargs)
         start = time.perf_counter()
         state = TrainingState({"model": self._model}, [], None, own=self.gradients)
         before = Snapshot(state, self._generators, self._leaves, on_host=True)
@@ -204,7 +213,7 @@ class CompiledTrainingStep(TrainingStep):
         try:
             bar.show(f"{self._where}: compiling forward and backward")
             with self.compiler.noting_breaks() as breaks:
-                outputs = super()._forward_and_backward(args, kwargs)
+                outputs = self._compiled_pass(args, kwargs)
         except Exception as error:
             return self._uncompiled(layout, error, before, gradients, args, kwargs)
         finally:
@@ -214,6 +223,23 @@ class CompiledTrainingStep(TrainingStep):
         self._say_breaks(layout, breaks)
         self._say_time("forward and backward", time.perf_counter() - start)
         return outputs
+
+    def _compiled_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        loss, aux = self._forward(args, kwargs)
+        loss.backward(self._seed(loss.dtype))
+        return loss, aux
+
+    def _seed(self, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of the loss: what a backward of the divided and scaled loss would have there.
+
+        It takes no kernel without accumulation, where the product, its backward and a tensor of ones take three.
+        """
+        if self.scaler.is_enabled():
+            seed = self.scaler.tensors()["scale"].to(dtype)
+            return seed / self._accumulate if self._accumulate > 1 else seed
+        if dtype not in self._seeds:
+            self._seeds[dtype] = torch.ones((), dtype=dtype, device=self._device) / self._accumulate
+        return self._seeds[dtype]
 
     def _uncompiled(
         self,

@@ -18,13 +18,14 @@ from .._capture.snapshot import Snapshot
 from .._capture.state import TrainingState
 from .._errors import AmpkitWarning, CaptureError
 from .._optimizer.compiled_update import CompiledUpdate, why_not_compiled
-from .._text import ProgressBar, error_line
+from .._text import ProgressBar, dtype_name, error_line
 from .._torch.compile import Compiler, GraphBreak, cause_of, compiled_part, notice_compiled_code
 from .._user_line import innermost_users_line, users_level
 from .training_step import PartOfStep, Phase, TrainingStep
-from .working_weights import WorkingWeights, cast_gradients
+from .working_weights import LOW, WorkingWeights, cast_gradients
 
 COMPILE = ("default", "max")
+_COPY = "the working weight of parameter"
 # As torch.compile(options=...) takes them. Combo kernels do small operations that do not depend on each other in one
 # kernel. Graphs of Inductor's own could not be captured in another one.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -151,8 +152,7 @@ class CompiledTrainingStep(TrainingStep):
         spec, leaves = read_batch(args, kwargs, self._device)
         params = self._parameters.listed()
         if not (len(params) == len(self._known) and all(map(operator.is_, params, self._known))):
-            self._layouts.clear()
-            self._copies.clear()
+            self._forget()
             self._known = list(params)
         key = (spec, *self._modes())
         if key not in self._layouts:
@@ -176,8 +176,19 @@ class CompiledTrainingStep(TrainingStep):
         self._working = layout.weights
         with super().watching() if not layout.phases else nullcontext():
             out = self._run(phase, args, kwargs, nullcontext(), steps=steps)
+        for i, param in enumerate(self._known):
+            for dtype in LOW:
+                if (param, dtype) in self._copies:  # state that a call changes, so `verify` compares it too
+                    self.gradients[f"{_COPY} {i} in {dtype_name(dtype)}"] = self._copies[param, dtype]
         layout.phases.add(phase)  # last: a call that raised has shown nothing
         return out
+
+    def _forget(self) -> None:
+        """Begin anew, since the model has other parameters."""
+        self._layouts.clear()
+        self._copies.clear()
+        for name in [name for name in self.gradients if name.startswith(_COPY)]:
+            del self.gradients[name]
 
     def _modes(self) -> tuple[Hashable, ...]:
         """Return what decides, beside the batch, what the model does with its weights."""

@@ -19,7 +19,7 @@ from .._user_line import wraps_operations
 
 wraps_operations(__file__)
 
-_LOW = (torch.float16, torch.bfloat16)
+LOW = (torch.float16, torch.bfloat16)
 
 
 class WorkingWeights:
@@ -67,7 +67,7 @@ class WorkingWeights:
                 continue  # this forward did not use it
             dtype = output_dtype(nodes[0]) if len(nodes) == 1 and nodes[0].name() == "ToCopyBackward0" else None
             only_cast = uses.all[id(param)] == uses.casts[id(param)] == 1
-            if dtype not in _LOW or not only_cast or has_gradient_hooks(param) or param in self._refused:
+            if dtype not in LOW or not only_cast or has_gradient_hooks(param) or param in self._refused:
                 self._refused.add(param)
                 self._copies.pop(param, None)
             elif param not in self._copies or self._copies[param].dtype is not dtype:

@@ -1,6 +1,9 @@
 """`graphed_step(compile=...)`: what is compiled, the same bits captured and uncaptured, and what follows a failure."""
 
+import gc
 import math
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -398,6 +401,84 @@ def test_an_error_of_the_loss_is_the_users() -> None:
         step(x)
     assert step.replays > 0
     assert any(line.startswith("compiled: forward and backward") for line in step.report().compiled)
+
+
+@pytest.mark.usefixtures("fast")
+def test_verified() -> None:
+    """R11: `verify` compares replays with calls of the same compiled code, and finds no difference."""
+    _, step = trajectory(("cpu", "emulate"), "emulate", verify=2, sizes=(8,) * 6)
+    assert step.replays == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("fast")
+@allow_inductor_warnings
+def test_another_mode_another_parameter(engine: Engine) -> None:
+    """R11: eval mode and a parameter that is frozen or replaced are compiled by themselves, captured as uncaptured."""
+
+    def run(graph: str) -> list[Any]:
+        model = make_net(engine[0])
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        step = ampkit.graphed_step(boosted_loss, model, optimizer, policy="bfloat16", graph=graph, compile="default")
+        history = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)  # each change costs a warm-up
+            for i, batch in enumerate(make_batches(engine[0], [8] * 20)):
+                if i == 5:
+                    model.norm.eval()
+                if i == 10:
+                    model.norm.train()
+                    model.conv.weight.requires_grad_(False)
+                if i == 15:
+                    model.head.bias = nn.Parameter(model.head.bias.detach() + 1)
+                    optimizer.param_groups[0]["params"][-1] = model.head.bias
+                out = step(*batch)
+                history.append((out._asdict(), training_state(model, optimizer, step.scaler)))
+        return history
+
+    with deterministic():
+        assert_same(run("off"), run(engine[1]))
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_step_that_is_dropped_is_freed() -> None:
+    """R11: neither compiled code nor its step is in a cycle that would keep the graphs alive."""
+    _, step = trajectory(("cpu", "emulate"), "emulate")
+    reference = weakref.ref(step._window._step)
+    gc.collect()
+    gc.disable()
+    try:
+        del step
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("fast")
+def test_the_optimizers_checkpoint_goes_both_ways() -> None:
+    """R11: a compiled step goes on from the state of an uncompiled one, and the other way round."""
+
+    def run(first: str | None, then: str | None) -> Any:
+        model = make_net("cpu", dropout=0.0)
+        state: Any = None
+        for compile in (first, then):
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            if state is not None:
+                optimizer.load_state_dict(state)
+            step = ampkit.graphed_step(boosted_loss, model, optimizer, graph="off", compile=compile)
+            for batch in make_batches("cpu", [8] * 4):
+                step(*batch)
+            state = optimizer.state_dict()
+        return state
+
+    both, other, plain = run("default", None), run(None, "default"), run(None, None)
+    for state in (both, other):
+        assert state["param_groups"] == plain["param_groups"]
+        for i, entries in plain["state"].items():
+            for name, value in entries.items():
+                found = state["state"][i][name]
+                assert (found.shape, found.dtype) == (value.shape, value.dtype)
+                torch.testing.assert_close(found, value, rtol=0.05, atol=1e-3)
 
 
 @allow_inductor_warnings

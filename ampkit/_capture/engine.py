@@ -15,7 +15,7 @@ from .._torch.settings import settle_attention_priority
 from .._undo import Undo
 from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
-from .fallback import Fallback
+from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
 from .inputs import read_batch
 from .layout_capture import LayoutCapture
@@ -52,7 +52,7 @@ class Engine:
         captured: what a graph records: `fn`, or something that leaves the same bits.
         whole: what is called once nothing is captured any more: `fn`, or something that does what the caller would do
             behind `fn`, too.
-        why_apart: why the optimizer cannot be captured, if `fn` does not step it and the caller does so behind `fn`.
+        optimizer: where the optimizer steps, if that may be behind `fn`.
         watching: returns a context for the call of `fn` that runs under the preflight.
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
         one_argument: whether every call has one argument, the batch.
@@ -75,7 +75,7 @@ class Engine:
         name: str,
         captured: Callable[..., Any] | None = None,
         whole: Callable[..., Any] | None = None,
-        why_apart: str = "",
+        optimizer: MovableOptimizer = UNMOVED,
         watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
         declared: bool = False,
         one_argument: bool = False,
@@ -123,8 +123,11 @@ class Engine:
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays = options.verify, 0
-        if options.graph != "off":
-            self._fallback.begin(_why_not_on(device, options) or blocker or _why_not_scripted(state), why_apart)
+        self._optimizer = optimizer
+        if options.graph != "off" and (problem := _why_not_on(device, options) or blocker or _why_not_scripted(state)):
+            self._fallback.refuse(problem)
+        elif optimizer.stays_behind:
+            self._fallback.say_behind(optimizer.why_behind)
 
     @property
     def captures(self) -> int:
@@ -211,7 +214,17 @@ class Engine:
 
     def _adapt(self) -> None:
         """See what has changed since the last call. Drop graphs that are outdated, and say once what a change costs."""
+        if self._optimizer.has_moved():
+            self.close()
         change = self._surroundings.observe()
+        if (
+            change is not None
+            and self._optimizer is not None
+            and change.of_optimizer
+            and self._optimizer.leave(change.reason)
+        ):
+            self._adapt()
+            return
         if change is None:
             return
         if change.outdates:
@@ -307,6 +320,7 @@ class Engine:
                 captured = None
             if captured is None:
                 return _NOT_CAPTURED
+            self._fallback.say_behind(self._optimizer.why_behind)
             try:
                 self.replays += 1
                 captured.timing.replays += 1
@@ -323,6 +337,8 @@ class Engine:
         return outputs
 
     def _give_up(self, layout: Layout, reason: str, error: CaptureError) -> None:
+        if self._optimizer.leave(problem=str(error)):
+            return
         if self._fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
         self._fallback.give_up(layout, reason, error, is_last=not len(self._cache))
@@ -390,7 +406,9 @@ class Engine:
                 replay_ms=saving.replay_ms,
                 saved_s=saving.seconds,
                 told_since=self._told_since,
-                eager_optimizer=None if self._fallback.refused else self._fallback.why_apart or None,
+                eager_optimizer=None
+                if self._optimizer is None or self._fallback.refused
+                else self._optimizer.why_behind or None,
             )
 
     def close_in_turn(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -74,6 +75,14 @@ def cells(modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer], own
                     yield Cell(f"optimizer[{i}].{owner}.{key}", state, key)
     for name in own:
         yield Cell(name, own, name)
+
+
+def why_not_scripted(modules: Mapping[str, nn.Module]) -> str:
+    """Return which module keeps its tensors where `cells` does not find them, "" if none does."""
+    for name, module in _named(modules):
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{name} is a torch.jit.ScriptModule, which hides its tensors' places. Pass the module itself."
+    return ""
 
 
 def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -13,6 +13,7 @@ from .._errors import CaptureError, InputMismatch
 from .._torch.modes import modes
 from .._torch.settings import settle_attention_priority
 from .._undo import Undo
+from .bound import why_not_scripted
 from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
 from .fallback import UNMOVED, Fallback, MovableOptimizer
@@ -124,10 +125,12 @@ class Engine:
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays = options.verify, 0
         self._optimizer = optimizer
-        if options.graph != "off" and (problem := _why_not_on(device, options) or blocker or _why_not_scripted(state)):
+        if options.graph != "off" and (
+            problem := options.why_not_on(device) or blocker or why_not_scripted(state.modules)
+        ):
             self._fallback.refuse(problem)
-        elif optimizer.stays_behind:
-            self._fallback.say_behind(optimizer.why_behind)
+        else:
+            self._say_behind()
 
     @property
     def captures(self) -> int:
@@ -216,6 +219,8 @@ class Engine:
         """See what has changed since the last call. Drop graphs that are outdated, and say once what a change costs."""
         if self._optimizer.has_moved():
             self.close()
+        elif len(self._cache):
+            self._say_behind()
         change = self._surroundings.observe()
         if (
             change is not None
@@ -320,7 +325,7 @@ class Engine:
                 captured = None
             if captured is None:
                 return _NOT_CAPTURED
-            self._fallback.say_behind(self._optimizer.why_behind)
+            self._say_behind()
             try:
                 self.replays += 1
                 captured.timing.replays += 1
@@ -335,6 +340,10 @@ class Engine:
                 self._give_up(layout, "capture failed", failure)
             undo.forget()
         return outputs
+
+    def _say_behind(self) -> None:
+        if self._optimizer.stays_behind:
+            self._fallback.say_behind(self._optimizer.why_behind)
 
     def _give_up(self, layout: Layout, reason: str, error: CaptureError) -> None:
         if self._optimizer.leave(problem=str(error)):
@@ -435,16 +444,3 @@ def _check_verify(options: Options, ranks: Ranks, name: str) -> None:
             f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
             "Verify with one process, without DistributedDataParallel."
         )
-
-
-def _why_not_on(device: torch.device, options: Options) -> str:
-    needs_cuda = options.graph == "auto" and device.type != "cuda"
-    return f"the model is on {device}, and CUDA graphs need a CUDA device." if needs_cuda else ""
-
-
-def _why_not_scripted(state: TrainingState) -> str:
-    for root, top in state.modules.items():
-        for name, module in top.named_modules(prefix=root):
-            if isinstance(module, torch.jit.ScriptModule):
-                return f"{name} is a torch.jit.ScriptModule, which hides its tensors' places. Pass the module itself."
-    return ""

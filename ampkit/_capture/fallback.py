@@ -86,10 +86,9 @@ class Fallback:
         return CaptureError(f"{self._name}: {reason}")
 
     def say_behind(self, why: str) -> None:
-        """Warn once that the optimizer is no part of the graphs, if there is a reason why."""
+        """Warn once that the optimizer is no part of the graphs."""
         text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
-        if why:
-            self.warn_once("behind", f"{why} {text}")
+        self.warn_once("behind", f"{why} {text}")
 
     def refuse(self, reason: str) -> None:
         """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""

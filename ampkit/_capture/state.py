@@ -239,7 +239,11 @@ class TrainingState:
     def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
         self.optimizers, self._rates, self._held = tuple(optimizers), (), True
-        self._walk = None  # so that the next generation is another one
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Have the next generation be another object, so that its user looks at what belongs to it."""
+        self._generation = None
 
     def refresh_rates(self) -> None:
         """Bring the tensors that optimizers read their learning rates from up to date.

@@ -79,11 +79,13 @@ class OptimizerPlace:
         elif self._steps > 1 and (self._is_undone or self._changes.known(self._optimizer) is not None):
             self._join()
         elif self._steps == _PATIENCE:
-            self._watch(False)
+            self._stay_behind(self.why_behind)
 
     def _stay_behind(self, why: str) -> None:
         self._watch(False)
         self.why_behind = why
+        assert self._state is not None  # made with the engine, before the first step
+        self._state.look_again()  # so that the engine says why, if there are graphs already
 
     def _join(self) -> None:
         self._watch(False)

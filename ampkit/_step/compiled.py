@@ -18,6 +18,7 @@ from .._capture.snapshot import Snapshot
 from .._capture.state import TrainingState
 from .._errors import AmpkitWarning, CaptureError
 from .._optimizer.compiled_update import CompiledUpdate, why_not_compiled
+from .._optimizer.step_kind import why_not_capturable
 from .._text import ProgressBar, dtype_name, error_line
 from .._torch.compile import Compiler, GraphBreak, cause_of, compiled_part, notice_compiled_code
 from .._user_line import innermost_users_line, users_level
@@ -116,11 +117,11 @@ class CompiledTrainingStep(TrainingStep):
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
-        return self._call(phase, args, kwargs, steps=phase.last and not self._apart)
+        return self._call(phase, args, kwargs, steps=phase.last and not self._place.behind)
 
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same: the calls before the capture already run what a graph records."""
-        return self._call(phase, args, kwargs, steps=phase.last and not self._apart)
+        return self._call(phase, args, kwargs, steps=phase.last and not self._place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window."""
@@ -288,8 +289,8 @@ class CompiledTrainingStep(TrainingStep):
     # ------------------------------------------------------------------------------------------------------- update
 
     def _why_not_updated(self) -> str:
-        if self._apart or not self._capturable:
-            return "the optimizer steps eagerly"
+        if not self._capturable:
+            return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
         return why_not_compiled(self._optimizer)
 
     def _step_optimizer(self) -> None:

@@ -440,6 +440,43 @@ def test_another_mode_another_parameter(engine: Engine) -> None:
         assert_same(run("off"), run(engine[1]))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["muon", "sgd, not fused", "rmsprop"])
+@pytest.mark.usefixtures("fast")
+@allow_inductor_warnings
+def test_other_optimizers_step_as_without(engine: Engine, name: str) -> None:
+    """R11: the report says why an update is not compiled, and forward and backward are compiled all the same."""
+
+    def run(graph: str) -> tuple[list[Any], Any]:
+        model = make_net(engine[0])
+        optimizer: torch.optim.Optimizer
+        if name == "muon":
+            optimizer = torch.optim.Muon([param for param in model.parameters() if param.dim() == 2], lr=0.02)
+        elif name == "rmsprop":
+            optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        history = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.AmpkitWarning)  # that it steps behind the graph, or by other kernels
+            step = ampkit.graphed_step(
+                boosted_loss, model, optimizer, policy="bfloat16", max_norm=1.0, graph=graph, compile="default"
+            )
+            for batch in make_batches(engine[0], [8] * 8):
+                out = step(*batch)
+                history.append((out._asdict(), training_state(model, optimizer, step.scaler)))
+        return history, step
+
+    with deterministic():
+        eager, _ = run("off")
+        graphed, step = run(engine[1])
+    assert_same(eager, graphed)
+    assert step.replays > 0
+    lines = step.report().compiled
+    assert lines[0].startswith("compiled: forward and backward")
+    assert [line for line in lines if line.startswith("not compiled: update, since ")]
+
+
 @pytest.mark.usefixtures("fast")
 def test_a_step_that_is_dropped_is_freed() -> None:
     """R11: neither compiled code nor its step is in a cycle that would keep the graphs alive."""

@@ -279,7 +279,7 @@ def _step(
     """Step by torch's own functions, group by group."""
     start = 0
     for options, size, rate in zip(constants.groups, constants.sizes, rates, strict=True):
-        rate = rate.reshape(())
+        rate = rate.reshape(()).double()  # of this shape it does not turn other operands into float64
         own = slice(start, start + size)
         start += size
         kinds = [list(kind) for kind in zip(*states[own], strict=True)]

@@ -21,6 +21,7 @@ from .._optimizer.compiled_update import CompiledUpdate, why_not_compiled
 from .._optimizer.step_kind import why_not_capturable
 from .._text import ProgressBar, dtype_name, error_line
 from .._torch.compile import Compiler, GraphBreak, cause_of, compiled_part, notice_compiled_code
+from .._torch.tensors import versions
 from .._user_line import innermost_users_line, users_level
 from .training_step import PartOfStep, Phase, TrainingStep
 from .working_weights import LOW, WorkingWeights, cast_gradients
@@ -110,7 +111,8 @@ class CompiledTrainingStep(TrainingStep):
         self._kept: dict[Tensor, Tensor] = {}  # gradients in low precision, by parameter, of the call that runs
         self._update = CompiledUpdate(self._optimizer, self.scaler, self.groups, self._max_norm, self.compiler)
         self._why_update_not = self._why_not_updated()
-        self._failed: CaptureError | None = None  # of the update, with `raises`
+        self._failed = ""  # why the update cannot be compiled, with `raises`
+        self._constant: set[int] = set()  # ids of the parameters that the last call without compiled code left alone
         self._layout: _Layout | None = None  # of the call that runs; None for a call that is not compiled
         self._leaves: list[Any] = []  # of the batch of the call that runs
         self._said: set[str] = set()
@@ -147,8 +149,8 @@ class CompiledTrainingStep(TrainingStep):
     # ------------------------------------------------------------------------------------------------- one call
 
     def _call(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool) -> PartOfStep:
-        if self._failed is not None:
-            raise self._failed
+        if self._failed:
+            raise CaptureError(self._failed)
         notice_compiled_code()  # the rehearsal compares no numbers around compiled code
         spec, leaves = read_batch(args, kwargs, self._device)
         params = self._parameters.listed()
@@ -181,6 +183,7 @@ class CompiledTrainingStep(TrainingStep):
             for dtype in LOW:
                 if (param, dtype) in self._copies:  # state that a call changes, so `verify` compares it too
                     self.gradients[f"{_COPY} {i} in {dtype_name(dtype)}"] = self._copies[param, dtype]
+        layout.constant = layout.constant & self._constant if layout.phases else self._constant
         layout.phases.add(phase)  # last: a call that raised has shown nothing
         return out
 
@@ -213,13 +216,20 @@ class CompiledTrainingStep(TrainingStep):
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         layout = self._layout
-        if layout is None or layout.problem:
+        if layout is None:
+            before = versions(self._known)
+            outputs = super()._forward_and_backward(args, kwargs)
+            pairs = zip(self._known, before, versions(self._known), strict=True)
+            self._constant = {id(param) for param, old, new in pairs if old == new}
+            return outputs
+        if layout.problem:
             return super()._forward_and_backward(args, kwargs)
         if layout.ready:
             return self._compiled_pass(args, kwargs)
         start = time.perf_counter()
         state = TrainingState({"model": self._model}, [], None, own=self.gradients)
-        before = Snapshot(state, self._generators, self._leaves, on_host=True)
+        constant = layout.constant.union(map(id, self._copies.values()))  # each call begins by writing the copies
+        snapshot = Snapshot(state, self._generators, self._leaves, on_host=True, constant=constant)
         gradients = [(param, param.grad) for param in self._model.parameters()]
         bar = ProgressBar(1)
         try:
@@ -227,7 +237,7 @@ class CompiledTrainingStep(TrainingStep):
             with self.compiler.noting_breaks() as breaks:
                 outputs = self._compiled_pass(args, kwargs)
         except Exception as error:
-            return self._uncompiled(layout, error, before, gradients, args, kwargs)
+            return self._uncompiled(layout, error, snapshot, gradients, args, kwargs)
         finally:
             bar.clear()
             self._seconds += time.perf_counter() - start
@@ -325,7 +335,7 @@ class CompiledTrainingStep(TrainingStep):
     def _say_no_update(self) -> None:
         text = f"not compiled: update, since {self._why_update_not}."
         if self._raises:  # in the next call, because a part of this one is done
-            self._failed = CaptureError(f"{self._where}: {text}")
+            self._failed = f"{self._where}: {text}"
         else:
             self._warn(f"{text} Training goes on, and this part of the step is not compiled.")
 
@@ -357,6 +367,7 @@ class _Layout:
     Attributes:
         weights: the copies of weights that its calls compute with.
         phases: those that had their first call.
+        constant: the ids of the parameters that forward and backward do not change.
         call: the compiled loss, None before it is made.
         ready: whether forward and backward were compiled.
         problem: why they are not compiled; "" if they are, or may be.
@@ -366,6 +377,7 @@ class _Layout:
     def __init__(self, weights: WorkingWeights) -> None:
         self.weights = weights
         self.phases: set[Phase] = set()
+        self.constant: set[int] = set()
         self.call: Callable[..., Any] | None = None
         self.ready = False
         self.problem = ""

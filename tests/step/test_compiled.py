@@ -342,6 +342,23 @@ def test_a_failing_compilation_falls_back(engine: Engine, part: str, monkeypatch
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_forward_that_changes_a_weight_is_undone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: if the backward fails to compile, a weight that the loss function has halved is not halved twice."""
+    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({"backward", "update"}))
+
+    def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.conv.bias.mul_(0.5)
+        return F.cross_entropy(model(images), labels) * boost
+
+    with deterministic():
+        eager, _ = trajectory(engine, "off", compile=None, loss_fn=loss_fn)
+        with pytest.warns(ampkit.AmpkitWarning, match="no kernel for this GPU"):
+            graphed, _ = trajectory(engine, engine[1], loss_fn=loss_fn, on_failure="parts")
+    assert_same(eager, graphed)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_only_the_update_fails(engine: Engine, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: the rest stays compiled, and the optimizer steps on gradients in float32 as without compile=."""

@@ -163,18 +163,17 @@ def test_later_steps_compile_nothing(policy: str) -> None:
 @allow_inductor_warnings
 def test_working_weights(engine: Engine) -> None:
     """R11: compiled code gets the copies of weights: it casts no weight itself. The uncaptured step has them."""
-    seen: list[set[torch.dtype]] = []
+    seen: dict[bool, set[torch.dtype]] = {}
 
     def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Tensor:
-        seen.append({param.dtype for param in model.head.parameters()})
+        seen[torch.compiler.is_compiling()].update({param.dtype for param in model.head.parameters()})
         return F.cross_entropy(model(images), labels) * boost
 
     for graph in ("off", engine[1]):
-        seen.clear()
+        # Compiled code depends on what it finds there, so it is compiled twice: before and behind its first call.
+        seen.update({False: set(), True: set()})
         trajectory(engine, graph, loss_fn=loss_fn)
-        assert seen[0] == {torch.float32}, "the first call is not compiled"
-        assert seen[1:], "the function was traced"
-        assert all(dtypes == {torch.bfloat16} for dtypes in seen[1:])
+        assert seen == {False: {torch.float32}, True: {torch.bfloat16}}, "the first call is not compiled"
 
 
 class Scalar(nn.Module):
@@ -211,8 +210,11 @@ UPDATES: dict[str, Callable[[Scalar], torch.optim.Optimizer]] = {
 def test_the_update_is_the_optimizers(engine: Engine, name: str, scaled: bool) -> None:
     """R11: parameters, state and norm are the optimizer's own to 12 digits of float64, also in its first steps.
 
-    On CUDA a learning rate is a float32 tensor, which both read. Skipped steps leave all of it as it was.
+    On CUDA a learning rate is a float32 tensor, which both read. Skipped steps leave all of it as it was. Adam that is
+    not fused computes its bias corrections in float32 on CUDA, by another `pow` than compiled code: one of 0.1, as in
+    the first step with betas of 0.9, is off by up to 10 * 2**-23 of itself, and the updates of 0.01 with it.
     """
+    bound = 1e-6 if (engine[0], name) == ("cuda", "adam, not fused") else 1e-12
 
     def run(compile: str | None) -> list[Any]:
         torch.manual_seed(0)
@@ -243,7 +245,7 @@ def test_the_update_is_the_optimizers(engine: Engine, name: str, scaled: bool) -
     assert_same(eager[1:], compiled[1:])
     for theirs, ours in zip(eager[0], compiled[0], strict=True):
         for left, right in zip(theirs, ours, strict=True):
-            torch.testing.assert_close(right, left, rtol=1e-12, atol=1e-12, equal_nan=True)
+            torch.testing.assert_close(right, left, rtol=bound, atol=bound, equal_nan=True)
 
 
 RULES: dict[str, dict[str, Any]] = {

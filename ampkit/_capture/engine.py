@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
 from .ranks import Ranks
 from .report import GraphReport, Report
+from .series import Series
 from .state import TrainingState
 from .surroundings import Surroundings
 from .timing import Clock
@@ -60,6 +61,7 @@ class Engine:
     Attributes:
         turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
             be called in it.
+        series: captures several calls in one graph.
         replays: how many calls were a graph launch.
     """
 
@@ -120,6 +122,7 @@ class Engine:
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
         )
+        self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback, self._verified)
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays = options.verify, 0
@@ -129,7 +132,7 @@ class Engine:
     @property
     def captures(self) -> int:
         """How many graphs were captured."""
-        return self._capture.captures
+        return self._capture.captures + self.series.captures
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own. To be called in this engine's `turn`."""
@@ -161,6 +164,14 @@ class Engine:
         fn = answered(self._fn, layout.told)
         return self.run(reason, lambda: fn(phase, *args, **kwargs))
 
+    def settings(self) -> int | None:
+        """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
+        if self._fallback.refused or captures.recorded or self._ranks.wrappers:
+            return None
+        if self._state.generation() is not self._surroundings.generation:
+            self._adapt()
+        return self._surroundings.number
+
     def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call eagerly, because every call is eager, or because the call is a part of another engine's capture."""
         reason = self._fallback.refused or "within the capture of another"
@@ -181,7 +192,9 @@ class Engine:
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         """Replay, and compare that with an eager call, or time it if there is a start of the call."""
         if self._unverified:
-            return self._verified_replay(captured, phase, leaves)
+            outputs = self._verified(captured, partial(answered(self._fn, captured.told), phase), leaves)
+            self._unverified -= 1
+            return outputs
         outputs = captured.replay(leaves)
         if start is not None:
             captured.timing.replay.add(start, self._clock.now())
@@ -189,12 +202,11 @@ class Engine:
             self._starts_to_mark = _MARKED
         return outputs
 
-    def _verified_replay(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
-        eager = partial(answered(self._fn, captured.told), phase)
+    def _verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
         verdict = self._on_stream(
             lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators)
         )
-        self._unverified -= 1
         if verdict.noise:
             self._fallback.warn_once("noise", f"verify: {verdict.noise}")
         if verdict.problem:
@@ -374,15 +386,15 @@ class Engine:
             saving = self._cache.saving()
             self._variation.follow(self.replays, self.captures)
             return Report(
-                graphs=len(self._cache),
+                graphs=len(self._cache) + sum(len(family.graphs) for family in self._cache.families.values()),
                 captures=self.captures,
                 evictions=self._capture.evictions,
                 replays=self.replays,
                 eager=dict(self._eager),
                 bytes=self._cache.nbytes,
-                per_graph=tuple(
-                    GraphReport(str(key.spec), captured.nbytes, *captured.timing.saving())
-                    for key, captured in self._cache
+                per_graph=(
+                    *(GraphReport(str(key.spec), graph.nbytes, *graph.timing.saving()) for key, graph in self._cache),
+                    *self.series.reports(),
                 ),
                 skipped=skipped,
                 failure=self._fallback.failure or self._variation.text or None,
@@ -390,6 +402,8 @@ class Engine:
                 replay_ms=saving.replay_ms,
                 saved_s=saving.seconds,
                 told_since=self._told_since,
+                launches=self.series.launches,
+                scanned=self.series.parts,
                 eager_optimizer=None if self._fallback.refused else self._fallback.why_apart or None,
             )
 

@@ -48,6 +48,8 @@ class Report:
             told True though nothing was captured, because its other branch cannot be captured; None if there was none.
         eager_optimizer: why the optimizer steps eagerly behind each graph (`on_failure="parts"`), which the times above
             then do not include; None if its step is captured, or nothing is to be.
+        launches: graph launches of `GraphedStep.scan`, of several steps each. They are no part of `replays`.
+        scanned: optimizer steps that these launches did.
     """
 
     graphs: int
@@ -64,6 +66,8 @@ class Report:
     saved_s: float | None = None
     told_since: int | None = None
     eager_optimizer: str | None = None
+    launches: int = 0
+    scanned: int = 0
 
     @property
     def outcome(self) -> str:
@@ -82,6 +86,7 @@ class Report:
             f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
             f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
         )
+        head += f"; {self.scanned} more steps in {self.launches} launches of scan" * bool(self.launches)
         times = [f"  {self._times()}"] if self.replay_ms is not None else []
         graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
         reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]

@@ -20,6 +20,7 @@ from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .observer import Observer
+from .scan import Scan
 from .training_step import StepOutput, TrainingStep
 from .window import Window
 
@@ -165,7 +166,10 @@ def graphed_step(
         why_apart=why_apart,
         watching=step.watching,
     )
-    return GraphedStep(step, engine, accumulate, scheduler, buckets)
+    window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
+    pad = None if buckets is None else buckets.pad_batch
+    scan = Scan(engine, step, window, accumulate, optimizer, scheduler, pad, device, apart=bool(why_apart))
+    return GraphedStep(step.scaler, engine, window, scan, buckets)
 
 
 class GraphedStep:
@@ -174,13 +178,12 @@ class GraphedStep:
     A context manager: leaving it closes the step.
     """
 
-    def __init__(
-        self, step: TrainingStep, engine: Engine, accumulate: int, scheduler: Scheduler | None, buckets: Buckets | None
-    ) -> None:
-        self._scaler = step.scaler
+    def __init__(self, scaler: GradScaler, engine: Engine, window: Window, scan: Scan, buckets: Buckets | None) -> None:
+        self._scaler = scaler
         self._engine = engine
         self._turn = engine.turn
-        self._window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
+        self._window = window
+        self._scan = scan
         self._buckets = buckets
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
@@ -209,6 +212,48 @@ class GraphedStep:
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
         return self._turn.take(self._window.run, args, kwargs)
+
+    def scan(self, *args: Any, **kwargs: Any) -> StepOutput:
+        """Do K calls with one call: `loss_fn` gets the slices 0 to K - 1 of each tensor along its dimension 0.
+
+        It leaves the bits that K single calls with these slices leave: parameters, optimizer, loss scale, learning
+        rates, averages, random numbers. Up to 16 calls are one graph launch, so that K calls take ceil(K / 16)
+        launches. With `accumulate=N` a launch does whole windows, ceil(16 / N) at most. `step` and `step.scan` may be
+        mixed, also within a window.
+
+        The first calls of a layout are made one by one, until each has a graph of its own. The first launch of a length
+        captures that length. The second length that is not the longest one has all others captured with it. From then
+        on no K takes a capture.
+
+        Calls are made one by one if nothing is captured, and with buckets, `numerics`, `DistributedDataParallel`, an
+        optimizer that steps behind the graphs, a `loss_fn` that changes its batch in place, a scheduler that is no
+        `LRScheduler` of torch, and around each change of a hyperparameter other than the learning rate. So are calls
+        that complete an open window, and those at the end that do not make up a whole one.
+
+        Args:
+            *args: trees of tensors of shape (K, ...) on the model's device, and of hashable constants that all K calls
+                get. Pass what all calls share as `x.expand(K, *x.shape)`.
+            **kwargs: trees of the same kinds.
+
+        Returns:
+            A `StepOutput`: loss of shape (K,); aux with a new leading dimension K in each tensor; `skipped` of shape
+            (K,); `grad_norm` of shape (K,), or None. With `accumulate=N` only the calls that step the optimizer have a
+            norm, and `grad_norm` has one entry for each of these.
+
+        Raises:
+            InputMismatch: the leading dimensions differ, one is 0, a tensor has shape () or there is no tensor; then
+                nothing was done. A slice cannot be the batch of a call, see `__call__`.
+            ValueError: as for `__call__`; or the aux of two calls have different shapes. Then all calls were done.
+            CaptureError: as for `__call__`.
+
+        An error in call i comes out as it would from `step`. Calls before it were done; since Python 3.11 a note of the
+        error says how many. The scheduler is stepped ahead of a launch, so an interrupt may leave it up to 16 steps
+        ahead.
+
+        Sync: only the calls that capture wait for the device. Aliasing: as for `__call__`. Memory: buffers for 16
+        batches, beside those of the single calls.
+        """
+        return self._turn.take(self._scan.run, args, kwargs)
 
     def flush(self) -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.

@@ -1,0 +1,261 @@
+"""Many steps per call: the slices of stacked inputs go through graphs of up to 16 steps, or one by one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture.engine import Engine
+from .._capture.fallback import StepDoneError
+from .._capture.inputs import Spec, flatten, own_copy
+from .._capture.series import Noting, is_aligned
+from .._capture.variation import Key
+from .._optimizer.param_groups import CapturableGroups
+from .._optimizer.rate_table import RateTable
+from .._torch.tensors import version
+from .._torch.tree import tree_unflatten
+from .._undo import Undo
+from .stack import Batch, Outputs, Stack, concatenated, sliced, stacked
+from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
+from .window import Window
+
+Entries = Sequence[dict[str, Any]]  # of the param groups
+
+MOST = 16  # calls per launch; a window of micro-batches that begins within these is done to its end
+
+
+class Windows:
+    """Does whole windows of micro-batches with the slices of stacked inputs. This is what a graph records.
+
+    Args:
+        call: does one micro-batch.
+        groups: the optimizer's.
+        table: the learning rates of the windows.
+        size: how many micro-batches a window has.
+    """
+
+    def __init__(self, call: Callable[..., PartOfStep], groups: CapturableGroups, table: RateTable, size: int) -> None:
+        self._call = call
+        self._groups = groups
+        self._table = table
+        self._size = size
+
+    def __call__(self, parts: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+        """Do this many windows."""
+        leaves, tree = flatten(args, kwargs)
+        outs = []
+        for window in range(parts):
+            accumulated: tuple[int, ...] = ()
+            with self._groups.reading(self._table.rows[window]):
+                for place in range(self._size):
+                    given, named = sliced(leaves, tree, window * self._size + place)
+                    with noting():
+                        out, kept = self._call(Phase(place + 1 == self._size, accumulated), *given, **named)
+                    accumulated = kept or ()
+                    outs.append(out)
+        return stacked(outs)
+
+
+class Scan:
+    """Does the calls of a stack: as many as possible in graphs of several steps, the others one by one.
+
+    Args:
+        engine: of the single calls.
+        step: what these do.
+        window: of the single calls.
+        size: how many micro-batches a window has.
+        optimizer: of the step.
+        scheduler: stepped behind each optimizer step; None if there is none.
+        pad: pads the inputs of a call to its bucket; None if there are no buckets.
+        device: of the model.
+        apart: whether the optimizer steps behind the graphs.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        step: TrainingStep,
+        window: Window,
+        size: int,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        pad: Callable[..., Batch] | None,
+        device: torch.device,
+        *,
+        apart: bool,
+    ) -> None:
+        self._engine = engine
+        self._step = step
+        self._window = window
+        self._size = size
+        self._groups = optimizer
+        self._scheduler = scheduler
+        self._pad = pad
+        self._device = device
+        # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
+        known = scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+        self._may_launch = known and pad is None and not apart and step.observer is None
+        self._lengths = range(1 + (size == 1), -(-MOST // size) + 1)  # in windows; one call is a single call
+        self._phases: dict[Spec, tuple[Phase, ...]] = {}
+        self._seen: list[Phase] = []  # in the window that single calls are in
+        self._tables: dict[int, RateTable] = {}  # by the number of param groups
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
+        """Do the calls of a stack; return their outputs, stacked."""
+        stack = Stack(args, kwargs, self._device)
+        pieces: list[Outputs] = []
+        done = 0
+        try:
+            for piece in self._pieces(stack):
+                pieces.append(piece)
+                done += len(piece.loss)
+        except Exception as error:
+            if done and hasattr(error, "add_note"):  # since Python 3.11
+                error.add_note(f"scan: {done} of {stack.count} calls were done before this one.")
+            raise
+        return concatenated(pieces)
+
+    def _pieces(self, stack: Stack) -> Iterator[Outputs]:
+        done = 0
+        while done < stack.count:
+            piece = self._launched(stack, done)
+            if piece is None:
+                piece = stacked([self._single(stack, done)])
+            done += len(piece.loss)
+            yield piece
+
+    # ---------------------------------------------------------------------------------------------------- one by one
+
+    def _single(self, stack: Stack, i: int) -> StepOutput:
+        """Do one call."""
+        leaves: list[Any] = [leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
+        # A graph reads tensors of its own. Elsewhere a slice of a stack could lie where kernels compute otherwise.
+        own = [own_copy(leaf) if isinstance(leaf, Tensor) and not is_aligned(leaf) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(own, stack.tree)
+        if self._pad is not None:
+            args, kwargs = self._pad(args, kwargs)
+        place, accumulated = self._window.count, self._window.accumulated
+        out = self._window.run(args, kwargs)
+        for leaf, copy in zip(leaves, own, strict=True):
+            if copy is not leaf and version(copy):
+                leaf.copy_(copy)  # it was changed in place
+        self._note_phase(stack.spec, place, accumulated)
+        return out
+
+    def _note_phase(self, spec: Spec, place: int, accumulated: tuple[int, ...]) -> None:
+        """Take note of what a single call was in its window, by which its graph is found."""
+        if place == 0:
+            self._seen = []
+        if place == len(self._seen):
+            self._seen.append(Phase(place + 1 == self._size, accumulated))
+        if place + 1 == self._size == len(self._seen):
+            if len(self._phases) == _MAX_SPECS:
+                self._phases.clear()
+            self._phases[spec] = tuple(self._seen)
+
+    # ------------------------------------------------------------------------------------------------ several at once
+
+    def _launched(self, stack: Stack, start: int) -> Outputs | None:
+        """Do windows from this call on by one launch. Return None, and do nothing, if there is no graph for them."""
+        parts = min(self._lengths[-1], (stack.count - start) // self._size)
+        if not self._may_launch or self._window.count or parts not in self._lengths:
+            return None
+        number = self._engine.settings() if self._step.groups.read_tensors() else None
+        phases = (Phase(True, ()),) if self._size == 1 else self._phases.get(stack.spec)
+        if number is None or phases is None:
+            return None
+        key = Key(stack.spec_of(self._lengths[-1] * self._size), phases, number)
+        singles = [Key(stack.spec, phase, number) for phase in phases]
+        table = self._table()
+        windows = Windows(self._step.captured, self._step.groups, table, self._size)
+        graph = self._engine.series.graph(key, parts, self._lengths, self._size, windows, singles)
+        if graph is None:
+            return None
+        leaves = stack.rows(start, start + parts * self._size)
+        graph.inputs.refuse_shared(leaves)  # before the schedule moves on
+        planned = self._plan(parts, table)
+        if len(planned) < parts:
+            return self._with_entries(planned, stack, start)
+        return self._launch(key, parts, leaves, table)
+
+    def _launch(self, key: Key, parts: int, leaves: list[Any], table: RateTable) -> Outputs:
+        eager = Windows(self._step, self._step.groups, table, self._size)
+        failure: StepDoneError | None = None
+        try:
+            out: Outputs = self._engine.series.launch(key, parts, leaves, eager)
+        except StepDoneError as error:
+            out, failure = error.outputs, error
+        self._window.launched(None if out.grad_norms is None else out.grad_norms[-1], parts)
+        if failure is not None:
+            raise failure
+        return out
+
+    def _table(self) -> RateTable:
+        count = len(self._groups.param_groups)
+        if count not in self._tables:
+            self._tables[count] = self._step.groups.table(self._lengths[-1])
+        return self._tables[count]
+
+    def _plan(self, parts: int, table: RateTable) -> list[Entries]:
+        """Step the scheduler ahead, and write the learning rates of the windows to the table.
+
+        Returns:
+            The entries of the param groups in each window: fewer than `parts` if the scheduler changes more than
+            learning rates. Then it was stepped as often as there are entries.
+        """
+        groups = self._groups.param_groups
+        table.begin()
+        if self._scheduler is None:
+            table.add([group.get("lr") for group in groups], parts)
+            table.write()
+            return [[]] * parts
+        first, planned = [dict(group) for group in groups], []
+        while len(planned) < parts and all(map(_only_rate_differs, first, groups)):
+            planned.append([_entries(group) for group in groups])
+            table.add([group.get("lr") for group in groups])
+            self._scheduler.step()
+        table.write()
+        return planned
+
+    def _with_entries(self, planned: list[Entries], stack: Stack, start: int) -> Outputs:
+        """Do windows one by one that the scheduler was stepped ahead of, each with its entries in the param groups."""
+        outs = []
+        with self._window.unscheduled(), self._restored_entries():
+            for window, entries in enumerate(planned):
+                for group, values in zip(self._groups.param_groups, entries, strict=True):
+                    group.update(values)
+                outs += [self._single(stack, start + window * self._size + place) for place in range(self._size)]
+        return stacked(outs)
+
+    @contextmanager
+    def _restored_entries(self) -> Iterator[None]:
+        with Undo() as undo:
+            for group in self._groups.param_groups:
+                undo.note(group.update, dict(group))
+            yield
+
+
+_MAX_SPECS = 256
+_RATE = ("lr", "initial_lr")
+
+
+def _entries(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a param group, with a copy of a rate that the scheduler changes in place."""
+    rate = group.get("lr")
+    return {**group, "lr": rate.detach().clone()} if isinstance(rate, Tensor) else dict(group)
+
+
+def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:
+    """Return whether a param group has the entries that it had, learning rates aside."""
+    return before.keys() == group.keys() and all(
+        value is before[key] or key in _RATE or _is_equal(value, before[key]) for key, value in group.items()
+    )
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Return whether two values are equal constants. To compare tensors would wait for the device."""
+    if type(value) in (list, tuple) and type(value) is type(other) and len(value) == len(other):
+        return all(map(_is_equal, value, other))
+    return value is other or (not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other))

@@ -14,7 +14,6 @@ from .cache import Cache, Captured, Family
 from .call_record import OperationRecorder, Record, first_difference
 from .capture_query import answered, recording
 from .fallback import Fallback
-from .graph import Graph
 from .inputs import Spec, StaticInputs, TensorSpec
 from .layout_capture import refuse_rebound
 from .layouts import Layouts

@@ -210,8 +210,8 @@ class Scan:
         if self._scheduler is None:
             table.add([group.get("lr") for group in groups], parts)
             table.write()
-            return [[]] * parts
-        first, planned = [dict(group) for group in groups], []
+            return [()] * parts
+        first, planned = [dict(group) for group in groups], list[Entries]()
         while len(planned) < parts and all(map(_only_rate_differs, first, groups)):
             planned.append([_entries(group) for group in groups])
             table.add([group.get("lr") for group in groups])

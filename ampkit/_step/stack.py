@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._capture.inputs import Constant, Spec, TensorSpec, check_plain, flatten, path, read_batch
 from .._errors import InputMismatch
+from .._text import dtype_name
 from .._torch.tree import TreeSpec, tree_flatten, tree_unflatten
 from .training_step import StepOutput
 
@@ -156,7 +157,7 @@ def _joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: in
     for others, other in flat:
         for one, two in zip(leaves, others, strict=False):
             if _layout(one, begin) != _layout(two, begin):
-                raise ValueError(_DIFFERENT.format(_shown(one), _shown(two)))
+                raise ValueError(_DIFFERENT.format(_shown(one, begin), _shown(two, begin)))
         if other != tree:
             raise ValueError(_DIFFERENT.format(f"a tree of {len(leaves)} leaves", f"another one of {len(others)}"))
     columns = zip(*(others for others, _ in flat), strict=True)
@@ -173,5 +174,5 @@ def _layout(leaf: Tensor | None, begin: int) -> Any:
     return None if leaf is None else (leaf.dtype, leaf.shape[begin:])
 
 
-def _shown(leaf: Tensor | None) -> str:
-    return "None" if leaf is None else f"{leaf.dtype} of shape {tuple(leaf.shape)}"
+def _shown(leaf: Tensor | None, begin: int) -> str:
+    return "None" if leaf is None else f"{dtype_name(leaf.dtype)} of shape {tuple(leaf.shape[begin:])}"

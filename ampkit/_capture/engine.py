@@ -122,7 +122,7 @@ class Engine:
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
         )
-        self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback, self._verified)
+        self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback)
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays = options.verify, 0
@@ -192,7 +192,7 @@ class Engine:
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         """Replay, and compare that with an eager call, or time it if there is a start of the call."""
         if self._unverified:
-            outputs = self._verified(captured, partial(answered(self._fn, captured.told), phase), leaves)
+            outputs = self.verified(captured, partial(answered(self._fn, captured.told), phase), leaves)
             self._unverified -= 1
             return outputs
         outputs = captured.replay(leaves)
@@ -202,7 +202,7 @@ class Engine:
             self._starts_to_mark = _MARKED
         return outputs
 
-    def _verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    def verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
         verdict = self._on_stream(
             lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators)

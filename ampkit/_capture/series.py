@@ -55,7 +55,6 @@ class Series:
         cache: keeps the graphs.
         layouts: what is known of the single calls.
         fallback: issues the warnings.
-        compare: verifies a launch.
 
     Attributes:
         captures: how many graphs were captured so far.
@@ -71,7 +70,6 @@ class Series:
         cache: Cache,
         layouts: Layouts,
         fallback: Fallback,
-        compare: Compare,
     ) -> None:
         self._state = state
         self._stream = stream
@@ -79,14 +77,20 @@ class Series:
         self._cache = cache
         self._layouts = layouts
         self._fallback = fallback
-        self._compare = compare
         self._unverified = options.verify
         self._newest: _Comparison | None = None  # of the first graph of a family that was captured last
         self._refused: set[Key] = set()
         self.captures = self.launches = self.parts = 0
 
     def graph(
-        self, key: Key, parts: int, lengths: range, calls: int, fn: MakesCalls, singles: Sequence[Key]
+        self,
+        key: Key,
+        parts: int,
+        lengths: range,
+        calls: int,
+        fn: MakesCalls,
+        singles: Sequence[Key],
+        may_capture: bool,
     ) -> Captured | None:
         """Return the graph that does this many parts, captured now if it must be. Nothing of it is done.
 
@@ -100,20 +104,23 @@ class Series:
             calls: how many calls a part has.
             fn: what a graph records.
             singles: the keys of the calls of one part.
+            may_capture: whether to capture.
 
         Returns:
-            None if the single calls have no graphs yet, or if the series cannot be captured, of which there was a
-            warning.
+            None if there is no graph: the single calls have none yet, or the series cannot be captured, of which there
+            was a warning, or it may not be captured now.
 
         Raises:
             CaptureError: with `on_failure="raise"`, the series cannot be captured.
         """
         family = self._cache.families.get(key)
         if family is None:
-            if key in self._refused or not self._are_ready(singles):
+            if key in self._refused or not may_capture or not self._are_ready(singles):
                 return None
             family = self._new_family(key, singles)
         if parts not in family.graphs:
+            if not may_capture:
+                return None
             short = [length for length in family.graphs if length < lengths[-1]]
             missing = [n for n in reversed(lengths) if n not in family.graphs] if short and parts < lengths[-1] else []
             for length in missing or [parts]:
@@ -122,7 +129,7 @@ class Series:
         self._cache.families.move_to_end(key)
         return family.graphs[parts]
 
-    def launch(self, key: Key, parts: int, leaves: Sequence[Any], eager: MakesCalls) -> Any:
+    def launch(self, key: Key, parts: int, leaves: Sequence[Any], eager: MakesCalls, compare: Compare) -> Any:
         """Do this many parts with the graph that `graph` returned. Return the outputs, in tensors of their own.
 
         Args:
@@ -130,6 +137,7 @@ class Series:
             parts: as for `graph`.
             leaves: the slices of the inputs that the calls take.
             eager: does the same parts eagerly.
+            compare: verifies a launch.
 
         Raises:
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
@@ -144,7 +152,7 @@ class Series:
             undo.note(modes())
             if self._unverified:
                 call = answered(eager, family.told)
-                outputs = self._compare(captured, lambda *args, **kwargs: call(parts, _unnoted, args, kwargs), leaves)
+                outputs = compare(captured, lambda *args, **kwargs: call(parts, _unnoted, args, kwargs), leaves)
                 self._unverified -= 1
             else:
                 outputs = captured.replay(leaves)

@@ -91,7 +91,8 @@ def graphed_step(
         verify: compare this many replays, the first ones, bit by bit with eager steps from the same state. If they
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
-            takes up to eleven steps, and a difference as large as between replays is allowed.
+            takes up to eleven steps, and a difference as large as between replays is allowed. As many launches of
+            `scan` are compared, too.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
@@ -102,7 +103,7 @@ def graphed_step(
             again instead of a graph. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.
         max_graphs: how many graphs are kept: one per input layout, and per micro-batch of a window. If there are more,
-            the least recently used one is dropped.
+            the least recently used one is dropped. `scan` keeps graphs of several steps for as many layouts more.
         memory_budget: bytes that all graphs may take together (`report().bytes`); None for no limit. A capture may take
             more while it is under way. A layout stays eager if its graph alone takes more.
         capturing: what user code is told that asks `torch.cuda.is_current_stream_capturing()`, as the masks of
@@ -222,8 +223,8 @@ class GraphedStep:
         mixed, also within a window.
 
         The first calls of a layout are made one by one, until each has a graph of its own. The first launch of a length
-        captures that length. The second length that is not the longest one has all others captured with it. From then
-        on no K takes a capture.
+        captures that length, but what is left behind single calls of a scan goes on one by one, unless it is as long as
+        a launch can be. The second shorter length has all others captured with it. From then on no K takes a capture.
 
         Calls are made one by one if nothing is captured, and with buckets, `numerics`, `DistributedDataParallel`, an
         optimizer that steps behind the graphs, a `loss_fn` that changes its batch in place, a scheduler that is no

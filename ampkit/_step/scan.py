@@ -55,7 +55,7 @@ class Windows:
                         out, kept = self._call(Phase(place + 1 == self._size, accumulated), *given, **named)
                     accumulated = kept or ()
                     outs.append(out)
-        return stacked(outs)
+        return stacked(outs, views=True)
 
 
 class Scan:
@@ -101,30 +101,28 @@ class Scan:
         self._phases: dict[Spec, tuple[Phase, ...]] = {}
         self._seen: list[Phase] = []  # in the window that single calls are in
         self._tables: dict[int, RateTable] = {}  # by the number of param groups
+        self._warming = False  # whether a call of this scan was made to get a graph
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the calls of a stack; return their outputs, stacked."""
         stack = Stack(args, kwargs, self._device)
         pieces: list[Outputs] = []
-        done = 0
-        try:
-            for piece in self._pieces(stack):
-                pieces.append(piece)
-                done += len(piece.loss)
-        except Exception as error:
-            if done and hasattr(error, "add_note"):  # since Python 3.11
-                error.add_note(f"scan: {done} of {stack.count} calls were done before this one.")
-            raise
-        return concatenated(pieces)
-
-    def _pieces(self, stack: Stack) -> Iterator[Outputs]:
-        done = 0
+        singles: list[StepOutput] = []  # behind these
+        done, self._warming = 0, False
         while done < stack.count:
-            piece = self._launched(stack, done)
-            if piece is None:
-                piece = stacked([self._single(stack, done)])
-            done += len(piece.loss)
-            yield piece
+            try:
+                piece = self._launched(stack, done)
+                if piece is None:
+                    singles.append(self._single(stack, done))
+            except Exception as error:
+                if done and hasattr(error, "add_note"):  # since Python 3.11
+                    error.add_note(f"scan: {done} of {stack.count} calls were done before this one.")
+                raise
+            if piece is not None:
+                pieces += [stacked(singles), piece] if singles else [piece]
+                singles = []
+            done += 1 if piece is None else len(piece.loss)
+        return concatenated([*pieces, stacked(singles)] if singles else pieces)
 
     # ---------------------------------------------------------------------------------------------------- one by one
 
@@ -170,7 +168,10 @@ class Scan:
         singles = [Key(stack.spec, phase, number) for phase in phases]
         table = self._table()
         windows = Windows(self._step.captured, self._step.groups, table, self._size)
-        graph = self._engine.series.graph(key, parts, self._lengths, self._size, windows, singles)
+        # What is left behind warm-up calls is a length that no later scan may have.
+        may_capture = parts == self._lengths[-1] or not self._warming
+        graph = self._engine.series.graph(key, parts, self._lengths, self._size, windows, singles, may_capture)
+        self._warming = self._warming or graph is None
         if graph is None:
             return None
         leaves = stack.rows(start, start + parts * self._size)
@@ -184,7 +185,7 @@ class Scan:
         eager = Windows(self._step, self._step.groups, table, self._size)
         failure: StepDoneError | None = None
         try:
-            out: Outputs = self._engine.series.launch(key, parts, leaves, eager)
+            out: Outputs = self._engine.series.launch(key, parts, leaves, eager, self._engine.verified)
         except StepDoneError as error:
             out, failure = error.outputs, error
         self._window.launched(None if out.grad_norms is None else out.grad_norms[-1], parts)

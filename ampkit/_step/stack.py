@@ -112,18 +112,25 @@ class Outputs(NamedTuple):
     skipped: Tensor
 
 
-def stacked(outs: Sequence[StepOutput]) -> Outputs:
+def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> Outputs:
     """Return the outputs of calls as one.
+
+    Args:
+        outs: of the calls.
+        views: whether the result may be views of these tensors, because it is copied later.
 
     Raises:
         ValueError: their aux do not fit together.
     """
     norms = [out.grad_norm for out in outs if out.grad_norm is not None]
+    flags = [out.skipped for out in outs]
+    # Without a loss scale a step returns the same constant each time.
+    is_constant = views and all(flag is flags[0] for flag in flags)
     return Outputs(
         torch.stack([out.loss for out in outs]),
         _joined([out.aux for out in outs], torch.stack, 0),
         torch.stack(norms) if norms else None,
-        torch.stack([out.skipped for out in outs]),
+        flags[0].expand(len(flags)) if is_constant else torch.stack(flags),
     )
 
 

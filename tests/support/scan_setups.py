@@ -1,4 +1,4 @@
-"""Random training set-ups for `GraphedStep.scan`: those of `setups`, with long stretches of like calls cut at random."""
+"""Random training set-ups for `GraphedStep.scan`: those of `setups`, with long stretches of calls, cut at random."""
 
 import random
 from collections import Counter, defaultdict

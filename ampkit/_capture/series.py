@@ -78,7 +78,7 @@ class Series:
         self._layouts = layouts
         self._fallback = fallback
         self._unverified = options.verify
-        self._newest: _Comparison | None = None  # of the first graph of a family that was captured last
+        self._comparisons: dict[Key, _Comparison] = {}  # of families that were not launched yet
         self._refused: set[Key] = set()
         self.captures = self.launches = self.parts = 0
 
@@ -157,11 +157,11 @@ class Series:
             else:
                 outputs = captured.replay(leaves)
             undo.forget()
-        newest, self._newest = self._newest, None
-        if newest is not None and newest.difference:  # of an emulated graph, whose calls have done the right thing
+        comparison = self._comparisons.pop(key, None)
+        if comparison is not None and comparison.difference:  # emulated calls, which have done the right thing
             if self._fallback.raises:
-                raise self._fallback.step_done_error(newest.difference, outputs)
-            self._refuse(key, newest.difference, None)
+                raise self._fallback.step_done_error(comparison.difference, outputs)
+            self._refuse(key, comparison.difference, None)
         return outputs
 
     def reports(self) -> list[GraphReport]:
@@ -187,7 +187,9 @@ class Series:
 
     def _new_family(self, key: Key, singles: Sequence[Key]) -> Family:
         while len(self._cache.families) >= self._options.max_graphs:
-            self._cache.families.popitem(last=False)[1].reset()
+            evicted, oldest = self._cache.families.popitem(last=False)
+            self._comparisons.pop(evicted, None)
+            oldest.reset()
         with torch.inference_mode(False):
             buffers = [_aligned(leaf) for leaf in key.spec.leaves if isinstance(leaf, TensorSpec)]
         layouts = list(map(self._layouts.of, singles))
@@ -203,16 +205,18 @@ class Series:
         before = self._cache.pool_bytes
         rehearsals = [] if family.graphs else [self._layouts.of(single).rehearsal for single in singles]
         compares = bool(rehearsals) and not any(rehearsal.unseen for rehearsal in rehearsals)
-        self._newest = _Comparison(rehearsals[0].numbers, rehearsals[0].lenient, calls) if compares else None
+        comparison = _Comparison(rehearsals[0].numbers, rehearsals[0].lenient, calls) if compares else None
         with Undo() as undo:
             undo.note(modes())
             try:
-                captured = self._record(key, family, parts, calls, fn, self._newest)
+                captured = self._record(key, family, parts, calls, fn, comparison)
             except CaptureError as error:
                 self._refuse(key, str(error), error)
                 return False
             undo.forget()
         keep_apart(captured.inputs, self._state, family.writes)
+        if comparison is not None:
+            self._comparisons[key] = comparison
         self.captures += 1
         family.graphs[parts] = captured
         family.pool_bytes += max(0, self._cache.pool_bytes - before)

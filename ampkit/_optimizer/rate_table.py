@@ -39,6 +39,9 @@ class RateTable:
         Sync: none.
         """
         done = len(self._new)
+        if _FLOATS.issuperset(map(type, rates)):
+            self._new += [[*rates]] * steps  # type: ignore[list-item]  # floats
+            return
         for j, rate in enumerate(rates):
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self._on_device, self._filled = True, []
@@ -74,3 +77,4 @@ def _number(rate: float | Tensor | None) -> float:
 
 
 _NO_NUMBER = float("nan")
+_FLOATS = frozenset((float,))

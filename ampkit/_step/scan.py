@@ -1,7 +1,7 @@
 """Many steps per call: the slices of stacked inputs go through graphs of up to 16 steps, or one by one."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .stack import Batch, Outputs, Stack, concatenated, sliced, stacked
 from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 from .window import Window
 
-Entries = Sequence[dict[str, Any]]  # of the param groups
+Rates = Sequence[Any]  # by param group
 
 MOST = 16  # calls per launch; a window of micro-batches that begins within these is done to its end
 
@@ -176,9 +176,10 @@ class Scan:
             return None
         leaves = stack.rows(start, start + parts * self._size)
         graph.inputs.refuse_shared(leaves)  # before the schedule moves on
-        planned = self._plan(parts, table)
-        if len(planned) < parts:
-            return self._with_entries(planned, stack, start)
+        entries = list(map(_entries, self._groups.param_groups))
+        rates = self._rates_ahead(parts, table, entries)
+        if len(rates) < parts:
+            return self._with_rates(rates, entries, stack, start)
         return self._launch(key, parts, leaves, table)
 
     def _launch(self, key: Key, parts: int, leaves: list[Any], table: RateTable) -> Outputs:
@@ -199,12 +200,17 @@ class Scan:
             self._tables[count] = self._step.groups.table(self._lengths[-1])
         return self._tables[count]
 
-    def _plan(self, parts: int, table: RateTable) -> list[Entries]:
+    def _rates_ahead(self, parts: int, table: RateTable, entries: list[dict[str, Any]]) -> list[Rates]:
         """Step the scheduler ahead, and write the learning rates of the windows to the table.
 
+        Args:
+            parts: how many windows.
+            table: for their rates.
+            entries: of the param groups now.
+
         Returns:
-            The entries of the param groups in each window: fewer than `parts` if the scheduler changes more than
-            learning rates. Then it was stepped as often as there are entries.
+            The rates of the param groups, by window: fewer than `parts` if the scheduler changes more than rates. Then
+            it was stepped as often as there are rates.
         """
         groups = self._groups.param_groups
         table.begin()
@@ -212,30 +218,29 @@ class Scan:
             table.add([group.get("lr") for group in groups], parts)
             table.write()
             return [()] * parts
-        first, planned = [dict(group) for group in groups], list[Entries]()
-        while len(planned) < parts and all(map(_only_rate_differs, first, groups)):
-            planned.append([_entries(group) for group in groups])
-            table.add([group.get("lr") for group in groups])
+        rates: list[Rates] = []
+        while len(rates) < parts and all(map(_only_rate_differs, entries, groups)):
+            now = [group.get("lr") for group in groups]
+            table.add(now)
+            # A scheduler changes a tensor in place.
+            rates.append([rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in now])
             self._scheduler.step()
         table.write()
-        return planned
+        return rates
 
-    def _with_entries(self, planned: list[Entries], stack: Stack, start: int) -> Outputs:
-        """Do windows one by one that the scheduler was stepped ahead of, each with its entries in the param groups."""
+    def _with_rates(self, rates: list[Rates], entries: list[dict[str, Any]], stack: Stack, start: int) -> Outputs:
+        """Do windows one by one that the scheduler was stepped ahead of, with these rates and other entries."""
         outs = []
-        with self._window.unscheduled(), self._restored_entries():
-            for window, entries in enumerate(planned):
-                for group, values in zip(self._groups.param_groups, entries, strict=True):
+        groups = self._groups.param_groups
+        with self._window.unscheduled(), Undo() as undo:
+            for group in groups:
+                undo.note(group.update, dict(group))
+            for window, of_groups in enumerate(rates):
+                for group, values, rate in zip(groups, entries, of_groups, strict=True):
                     group.update(values)
+                    group.update({"lr": rate} if "lr" in group else {})
                 outs += [self._single(stack, start + window * self._size + place) for place in range(self._size)]
         return stacked(outs)
-
-    @contextmanager
-    def _restored_entries(self) -> Iterator[None]:
-        with Undo() as undo:
-            for group in self._groups.param_groups:
-                undo.note(group.update, dict(group))
-            yield
 
 
 _MAX_SPECS = 256
@@ -243,16 +248,19 @@ _RATE = ("lr", "initial_lr")
 
 
 def _entries(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a param group, with a copy of a rate that the scheduler changes in place."""
-    rate = group.get("lr")
-    return {**group, "lr": rate.detach().clone()} if isinstance(rate, Tensor) else dict(group)
+    """Return the entries of a param group, with copies of lists of numbers, which may change in place."""
+    lists = {key: [*value] for key, value in group.items() if type(value) is list and key != "params"}
+    return {**group, **lists}
 
 
 def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:
     """Return whether a param group has the entries that it had, learning rates aside."""
-    return before.keys() == group.keys() and all(
-        value is before[key] or key in _RATE or _is_equal(value, before[key]) for key, value in group.items()
-    )
+    if [*before] != [*group]:
+        return False
+    changed = [
+        key for key, same in zip(group, map(operator.is_, before.values(), group.values()), strict=True) if not same
+    ]
+    return all(key in _RATE or _is_equal(before[key], group[key]) for key in changed)
 
 
 def _is_equal(value: Any, other: Any) -> bool:

@@ -115,7 +115,7 @@ class Window:
             windows: how many there were.
         """
         torch.clear_autocast_cache()
-        for _ in range(windows):
+        for _ in range(windows if self._scaler.is_enabled() else 1):
             self._told(grad_norm)
 
     @contextmanager

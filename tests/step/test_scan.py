@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextlib import nullcontext as nothing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import scan_setups
 import setups
 import torch
+import torch.distributed as dist
 from harness import (
     ENGINES,
+    Compiled,
     assert_same,
     boosted_loss,
     deterministic,
@@ -439,6 +442,67 @@ def test_a_batch_that_is_changed_in_place(engine: Engine) -> None:
     assert_same(boost, torch.full_like(boost, 4.0))
     assert run.step.report().launches == 0
     assert run.step.replays == 21
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_betas_in_a_list_that_change_in_place(engine: Engine) -> None:
+    """As they come out of a JSON file: a change of one number in the list ends a launch, too."""
+
+    class Betas(lr_scheduler.LRScheduler):
+        def get_lr(self) -> list[float]:
+            if self.last_epoch == 21:
+                self.optimizer.param_groups[0]["betas"][0] = 0.5
+            return [group["lr"] for group in self.optimizer.param_groups]
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(params, lr=2.0**-7, fused=True)
+        made.param_groups[0]["betas"] = [0.9, 0.99]
+        return made
+
+    with pytest.warns(ampkit.CaptureWarning, match="betas"):
+        run = check(engine, (20, 20, 33), schedule=Betas, optimizer=optimizer)
+    assert run.step.report().launches == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
+    """Slices of a stack are no other inputs to compiled code than single batches: nothing is compiled again."""
+    model = make_net(engine[0])
+    compiled = Compiled(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def loss_fn(_: nn.Module, *batch: Tensor) -> Any:
+        return boosted_loss(compiled.module, *batch)
+
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=engine[1], on_failure="raise")
+    batches = make_batches(engine[0], [4] * 20)
+    for batch in batches[:5]:
+        step(*batch)
+    for _ in range(2):
+        step.scan(*stack(batches))
+    assert compiled.compiles == 1
+    assert step.report().launches == 4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks(engine: Engine, tmp_path: Path) -> None:
+    """The steps of a DistributedDataParallel model are made one by one."""
+    dist.init_process_group(
+        "gloo" if engine[0] == "cpu" else "nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model = make_net(engine[0])
+        with torch.cuda.stream(torch.cuda.Stream()) if engine[0] == "cuda" else nothing():
+            ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        step = ampkit.graphed_step(boosted_loss, ddp, optimizer, graph=engine[1])
+        out = step.scan(*stack(make_batches(engine[0], [4] * 20)))
+        assert out.loss.shape == (20,)
+        assert step.report().launches == 0
+        assert step.replays > 0
+        step.close()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

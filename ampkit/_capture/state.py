@@ -14,6 +14,7 @@ from .._torch.modes import DeviceContext, UnseenFunctionMode, function_mode_stac
 from .._torch.modules import module_tables
 from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from .._torch.settings import SETTINGS, SETTINGS_READERS
+from .bound import Bound, cells
 
 
 class Generation(NamedTuple):
@@ -200,18 +201,6 @@ class _Walk:
         return [f"{owner}.{key}" for owner, table in zip(owners, self._tables, strict=True) for key in table]
 
 
-class Bound(dict[str, Tensor]):
-    """Tensors by path.
-
-    Attributes:
-        others: attributes of modules that were not tensors, by path. A step may have put a tensor in their place since.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        super().__init__(tensors)
-        self.others: dict[str, Any] = {}
-
-
 class TrainingState:
     """The modules, optimizers and scaler that a step may change.
 
@@ -240,11 +229,21 @@ class TrainingState:
         self.own = {} if own is None else own
         self.finds_gradients = finds_gradients
         self._rates = tuple(rates)
+        self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: _Walk | None = None
         self._walked = 0
         self._reading: _StateReading | None = None
         self._generation: Generation | None = None
+
+    def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
+        self.optimizers, self._rates, self._held = tuple(optimizers), (), True
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Have the next generation be another object, so that its user looks at what belongs to it."""
+        self._generation = None
 
     def refresh_rates(self) -> None:
         """Bring the tensors that optimizers read their learning rates from up to date.
@@ -285,12 +284,14 @@ class TrainingState:
             for group in optimizer.param_groups:
                 sizes.append(len(group["params"]))
                 options = dict(group)
-                for key in _NOT_FROZEN:
+                for key in _FROZEN_RATES if self._held else _NOT_FROZEN:
                     options.pop(key, None)
                 host += options
                 host += options.values()
                 if list in map(type, options.values()):  # betas out of a JSON file: its numbers may change in place
                     host += chain.from_iterable(value for value in options.values() if type(value) is list)
+            if self._held:
+                host += _own_values(optimizer)
         if self.scaler is not None and self.scaler.is_enabled():
             host += self.scaler.rule().values()
         return _StateReading(
@@ -332,26 +333,25 @@ class TrainingState:
             owner = f"optimizers[{k}]" if len(self.optimizers) > 1 else "the optimizer"
             prefix = f"{owner}." if len(self.optimizers) > 1 else ""
             for i, group in enumerate(optimizer.param_groups):
-                # Graphs read the learning rate from a tensor.
-                frozen = (key for key in group if key not in _NOT_FROZEN)
+                # Graphs read the learning rate from a tensor, unless they hold it as a constant.
+                frozen = (key for key in group if key not in (_FROZEN_RATES if self._held else _NOT_FROZEN))
                 named.extend((f"{prefix}param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
             named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))
+            if self._held:
+                named.append((f"{owner}'s attributes and state", tuple(map(_by_value, _own_values(optimizer)))))
         if self.scaler is not None and self.scaler.is_enabled():
             named.extend((f"the scaler's {name}", value) for name, value in self.scaler.rule().items())
         return tuple(named)
 
-    def tensors(self) -> "Bound":
+    def tensors(self) -> Bound:
         """Return every tensor of modules, optimizers and scaler by a path that a user can read.
 
         Aliasing: the live tensors.
         """
-        bound = Bound({path: table[key] for path, table, key in self._cells()})
+        bound = {path: table[key] for path, table, key in cells(self.modules, self.optimizers, self.own)}
         if self.scaler is not None and self.scaler.is_enabled():
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
-        for prefix, module in self._named_modules():
-            plain = {f"{prefix}.{key}": value for key, value in vars(module).items() if not isinstance(value, Tensor)}
-            bound.others.update(plain)
-        return bound
+        return Bound(bound, self.modules)
 
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""
@@ -361,41 +361,9 @@ class TrainingState:
         """Return the paths that hold another tensor than in `before`, an earlier result of `tensors`."""
         return [path for path, tensor in self.tensors().items() if before.get(path) is not tensor]
 
-    def rebind(self, before: "Bound") -> None:
+    def rebind(self, before: Bound) -> None:
         """Put the tensors of `before` back in their places and drop those that came since. Copies nothing."""
-        for path, table, key in list(self._cells()):
-            if path in before:
-                table[key] = before[path]
-            elif path in before.others:
-                table[key] = before.others[path]
-            else:
-                del table[key]
-
-    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for root, top in self.modules.items():
-            yield from top.named_modules(prefix=root)
-
-    def _cells(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-        owners: dict[Tensor, str] = {}
-        for prefix, module in self._named_modules():
-            for table in module_tables(module)[:2]:
-                for key, tensor in table.items():
-                    if tensor is not None:
-                        owners[tensor] = f"{prefix}.{key}"
-                        yield owners[tensor], table, key
-            attributes = vars(module)
-            for key, value in attributes.items():
-                # A tensor that requires grad is computed from parameters in each forward (weight_norm).
-                if isinstance(value, Tensor) and not value.requires_grad:
-                    yield f"{prefix}.{key}", attributes, key
-        for i, optimizer in enumerate(self.optimizers):
-            for j, (param, state) in enumerate(optimizer.state.items()):
-                owner = owners.get(param, f"state[{j}]")  # if the parameter belongs to no module
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        yield f"optimizer[{i}].{owner}.{key}", state, key
-        for name in self.own:
-            yield name, self.own, name
+        before.restore(cells(self.modules, self.optimizers, self.own))
 
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
@@ -426,6 +394,17 @@ def _containers(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [optimizer.state, groups, *groups, *params, *chain.from_iterable(params)]
 
 
+def _own_values(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return what the optimizer's attributes and the state of each parameter hold."""
+    kept = [value for name, value in vars(optimizer).items() if name not in _OTHERS]
+    return [*kept, *chain.from_iterable(map(operator.methodcaller("values"), optimizer.state.values()))]
+
+
+def _by_value(value: Any) -> Any:
+    """Return something to compare a value by: a number or a text by itself, everything else by its identity."""
+    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else _Objects([value])
+
+
 def _gradient_addresses(tensors: list[Tensor]) -> list[int]:
     """Return [] if there is no gradient, else an address per tensor, 0 for a tensor without gradient."""
     found = list(map(_gradient, tensors))
@@ -453,3 +432,6 @@ def _autocast() -> tuple[torch.dtype | None, torch.dtype | None]:
 _NOT_FILLED = object()
 _NUMBERS = frozenset((float, int, type(None)))
 _NOT_FROZEN = ("params", "lr", "initial_lr")
+_FROZEN_RATES = ("params", "initial_lr")  # what is left of it if a graph holds learning rates
+# The attributes of an optimizer that are looked at by themselves, or that torch and ampkit set for a step.
+_OTHERS = frozenset(("state", "param_groups", "step", "found_inf", "grad_scale", "_opt_called"))

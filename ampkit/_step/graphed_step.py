@@ -15,11 +15,12 @@ from .._capture.report import Report
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import broken_kernel, why_not_called, why_not_capturable
+from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .observer import Observer
+from .optimizer_place import place_of
 from .scan import Scan
 from .training_step import StepOutput, TrainingStep
 from .window import Window
@@ -71,7 +72,9 @@ def graphed_step(
             may be a `DistributedDataParallel` made under a side stream (docs/capture.md). Then all ranks decide
             together whether to capture, and `warmup` is at least 12.
         optimizer: an optimizer over parameters of `model`. Adam, AdamW and SGD with `fused=True`, and optimizers that
-            have a `capturable` option, are captured. Others step eagerly, behind the graph of forward and backward.
+            have a `capturable` option, are captured. Others step eagerly, behind the graph of forward and backward. Of
+            these, SGD, Muon and optimizers that are not torch's become a part of the graph once two of their steps
+            were seen to change nothing but tensors in place, until one of their numbers, such as the rate, changes.
         policy: the dtypes to compute in, see `Policy`. With None, autocast stays as the caller has it. A policy with
             rules for modules must have been put on the model by `policy.apply(model)`.
         scaler: the dynamic loss scale. With None, one is made if the policy computes in float16.
@@ -135,22 +138,24 @@ def graphed_step(
     _check_optimizer(optimizer, model)
     _check_scheduler(scheduler, optimizer)
     refuse_sparse(model, optimizer, max_norm)
-    blocker, why_apart = _blockers(model, optimizer, loss_fn, options)
     ranks = Ranks(model, device)
+    scaler = _scaler(scaler, policy, device)
+    not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
+    blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     step = TrainingStep(
         loss_fn,
         model,
         optimizer,
         policy=policy,
-        scaler=_scaler(scaler, policy, device),
+        scaler=scaler,
         max_norm=max_norm,
         accumulate=accumulate,
         after_step=follow_up,
         ranks=ranks,
         device=device,
-        capturable=not (blocker or why_apart),
-        apart=bool(why_apart),
+        capturable=not (blocker or place.behind),
+        place=place,
         observer=numerics,
     )
     modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
@@ -164,12 +169,12 @@ def graphed_step(
         name="graphed_step",
         captured=step.captured,
         whole=step.whole,
-        why_apart=why_apart,
+        optimizer=place,
         watching=step.watching,
     )
     window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
     pad = None if buckets is None else buckets.pad_batch
-    scan = Scan(engine, step, window, accumulate, optimizer, scheduler, pad, device, apart=bool(why_apart))
+    scan = Scan(engine, step, window, accumulate, optimizer, scheduler, pad, device)
     return GraphedStep(step.scaler, engine, window, scan, buckets)
 
 
@@ -333,10 +338,8 @@ def _device(model: nn.Module, policy: Policy | None) -> torch.device:
     return next(iter(devices))
 
 
-def _blockers(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Any], options: Options
-) -> tuple[str, str]:
-    """Return why nothing can be captured, and why all but the optimizer can be; "" in place of each that is not so."""
+def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:
+    """Return why nothing can be captured of forward and backward, as far as that is known; else ""."""
     for name, part in (("model", model), ("loss_fn", loss_fn)):
         if options.graph != "off" and cudagraphs_of_its_own(part):
             raise ValueError(
@@ -345,10 +348,7 @@ def _blockers(
             )
     if options.graph != "off" and (problem := why_not_sharded(model)):
         raise NotImplementedError(f"graphed_step(model): {problem}")
-    blocker, why_apart = why_not_dense([model]), why_not_capturable(optimizer)
-    if blocker or options.on_failure != "parts" or options.graph == "off":
-        return blocker or why_apart, ""
-    return "", why_apart
+    return why_not_dense([model])
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

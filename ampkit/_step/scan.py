@@ -70,7 +70,6 @@ class Scan:
         scheduler: stepped behind each optimizer step; None if there is none.
         pad: pads the inputs of a call to its bucket; None if there are no buckets.
         device: of the model.
-        apart: whether the optimizer steps behind the graphs.
     """
 
     def __init__(
@@ -83,8 +82,6 @@ class Scan:
         scheduler: Any,
         pad: Callable[..., Batch] | None,
         device: torch.device,
-        *,
-        apart: bool,
     ) -> None:
         self._engine = engine
         self._step = step
@@ -96,7 +93,9 @@ class Scan:
         self._device = device
         # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
         known = scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
-        self._may_launch = known and pad is None and not apart and step.observer is None
+        # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
+        known = known and (scheduler is None or step.reads_rates)
+        self._may_launch = known and pad is None and step.observer is None
         self._lengths = range(1 + (size == 1), -(-MOST // size) + 1)  # in windows; one call is a single call
         self._phases: dict[Spec, tuple[Phase, ...]] = {}
         self._seen: list[Phase] = []  # in the window that single calls are in
@@ -160,7 +159,9 @@ class Scan:
         parts = min(self._lengths[-1], (stack.count - start) // self._size)
         if not self._may_launch or self._window.count or parts not in self._lengths:
             return None
-        number = self._engine.settings() if self._step.groups.read_tensors() else None
+        number = self._engine.settings()
+        if self._step.steps_behind or not (self._scheduler is None or self._step.groups.read_tensors()):
+            return None
         phases = (Phase(True, ()),) if self._size == 1 else self._phases.get(stack.spec)
         if number is None or phases is None:
             return None

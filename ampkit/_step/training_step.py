@@ -16,6 +16,7 @@ from .._precision.policy import Policy
 from .._torch.tensors import foreach_copy_
 from .._undo import Undo
 from .observer import Observer
+from .optimizer_place import OptimizerPlace
 from .outputs import mapped_outputs
 from .parameters import Parameters
 from .working_weights import WorkingWeights
@@ -83,7 +84,8 @@ class TrainingStep:
         ranks: the processes that average gradients, once per window.
         device: where the parameters are.
         capturable: whether the optimizer can be captured.
-        apart: whether the calls do no optimizer step, so that `finish` must be called behind the last one of a window.
+        place: where the optimizer steps. If that is behind the calls, `finish` must be called behind the last one of a
+            window.
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
         observer: measures in the phases that are observed.
 
@@ -108,7 +110,7 @@ class TrainingStep:
         ranks: Ranks,
         device: torch.device,
         capturable: bool,
-        apart: bool = False,
+        place: OptimizerPlace,
         max_value: float | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -127,7 +129,7 @@ class TrainingStep:
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.groups = CapturableGroups(optimizer, device)
         self._capturable = capturable
-        self._apart = apart
+        self._place = place
         self.gradients: dict[str, Tensor] = {}
         self._working = WorkingWeights(model)
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
@@ -138,15 +140,25 @@ class TrainingStep:
             observer.attach(model, device)
             self.gradients.update(observer.tensors())
 
+    @property
+    def reads_rates(self) -> bool:
+        """Whether the optimizer, in a graph, reads its learning rates from tensors. Otherwise they are constants."""
+        return self._capturable
+
+    @property
+    def steps_behind(self) -> bool:
+        """Whether the optimizer steps behind the calls now, and is no part of them."""
+        return self._place.behind
+
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
-        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self._apart)
+        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self._place.behind)
 
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
         # DDP has its hooks on the master weights. With working weights it would get their gradients too late.
         weights = nullcontext() if self._ranks.wrappers else self._working.in_place()
-        return self._run(phase, args, kwargs, weights, steps=phase.last and not self._apart)
+        return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them."""
@@ -154,8 +166,10 @@ class TrainingStep:
 
     def state(self, modules: dict[str, nn.Module]) -> TrainingState:
         """Return the state that a call changes, of the model and other modules by the name in messages."""
-        optimizers, rates = ([], []) if self._apart else ([self._optimizer], [self.groups])
-        return TrainingState(modules, optimizers, self.scaler, own=self.gradients, rates=rates)
+        optimizers, rates = ([], []) if self._place.behind else ([self._optimizer], [self.groups])
+        state = TrainingState(modules, optimizers, self.scaler, own=self.gradients, rates=rates)
+        self._place.join_later(state)
+        return state
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -215,7 +229,10 @@ class TrainingStep:
             self._restore_gradients(params, accumulated)
             if not averaged:
                 self._ranks.average([self.gradients[_name(i)] for i in accumulated])
-            return self._finish(observed)
+            finished = self._finish(observed)
+        if self._place.behind:
+            self._place.has_stepped()
+        return finished
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         if not self._finds_casts:

@@ -402,6 +402,21 @@ def test_an_optimizer_behind_the_graphs(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_optimizer_with_constant_numbers(engine: Engine, scheduled: bool) -> None:
+    """It joins the graphs after a few steps, and scans launch it. With a scheduler its rate would be a constant."""
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=False, foreach=False)
+
+    schedule = SCHEDULES["step"] if scheduled else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        run = check(engine, (20, 33, 0, 5), optimizer=optimizer, on_failure="parts", schedule=schedule)
+    assert (run.step.report().launches > 0) == (not scheduled)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_buckets_and_numerics(engine: Engine) -> None:
     """Padded and observed calls are made one by one, as by single calls."""
 

@@ -149,6 +149,8 @@ class Series:
         self.parts += parts
         family.launches += 1
         with Undo() as undo:
+            if key in self._comparisons:
+                undo.note(self._drop, key)  # graphs that have not been compared must not be launched again
             undo.note(modes())
             if self._unverified:
                 call = answered(eager, family.told)
@@ -157,11 +159,13 @@ class Series:
             else:
                 outputs = captured.replay(leaves)
             undo.forget()
-        comparison = self._comparisons.pop(key, None)
-        if comparison is not None and comparison.difference:  # emulated calls, which have done the right thing
-            if self._fallback.raises:
-                raise self._fallback.step_done_error(comparison.difference, outputs)
-            self._refuse(key, comparison.difference, None)
+        comparison = self._comparisons.get(key)
+        if comparison is not None and comparison.ended:
+            del self._comparisons[key]
+            if comparison.difference:  # of emulated calls, which have done the right thing
+                if self._fallback.raises:
+                    raise self._fallback.step_done_error(comparison.difference, outputs)
+                self._refuse(key, comparison.difference, None)
         return outputs
 
     def reports(self) -> list[GraphReport]:
@@ -187,9 +191,7 @@ class Series:
 
     def _new_family(self, key: Key, singles: Sequence[Key]) -> Family:
         while len(self._cache.families) >= self._options.max_graphs:
-            evicted, oldest = self._cache.families.popitem(last=False)
-            self._comparisons.pop(evicted, None)
-            oldest.reset()
+            self._drop(next(iter(self._cache.families)))
         with torch.inference_mode(False):
             buffers = [_aligned(leaf) for leaf in key.spec.leaves if isinstance(leaf, TensorSpec)]
         layouts = list(map(self._layouts.of, singles))
@@ -227,11 +229,15 @@ class Series:
             return False
         return True
 
+    def _drop(self, key: Key) -> None:
+        self._comparisons.pop(key, None)
+        if key in self._cache.families:
+            self._cache.families.pop(key).reset()
+
     def _refuse(self, key: Key, reason: str, error: CaptureError | None) -> None:
         """Capture no series of this key from now on. Warn, or raise a `CaptureError` if there is an error."""
         problem = f"several steps in one graph: {reason}"
-        if key in self._cache.families:
-            self._cache.families.pop(key).reset()
+        self._drop(key)
         if self._fallback.raises and error is not None:
             raise self._fallback.error(problem) from error
         self._refused.add(key)

@@ -94,7 +94,7 @@ def trajectory(engine: Engine, name: str, options: dict[str, Any], overflows: bo
     ids=["plain", "scaled", "accumulated", "all"],
 )
 def test_the_bits_of_eager_steps(engine: Engine, name: str, options: dict[str, Any]) -> None:
-    """R2: forward and backward are replayed, under a rate that changes in each step and with skipped steps."""
+    """R4: forward and backward are replayed, under a rate that changes in each step and with skipped steps."""
     overflows = options.get("policy") == "float16"
     with warnings.catch_warnings(record=True) as caught, deterministic():
         warnings.simplefilter("always")
@@ -112,7 +112,7 @@ def test_the_bits_of_eager_steps(engine: Engine, name: str, options: dict[str, A
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_bits_of_a_loop_of_torch_alone(engine: Engine) -> None:
-    """R2: without clipping and loss scale, the loop that a user writes has the same bits."""
+    """R4: without clipping and loss scale, the loop that a user writes has the same bits."""
     with deterministic(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ampkit.CaptureWarning)
         model, _, step = made(engine, "lion", {})

@@ -9,6 +9,7 @@ from torch import Tensor
 from .._torch.tree import tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
 from .inputs import StaticInputs
+from .report import GraphReport
 from .timing import Saving, Timing, combined
 from .variation import Key
 
@@ -215,6 +216,10 @@ class Cache:
             self.families.popitem()[1].reset()
         while self._graphs:
             self._drop(self._graphs.popitem()[1])  # taken out first: a graph that is reset must not be found
+
+    def reports(self) -> list[GraphReport]:
+        """Return what the report says of each graph, families aside. Sync: waits for the timed calls to end."""
+        return [GraphReport(str(key.spec), graph.nbytes, *graph.timing.saving()) for key, graph in self]
 
     def saving(self) -> Saving:
         """Return what all graphs have saved so far, dropped ones included. Sync: waits for the timed calls to end."""

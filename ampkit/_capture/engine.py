@@ -23,7 +23,7 @@ from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
 from .ranks import Ranks
-from .report import GraphReport, Report
+from .report import Report
 from .series import Series
 from .state import TrainingState
 from .surroundings import Surroundings
@@ -91,8 +91,7 @@ class Engine:
         self._fn, self._whole = fn, whole or fn
         self._state = state
         self._device = device
-        self._options = options
-        self._ranks = ranks
+        self._options, self._ranks = options, ranks
         self._stream = capture_stream(device) if on_cuda else None
         if on_cuda:
             settle_attention_priority(device)  # one of the settings that a key stands for
@@ -128,12 +127,7 @@ class Engine:
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays = options.verify, 0
         self._optimizer = optimizer
-        if options.graph != "off" and (
-            problem := options.why_not_on(device) or blocker or why_not_scripted(state.modules)
-        ):
-            self._fallback.refuse(problem)
-        else:
-            self._say_behind()
+        self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 
     @property
     def captures(self) -> int:
@@ -353,6 +347,12 @@ class Engine:
             undo.forget()
         return outputs
 
+    def _begin(self, problem: str) -> None:
+        if problem and self._options.graph != "off":
+            self._fallback.refuse(problem)
+        else:
+            self._say_behind()
+
     def _say_behind(self) -> None:
         if self._optimizer.stays_behind:
             self._fallback.say_behind(self._optimizer.why_behind)
@@ -417,10 +417,7 @@ class Engine:
                 replays=self.replays,
                 eager=dict(self._eager),
                 bytes=self._cache.nbytes,
-                per_graph=(
-                    *(GraphReport(str(key.spec), graph.nbytes, *graph.timing.saving()) for key, graph in self._cache),
-                    *self.series.reports(),
-                ),
+                per_graph=(*self._cache.reports(), *self.series.reports()),
                 skipped=skipped,
                 failure=self._fallback.failure or self._variation.text or None,
                 eager_ms=saving.eager_ms,

@@ -135,14 +135,13 @@ def graphed_step(
     _check_helpers(buckets, numerics)
     policy = read_policy("graphed_step", policy)
     device = _device(model, policy)
-    _check_optimizer(optimizer, model)
+    _check_optimizer(optimizer, model, max_norm)
     _check_scheduler(scheduler, optimizer)
-    refuse_sparse(model, optimizer, max_norm)
     ranks = Ranks(model, device)
     scaler = _scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
-    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
+    follow_up, followers = _follow_up(after_step)
     step = TrainingStep(
         loss_fn,
         model,
@@ -158,10 +157,9 @@ def graphed_step(
         place=place,
         observer=numerics,
     )
-    modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
     engine = Engine(
         step,
-        step.state(modules),
+        step.state({"model": model, **followers}),
         device=device,
         options=options,
         ranks=ranks,
@@ -172,10 +170,7 @@ def graphed_step(
         optimizer=place,
         watching=step.watching,
     )
-    window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
-    pad = None if buckets is None else buckets.pad_batch
-    scan = Scan(engine, step, window, accumulate, optimizer, scheduler, pad, device)
-    return GraphedStep(step.scaler, engine, window, scan, buckets)
+    return GraphedStep(step, engine, optimizer, accumulate, scheduler, buckets)
 
 
 class GraphedStep:
@@ -184,12 +179,20 @@ class GraphedStep:
     A context manager: leaving it closes the step.
     """
 
-    def __init__(self, scaler: GradScaler, engine: Engine, window: Window, scan: Scan, buckets: Buckets | None) -> None:
-        self._scaler = scaler
+    def __init__(
+        self,
+        step: TrainingStep,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        accumulate: int,
+        scheduler: Scheduler | None,
+        buckets: Buckets | None,
+    ) -> None:
+        self._scaler = step.scaler
         self._engine = engine
         self._turn = engine.turn
-        self._window = window
-        self._scan = scan
+        self._window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
+        self._scan = Scan(engine, step, self._window, accumulate, optimizer, scheduler, buckets)
         self._buckets = buckets
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
@@ -351,7 +354,7 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) ->
     return why_not_dense([model])
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float | None) -> None:
     check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     if problem := why_not_called(optimizer) or broken_kernel(optimizer):
         raise ValueError(f"graphed_step(optimizer): {problem}")
@@ -364,6 +367,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
+    refuse_sparse(model, optimizer, max_norm)
+
+
+def _follow_up(after_step: Callable[[nn.Module], object] | None) -> tuple[Any, dict[str, nn.Module]]:
+    """Return `after_step` in the form that a graph needs, and the module that it changes, if that is known."""
+    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
+    return follow_up, {} if follower is None else {"after_step": follower}
 
 
 def _check_helpers(buckets: object, numerics: object) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._batches.buckets import Buckets
 from .._capture.engine import Engine
 from .._capture.fallback import StepDoneError
 from .._capture.inputs import Spec, flatten, own_copy
@@ -17,7 +18,7 @@ from .._optimizer.rate_table import RateTable
 from .._torch.tensors import version
 from .._torch.tree import tree_unflatten
 from .._undo import Undo
-from .stack import Batch, Outputs, Stack, concatenated, sliced, stacked
+from .stack import Outputs, Stack, concatenated, sliced, stacked
 from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 from .window import Window
 
@@ -68,8 +69,7 @@ class Scan:
         size: how many micro-batches a window has.
         optimizer: of the step.
         scheduler: stepped behind each optimizer step; None if there is none.
-        pad: pads the inputs of a call to its bucket; None if there are no buckets.
-        device: of the model.
+        buckets: to pad the inputs of each call to; None if they are not padded.
     """
 
     def __init__(
@@ -80,8 +80,7 @@ class Scan:
         size: int,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        pad: Callable[..., Batch] | None,
-        device: torch.device,
+        buckets: Buckets | None,
     ) -> None:
         self._engine = engine
         self._step = step
@@ -89,13 +88,12 @@ class Scan:
         self._size = size
         self._groups = optimizer
         self._scheduler = scheduler
-        self._pad = pad
-        self._device = device
+        self._buckets = buckets
         # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
         known = scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
         # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
         known = known and (scheduler is None or step.reads_rates)
-        self._may_launch = known and pad is None and step.observer is None
+        self._may_launch = known and buckets is None and step.observer is None
         self._lengths = range(1 + (size == 1), -(-MOST // size) + 1)  # in windows; one call is a single call
         self._phases: dict[Spec, tuple[Phase, ...]] = {}
         self._seen: list[Phase] = []  # in the window that single calls are in
@@ -104,7 +102,7 @@ class Scan:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the calls of a stack; return their outputs, stacked."""
-        stack = Stack(args, kwargs, self._device)
+        stack = Stack(args, kwargs, self._step.device)
         pieces: list[Outputs] = []
         singles: list[StepOutput] = []  # behind these
         done, self._warming = 0, False
@@ -131,8 +129,8 @@ class Scan:
         # A graph reads tensors of its own. Elsewhere a slice of a stack could lie where kernels compute otherwise.
         own = [own_copy(leaf) if isinstance(leaf, Tensor) and not is_aligned(leaf) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(own, stack.tree)
-        if self._pad is not None:
-            args, kwargs = self._pad(args, kwargs)
+        if self._buckets is not None:
+            args, kwargs = self._buckets.pad_batch(args, kwargs)
         place, accumulated = self._window.count, self._window.accumulated
         out = self._window.run(args, kwargs)
         for leaf, copy in zip(leaves, own, strict=True):

@@ -91,6 +91,7 @@ class TrainingStep:
 
     Attributes:
         scaler: as given.
+        device: as given.
         observer: as given.
         groups: the optimizer's param groups, as a capture needs them.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
@@ -125,7 +126,7 @@ class TrainingStep:
         self._accumulate = accumulate
         self._after_step = after_step
         self._ranks = ranks
-        self._device = device
+        self.device = device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.groups = CapturableGroups(optimizer, device)
         self._capturable = capturable
@@ -246,7 +247,7 @@ class TrainingStep:
         if self._policy is None:
             returned = self._loss_fn(self._model, *args, **kwargs)
         else:
-            with self._policy.autocast(self._device.type):
+            with self._policy.autocast(self.device.type):
                 returned = self._loss_fn(self._model, *args, **kwargs)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         _check_loss(loss)

@@ -58,6 +58,7 @@ class Engine:
         watching: returns a context for the call of `fn` that runs under the preflight.
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
         one_argument: whether every call has one argument, the batch.
+        untimed: how many calls of a layout are slower than later ones, and are not timed.
 
     Attributes:
         turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
@@ -82,6 +83,7 @@ class Engine:
         watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
         declared: bool = False,
         one_argument: bool = False,
+        untimed: int = 1,
     ) -> None:
         check_verify(options, ranks, name)
         on_cuda = options.graph == "auto" and device.type == "cuda"
@@ -98,7 +100,6 @@ class Engine:
         self._turns = turns_on(device)
         self.turn = Turn(self._turns, name)
         self._clock = Clock(device if on_cuda else None)
-        self._starts_to_mark = 0  # in how many calls to come
         self._fallback = Fallback(
             name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
         )
@@ -118,6 +119,7 @@ class Engine:
             declared=declared,
             clock=self._clock,
             may_tell=options.capturing == "auto" and not ranks.wrappers,  # each rank would decide by itself
+            untimed=untimed,
         )
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
@@ -125,7 +127,7 @@ class Engine:
         self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback)
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
-        self._unverified, self.replays = options.verify, 0
+        self._unverified, self.replays, self._starts_to_mark = options.verify, 0, 0  # in how many calls to come
         self._optimizer = optimizer
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 

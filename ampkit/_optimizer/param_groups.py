@@ -104,6 +104,10 @@ class CapturableGroups:
             self._given = rates
             yield
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensor that a step reads the learning rate of each group from. Aliasing: the live tensors."""
+        return [rate.tensor for rate in self._rates] if self._given is None else list(self._given)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context for a step: groups have a tensor learning rate, and the flag that Adam must have to be captured."""
@@ -117,8 +121,7 @@ class CapturableGroups:
         with Undo() as undo:
             for group, values in zip(groups, given, strict=True):
                 undo.note(group.update, values)
-            rates = [rate.tensor for rate in self._rates] if self._given is None else self._given
-            for group, rate in zip(groups, rates, strict=True):
+            for group, rate in zip(groups, self.tensors(), strict=True):
                 if group.get("lr") is not None and self._takes_tensor(group):
                     group["lr"] = rate
                 if on_cuda and self._reads_rate(group):

@@ -23,8 +23,8 @@ class RateTable:
 
     def __init__(self, steps: int, groups: int, device: torch.device, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
-            self._table = torch.zeros(steps, groups, dtype=dtype, device=device)
-            self.rows = [[self._table[i, j] for j in range(groups)] for i in range(steps)]
+            self._table = torch.zeros(steps, groups, _APART // dtype.itemsize, dtype=dtype, device=device)
+            self.rows = [[self._table[i, j, 0] for j in range(groups)] for i in range(steps)]
         self._filled: list[list[float]] = []  # what the first rows have; [] if that is not known
         self._new: list[list[float]] = []
         self._on_device = False  # whether a rate of the new rows was copied on the device
@@ -45,7 +45,7 @@ class RateTable:
         for j, rate in enumerate(rates):
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self._on_device, self._filled = True, []
-                self._table[done : done + steps, j].copy_(rate.detach().reshape(()).expand(steps))
+                self._table[done : done + steps, j, 0].copy_(rate.detach().reshape(()).expand(steps))
         self._new += [[_number(rate) for rate in rates]] * steps
 
     def write(self) -> None:
@@ -57,7 +57,9 @@ class RateTable:
             on_cuda = self._table.is_cuda
             with without_dispatch_modes():
                 # In new pinned memory each time: the copy of the last rates may not have been done yet.
-                rates = torch.tensor(self._new, dtype=self._table.dtype, device="cpu", pin_memory=on_cuda)
+                apart = self._table.shape[2]
+                cells = [[[rate] * apart for rate in row] for row in self._new]
+                rates = torch.tensor(cells, dtype=self._table.dtype, device="cpu", pin_memory=on_cuda)
                 self._table[: len(self._new)].copy_(rates, non_blocking=True)
             self._filled = self._new + rest  # after the copy, because an interrupt may come between the two
 
@@ -76,5 +78,6 @@ def _number(rate: float | Tensor | None) -> float:
     return float(rate)
 
 
+_APART = 16  # bytes from one rate to the next: compiled code copies an input that is less aligned (inductor, ALIGNMENT)
 _NO_NUMBER = float("nan")
 _FLOATS = frozenset((float,))

@@ -1,6 +1,8 @@
 """`graphed_step`: the training step that a user calls, and the checks of its arguments."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -19,11 +21,14 @@ from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
+from .compiled import CompiledTrainingStep, check_compile
 from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
 from .training_step import StepOutput, TrainingStep
 from .window import Window
+
+_COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal
 
 
 class Scheduler(Protocol):
@@ -54,6 +59,7 @@ def graphed_step(
     max_graphs: int = 16,
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
+    compile: str | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
 
@@ -115,6 +121,11 @@ def graphed_step(
             the report say from which call. To see that, one warm-up call takes the other branch. If that cannot be
             captured either, the call is undone and made again, so that `loss_fn` runs twice in it. With
             `DistributedDataParallel`, "auto" is as False. True, False: this, from the first call on.
+        compile: "default": compile forward and backward with torch.compile, once per input layout, before the capture.
+            "max": also choose the kernels of matrix products by timing them, so that another run may choose others and
+            have other last bits. None: compile nothing. The first call of a layout is never compiled. What cannot be
+            compiled is not, with one warning and a line in the report; with `on_failure="raise"` it is a
+            `CaptureError`. `warmup` is at least 3. docs/compile.md has the rest.
 
     Returns:
         A `GraphedStep`: call it with a batch, on the model's device.
@@ -126,23 +137,22 @@ def graphed_step(
 
     Sync: only the call that captures a graph waits for the device.
     """
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
-    options = options.checked("graphed_step")
+    warmup = _warmup(warmup, compile)
+    given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
+    options = given.checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
-    if max_norm is not None:
-        max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
-    check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
-    _check_helpers(buckets, numerics)
+    max_norm = _read_max_norm(max_norm)
+    _check_helpers(loss_fn, buckets, numerics)
     policy = read_policy("graphed_step", policy)
     device = _device(model, policy)
-    _check_optimizer(optimizer, model, max_norm)
-    _check_scheduler(scheduler, optimizer)
+    _check_optimizer(optimizer, model, scheduler, max_norm)
+    check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device)
     scaler = _scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
-    step = TrainingStep(
+    step = _maker(compile, options)(
         loss_fn,
         model,
         optimizer,
@@ -169,6 +179,7 @@ def graphed_step(
         whole=step.whole,
         optimizer=place,
         watching=step.watching,
+        untimed=1 if compile is None else 2,
     )
     return GraphedStep(step, engine, optimizer, accumulate, scheduler, buckets)
 
@@ -191,6 +202,7 @@ class GraphedStep:
         self._scaler = step.scaler
         self._engine = engine
         self._turn = engine.turn
+        self._compiled = step.compiled
         self._window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
         self._scan = Scan(engine, step, self._window, accumulate, optimizer, scheduler, buckets)
         self._buckets = buckets
@@ -275,7 +287,7 @@ class GraphedStep:
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
-        return self._engine.report(self.skipped)
+        return replace(self._engine.report(self.skipped), **self._compiled())
 
     @property
     def scaler(self) -> GradScaler:
@@ -354,7 +366,9 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) ->
     return why_not_dense([model])
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float | None) -> None:
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, scheduler: Any, max_norm: float | None
+) -> None:
     check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     if problem := why_not_called(optimizer) or broken_kernel(optimizer):
         raise ValueError(f"graphed_step(optimizer): {problem}")
@@ -367,7 +381,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, max_nor
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
+    _check_scheduler(scheduler, optimizer)
     refuse_sparse(model, optimizer, max_norm)
+
+
+def _maker(compile: str | None, options: Options) -> Callable[..., TrainingStep]:
+    """Return what makes the step."""
+    if compile is None:
+        return TrainingStep
+    raises = options.on_failure == "raise"
+    return partial(CompiledTrainingStep, compile=compile, raises=raises, generators=options.generators)
 
 
 def _follow_up(after_step: Callable[[nn.Module], object] | None) -> tuple[Any, dict[str, nn.Module]]:
@@ -376,7 +399,19 @@ def _follow_up(after_step: Callable[[nn.Module], object] | None) -> tuple[Any, d
     return follow_up, {} if follower is None else {"after_step": follower}
 
 
-def _check_helpers(buckets: object, numerics: object) -> None:
+def _warmup(warmup: int, compile: str | None) -> int:
+    """Return how many warm-up calls there are. What is no number above 0 is refused later."""
+    if compile is None or not isinstance(warmup, int) or warmup <= 0:
+        return warmup
+    return max(warmup, _COMPILED_WARMUP)
+
+
+def _read_max_norm(max_norm: float | None) -> float | None:
+    return None if max_norm is None else read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
+
+
+def _check_helpers(loss_fn: object, buckets: object, numerics: object) -> None:
+    check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
     if numerics is not None and not isinstance(numerics, Observer):

@@ -91,7 +91,6 @@ class TrainingStep:
 
     Attributes:
         scaler: as given.
-        device: as given.
         observer: as given.
         groups: the optimizer's param groups, as a capture needs them.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
@@ -126,7 +125,7 @@ class TrainingStep:
         self._accumulate = accumulate
         self._after_step = after_step
         self._ranks = ranks
-        self.device = device
+        self._device = device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.groups = CapturableGroups(optimizer, device)
         self._capturable = capturable
@@ -140,6 +139,11 @@ class TrainingStep:
         if observer is not None:
             observer.attach(model, device)
             self.gradients.update(observer.tensors())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._device
 
     @property
     def reads_rates(self) -> bool:
@@ -164,6 +168,10 @@ class TrainingStep:
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them."""
         return self._run(phase, args, kwargs, nullcontext(), steps=phase.last)
+
+    def compiled(self) -> dict[str, Any]:
+        """Return the fields of the report that say what was compiled."""
+        return {}
 
     def state(self, modules: dict[str, nn.Module]) -> TrainingState:
         """Return the state that a call changes, of the model and other modules by the name in messages."""
@@ -203,9 +211,7 @@ class TrainingStep:
             with weights, observed, ExitStack() as stack:
                 for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
-                loss, aux = self._forward(args, kwargs)
-                scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
-                scaled.backward()
+                loss, aux = self._forward_and_backward(args, kwargs)
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
             norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
         aux = mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux")
@@ -235,6 +241,12 @@ class TrainingStep:
             self._place.has_stepped()
         return finished
 
+    def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        loss, aux = self._forward(args, kwargs)
+        scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
+        scaled.backward()
+        return loss, aux
+
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         if not self._finds_casts:
             return self._loss_and_aux(args, kwargs)
@@ -245,18 +257,30 @@ class TrainingStep:
 
     def _loss_and_aux(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         if self._policy is None:
-            returned = self._loss_fn(self._model, *args, **kwargs)
+            returned = self._call_loss(args, kwargs)
         else:
-            with self._policy.autocast(self.device.type):
-                returned = self._loss_fn(self._model, *args, **kwargs)
+            with self._policy.autocast(self._device.type):
+                returned = self._call_loss(args, kwargs)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         _check_loss(loss)
         return loss, aux
+
+    def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._loss_fn(self._model, *args, **kwargs)
 
     def _finish(self, observed: bool) -> tuple[Tensor | None, Tensor]:
         """Do what comes behind the last backward; return the gradient norm, and whether the step was skipped."""
         if observed and self.observer is not None:
             self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
+        self._step_optimizer()
+        if self._after_step is not None:
+            with torch.no_grad():
+                self._after_step(self._model)
+        found_inf = self.scaler.found_inf
+        return self.scaler.grad_norm, self._not_skipped if found_inf is None else found_inf > 0
+
+    def _step_optimizer(self) -> None:
+        """Unscale, clip, step or skip, and move the loss scale. The scaler has norm and `found_inf` afterwards."""
         with Undo() as undo:
             undo.note(self.scaler.forgetting())
             if self._max_value is not None:
@@ -268,11 +292,6 @@ class TrainingStep:
             with self.scaler.unwatched():
                 self.scaler.update()
             undo.forget()
-        if self._after_step is not None:
-            with torch.no_grad():
-                self._after_step(self._model)
-        found_inf = self.scaler.found_inf
-        return self.scaler.grad_norm, self._not_skipped if found_inf is None else found_inf > 0
 
     # ------------------------------------------------------------------------------------------------ accumulation
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from harness import (
     ENGINES,
     Compiled,
+    allow_inductor_warnings,
     assert_same,
     boosted_loss,
     deterministic,
@@ -28,11 +29,13 @@ from harness import (
     training_state,
 )
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import _pytree as pytree
 
 import ampkit
+from ampkit._torch import compile as torch_compile
 
 Engine = tuple[str, str]
 LENGTHS = (1, 5, 16, 20, 33)
@@ -497,6 +500,24 @@ def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
         step.scan(*stack(batches))
     assert compiled.compiles == 1
     assert step.report().launches == 4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@allow_inductor_warnings
+def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: with `compile=`, scans have the bits of single calls of the same compiled step, rates of a schedule included."""
+    if engine[0] == "cpu":  # Inductor's C++ takes seconds; AOTAutograd before it does all but that
+        monkeypatch.setattr(
+            torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
+        )
+    overflow_at = (21,) if policy == "float16" else ()
+    run = check(
+        engine, (20, 33, 5), overflow_at, compile="default", policy=policy, max_norm=1.0, schedule=SCHEDULES["step"]
+    )
+    report = run.step.report()
+    assert report.launches == 4
+    assert any("update" in line for line in report.compiled)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

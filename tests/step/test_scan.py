@@ -506,7 +506,7 @@ def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 @allow_inductor_warnings
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R11: with `compile=`, scans have the bits of single calls of the same compiled step, rates of a schedule included."""
+    """R11: with `compile=`, scans have the bits of single calls of that compiled step, with a schedule too."""
     if engine[0] == "cpu":  # Inductor's C++ takes seconds; AOTAutograd before it does all but that
         monkeypatch.setattr(
             torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)

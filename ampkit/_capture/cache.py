@@ -9,6 +9,7 @@ from torch import Tensor
 from .._torch.tree import tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
 from .inputs import StaticInputs
+from .report import GraphReport
 from .timing import Saving, Timing, combined
 from .variation import Key
 
@@ -61,6 +62,37 @@ class Captured:
         self._graph.reset()
 
 
+class Family:
+    """Graphs that do several calls each, of one layout. They read their inputs from the same buffers.
+
+    Attributes:
+        buffers: for as many calls as the longest graph does.
+        graphs: by the number of parts of a series that they do.
+        told: whether the code of its eager calls is told that it is being captured.
+        writes: the paths of the tensors of the state that the calls change.
+        launches: how often one of them was launched.
+        pool_bytes: what the pool grew by in their captures.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], told: bool, writes: set[str]) -> None:
+        self.buffers = list(buffers)
+        self.graphs: dict[int, Captured] = {}
+        self.told = told
+        self.writes = writes
+        self.launches = 0
+        self.pool_bytes = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers)
+
+    def reset(self) -> None:
+        """Give up the graphs."""
+        while self.graphs:
+            self.graphs.popitem()[1].reset()
+
+
 _NONE_YET = object()  # None may be what the step returns
 _Rebuild = Callable[[Iterator[Tensor]], Any]
 
@@ -110,6 +142,7 @@ class Cache:
 
     Attributes:
         limit: how many graphs are kept from now on.
+        families: graphs of several calls each, the least recently used first. They do not count against the limit.
     """
 
     def __init__(self, max_graphs: int, memory_budget: int | None) -> None:
@@ -117,6 +150,7 @@ class Cache:
         self._budget = memory_budget
         self._pool = Pool()
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
+        self.families: OrderedDict[Key, Family] = OrderedDict()
         self._dropped = Saving(0, None, None)
 
     def __len__(self) -> int:
@@ -178,8 +212,14 @@ class Cache:
 
     def clear(self) -> None:
         """Reset all graphs. The last one releases the pool."""
+        while self.families:
+            self.families.popitem()[1].reset()
         while self._graphs:
             self._drop(self._graphs.popitem()[1])  # taken out first: a graph that is reset must not be found
+
+    def reports(self) -> list[GraphReport]:
+        """Return what the report says of each graph, families aside. Sync: waits for the timed calls to end."""
+        return [GraphReport(str(key.spec), graph.nbytes, *graph.timing.saving()) for key, graph in self]
 
     def saving(self) -> Saving:
         """Return what all graphs have saved so far, dropped ones included. Sync: waits for the timed calls to end."""
@@ -193,4 +233,5 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of the pool and of the buffers of all graphs."""
-        return self._pool.nbytes + sum(captured.inputs.nbytes for captured in self._graphs.values())
+        inputs = sum(captured.inputs.nbytes for captured in self._graphs.values())
+        return self._pool.nbytes + inputs + sum(family.buffer_bytes for family in self.families.values())

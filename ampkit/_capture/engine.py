@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,13 +23,14 @@ from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
 from .ranks import Ranks
-from .report import GraphReport, Report
+from .report import Report
+from .series import Series
 from .state import TrainingState
 from .surroundings import Surroundings
 from .timing import Clock
 from .turns import Turn, turns_on
 from .variation import Key, Variation
-from .verify import verified_replay
+from .verify import check_verify, verified_replay
 from .warm_up import WarmUp
 
 
@@ -62,6 +63,7 @@ class Engine:
     Attributes:
         turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
             be called in it.
+        series: captures several calls in one graph.
         replays: how many calls were a graph launch.
     """
 
@@ -83,7 +85,7 @@ class Engine:
         one_argument: bool = False,
         untimed: int = 1,
     ) -> None:
-        _check_verify(options, ranks, name)
+        check_verify(options, ranks, name)
         on_cuda = options.graph == "auto" and device.type == "cuda"
         captured = captured or fn
         # Two calls at least: one under the preflight, and the rehearsal.
@@ -91,15 +93,13 @@ class Engine:
         self._fn, self._whole = fn, whole or fn
         self._state = state
         self._device = device
-        self._options = options
-        self._ranks = ranks
+        self._options, self._ranks = options, ranks
         self._stream = capture_stream(device) if on_cuda else None
         if on_cuda:
             settle_attention_priority(device)  # one of the settings that a key stands for
         self._turns = turns_on(device)
         self.turn = Turn(self._turns, name)
         self._clock = Clock(device if on_cuda else None)
-        self._starts_to_mark = 0  # in how many calls to come
         self._fallback = Fallback(
             name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
         )
@@ -124,21 +124,17 @@ class Engine:
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
         )
+        self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback)
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
-        self._unverified, self.replays = options.verify, 0
+        self._unverified, self.replays, self._starts_to_mark = options.verify, 0, 0  # in how many calls to come
         self._optimizer = optimizer
-        if options.graph != "off" and (
-            problem := options.why_not_on(device) or blocker or why_not_scripted(state.modules)
-        ):
-            self._fallback.refuse(problem)
-        else:
-            self._say_behind()
+        self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 
     @property
     def captures(self) -> int:
         """How many graphs were captured."""
-        return self._capture.captures
+        return self._capture.captures + self.series.captures
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own. To be called in this engine's `turn`."""
@@ -170,6 +166,14 @@ class Engine:
         fn = answered(self._fn, layout.told)
         return self.run(reason, lambda: fn(phase, *args, **kwargs))
 
+    def settings(self) -> int | None:
+        """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
+        if self._fallback.refused or captures.recorded or self._ranks.wrappers:
+            return None
+        if self._state.generation() is not self._surroundings.generation:
+            self._adapt()
+        return self._surroundings.number
+
     def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call eagerly, because every call is eager, or because the call is a part of another engine's capture."""
         reason = self._fallback.refused or "within the capture of another"
@@ -190,7 +194,9 @@ class Engine:
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         """Replay, and compare that with an eager call, or time it if there is a start of the call."""
         if self._unverified:
-            return self._verified_replay(captured, phase, leaves)
+            outputs = self.verified(captured, partial(answered(self._fn, captured.told), phase), leaves)
+            self._unverified -= 1
+            return outputs
         outputs = captured.replay(leaves)
         if start is not None:
             captured.timing.replay.add(start, self._clock.now())
@@ -198,12 +204,11 @@ class Engine:
             self._starts_to_mark = _MARKED
         return outputs
 
-    def _verified_replay(self, captured: Captured, phase: Hashable, leaves: list[Any]) -> Any:
-        eager = partial(answered(self._fn, captured.told), phase)
+    def verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
         verdict = self._on_stream(
             lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators)
         )
-        self._unverified -= 1
         if verdict.noise:
             self._fallback.warn_once("noise", f"verify: {verdict.noise}")
         if verdict.problem:
@@ -344,6 +349,12 @@ class Engine:
             undo.forget()
         return outputs
 
+    def _begin(self, problem: str) -> None:
+        if problem and self._options.graph != "off":
+            self._fallback.refuse(problem)
+        else:
+            self._say_behind()
+
     def _say_behind(self) -> None:
         if self._optimizer.stays_behind:
             self._fallback.say_behind(self._optimizer.why_behind)
@@ -402,25 +413,22 @@ class Engine:
             saving = self._cache.saving()
             self._variation.follow(self.replays, self.captures)
             return Report(
-                graphs=len(self._cache),
+                graphs=len(self._cache) + sum(len(family.graphs) for family in self._cache.families.values()),
                 captures=self.captures,
                 evictions=self._capture.evictions,
                 replays=self.replays,
                 eager=dict(self._eager),
                 bytes=self._cache.nbytes,
-                per_graph=tuple(
-                    GraphReport(str(key.spec), captured.nbytes, *captured.timing.saving())
-                    for key, captured in self._cache
-                ),
+                per_graph=(*self._cache.reports(), *self.series.reports()),
                 skipped=skipped,
                 failure=self._fallback.failure or self._variation.text or None,
                 eager_ms=saving.eager_ms,
                 replay_ms=saving.replay_ms,
                 saved_s=saving.seconds,
                 told_since=self._told_since,
-                eager_optimizer=None
-                if self._optimizer is None or self._fallback.refused
-                else self._optimizer.why_behind or None,
+                launches=self.series.launches,
+                scanned=self.series.parts,
+                eager_optimizer=None if self._fallback.refused else self._optimizer.why_behind or None,
             )
 
     def close_in_turn(self) -> None:
@@ -439,11 +447,3 @@ class Engine:
 _NOT_CAPTURED = object()  # None may be what a function returns
 _EARLY_PREFLIGHTS = 8  # layouts; if there are more, most of them have only one call
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns
-
-
-def _check_verify(options: Options, ranks: Ranks, name: str) -> None:
-    if options.verify and ranks.wrappers:
-        raise NotImplementedError(
-            f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
-            "Verify with one process, without DistributedDataParallel."
-        )

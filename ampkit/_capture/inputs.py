@@ -196,6 +196,7 @@ class StaticInputs:
     Args:
         spec: the layout.
         leaves: the first batch. Its constants are kept, since they are a part of `spec`.
+        buffers: the memory to use, a tensor for each tensor of the batch; None to allocate it.
 
     Attributes:
         spec: as given.
@@ -204,19 +205,16 @@ class StaticInputs:
         changed: per buffer, whether the step changes it in place, as far as that is known.
     """
 
-    def __init__(self, spec: Spec, leaves: Sequence[Any]) -> None:
+    def __init__(self, spec: Spec, leaves: Sequence[Any], buffers: Sequence[Tensor] | None = None) -> None:
         self.spec = spec
         self._tree = spec.tree
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         # `versions` reads the version of each buffer. A tensor that is made in inference mode has none.
         with torch.inference_mode(False):
-            static = [
-                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-                if isinstance(leaf, Tensor)
-                else leaf
-                for leaf in leaves
-            ]
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._buffers: list[Tensor] = [static[i] for i in self._places]
+            self._buffers = [_empty_like(leaves[i]) for i in self._places] if buffers is None else list(buffers)
+        static = list(leaves)
+        for i, buffer in zip(self._places, self._buffers, strict=True):
+            static[i] = buffer
         self._sizes = [stop - start for start, stop in (span(leaves[i]) for i in self._places)]
         self.changed = [False] * len(self._places)
         self.keep_apart(Spans({}), Spans({}))
@@ -302,6 +300,19 @@ class StaticInputs:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """Return memory with the same strides, also where these leave gaps."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides, that no other tensor shares memory with, as a graph would read it."""
+    with torch.inference_mode(False), torch.no_grad():
+        copy = _empty_like(tensor)
+        _once(copy).copy_(_once(tensor))
+    return copy
 
 
 def _once(tensor: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class LayoutCapture:
             try:
                 with no_recompile():
                     graph.capture(recorded, layout.rehearsal.capturing)
-                _refuse_rebound(self._state.rebound_since(before))
+                refuse_rebound(self._state.rebound_since(before))
             except CaptureError as error:
                 failure = error
             if not self._ranks.agree(failure is None):
@@ -121,9 +121,10 @@ class LayoutCapture:
 
     def _within_budget(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
         """Capture again into a pool that fewer graphs share. Refuse this key if its graph alone is too large."""
-        if len(self._cache) > 1 and not self._ranks.wrappers:
-            limit, self._cache.limit = self._cache.limit, len(self._cache) - 1
-            self.evictions += self._cache.limit  # their layouts stay warm, so that their next calls capture again
+        others = len(self._cache) - 1
+        if (others or self._cache.families) and not self._ranks.wrappers:
+            limit, self._cache.limit = self._cache.limit, max(1, others)
+            self.evictions += others  # their layouts stay warm, so that their next calls capture again
             self._cache.clear()
             captured = None
             try:
@@ -170,7 +171,8 @@ class LayoutCapture:
         )
 
 
-def _refuse_rebound(paths: list[str]) -> None:
+def refuse_rebound(paths: list[str]) -> None:
+    """Raise a `CaptureError` if a capture has made or rebound tensors of the state, at these paths."""
     if paths:
         raise CaptureError(
             f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the new "

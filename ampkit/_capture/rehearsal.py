@@ -18,13 +18,17 @@ class Rehearsal:
 
     Args:
         lenient: see `OperationRecorder`.
+
+    Attributes:
+        lenient: as given.
+        numbers: see `OperationRecorder`; known once the call under the preflight was made.
     """
 
     def __init__(self, lenient: bool) -> None:
-        self._lenient = lenient
+        self.lenient = lenient
         self._eager: Record | None = None
         self._captured: Record | None = None
-        self._numbers = False
+        self.numbers = False
         self._missed = 0
         self._reason = (
             "an ExecutionTraceObserver of torch.profiler, or a forward and backward in another thread, was at work in "
@@ -46,7 +50,7 @@ class Rehearsal:
         """Context of the call under the preflight. It notes whether compiled code runs."""
         with noticing_compiled_code() as compiled:
             yield
-        self._numbers = not compiled()
+        self.numbers = not compiled()
 
     def give_up(self, reason: str) -> None:
         """Compare nothing, for this reason, which messages give."""
@@ -55,7 +59,7 @@ class Rehearsal:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Context of the eager call."""
-        recorder = OperationRecorder(self._numbers, self._lenient)
+        recorder = OperationRecorder(self.numbers, self.lenient)
         with recording(), nullcontext() if self.unseen else recorder:
             yield
         self._eager = recorder.record
@@ -69,7 +73,7 @@ class Rehearsal:
             with recording():
                 yield
             return
-        recorder = OperationRecorder(self._numbers, self._lenient)
+        recorder = OperationRecorder(self.numbers, self.lenient)
         with recording(), recorder:
             yield
         self._captured = recorder.record

@@ -50,6 +50,8 @@ class Report:
             then do not include; None if its step is captured, or nothing is to be.
         compile_s: seconds that calls took in which parts of the step were compiled (`compile=`); None without it.
         compiled: in words, what was compiled, and why the rest was not; empty without `compile=`.
+        launches: graph launches of `GraphedStep.scan`, of several steps each. They are no part of `replays`.
+        scanned: optimizer steps that these launches did.
     """
 
     graphs: int
@@ -68,6 +70,8 @@ class Report:
     eager_optimizer: str | None = None
     compile_s: float | None = None
     compiled: tuple[str, ...] = ()
+    launches: int = 0
+    scanned: int = 0
 
     @property
     def outcome(self) -> str:
@@ -86,6 +90,7 @@ class Report:
             f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
             f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
         )
+        head += f"; {self.scanned} more steps in {self.launches} launches of scan" * bool(self.launches)
         times = [f"  {self._times()}"] if self.replay_ms is not None else []
         graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
         reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]

@@ -13,6 +13,8 @@ from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unf
 from .._undo import Undo
 from .bits import bits, real
 from .cache import Captured
+from .options import Options
+from .ranks import Ranks
 from .snapshot import Snapshot, all_generators
 from .state import TrainingState
 
@@ -94,6 +96,15 @@ def verified_replay(
         if isinstance(leaf, Tensor) and version(after):  # changed in place
             leaf.copy_(after)
     return verdict
+
+
+def check_verify(options: Options, ranks: Ranks, name: str) -> None:
+    """Raise a `NotImplementedError` if the function `name` is to be verified in several processes."""
+    if options.verify and ranks.wrappers:
+        raise NotImplementedError(
+            f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
+            "Verify with one process, without DistributedDataParallel."
+        )
 
 
 def _copies(leaves: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """What a captured step reads from `optimizer.param_groups`: the learning rate as a tensor on the device, and flags."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from .._errors import AmpkitWarning, CaptureError
 from .._torch.optimizers import step_hooks
 from .._torch.streams import is_capturing
 from .._undo import Undo
+from .rate_table import RateTable
 from .step_kind import STEP_HOOKS
 
 _REPLACED = ("lr", "capturable", "foreach")  # entries of a group that have other values during the step
@@ -48,7 +49,10 @@ class CapturableGroups:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self._device = device
+        # CUDA kernels read the rate as float32. CPU kernels take any dtype, and a Python float is a float64.
+        self._dtype = torch.float32 if device.type == "cuda" else torch.float64
         self._rates: list[_Rate] = []
+        self._given: Sequence[Tensor] | None = None  # what steps read in place of these
         if device.type == "cuda" and any(map(self._reads_rate, optimizer.param_groups)):
             name = type(optimizer).__name__
             warnings.warn(
@@ -68,10 +72,8 @@ class CapturableGroups:
         del self._rates[len(groups) :]
         for i, group in enumerate(groups):
             if i == len(self._rates):
-                # CUDA kernels read the rate as float32. CPU kernels take any dtype, and a Python float is a float64.
-                dtype = torch.float32 if self._device.type == "cuda" else torch.float64
                 with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
-                    self._rates.append(_Rate(torch.empty((), dtype=dtype, device=self._device)))
+                    self._rates.append(_Rate(torch.empty((), dtype=self._dtype, device=self._device)))
             rate = group.get("lr")
             if rate is None:
                 continue
@@ -82,9 +84,29 @@ class CapturableGroups:
                 self._rates[i].tensor.fill_(float(rate))
                 self._rates[i].filled = float(rate)  # after the fill, because an interrupt may come between the two
 
+    def table(self, steps: int) -> RateTable:
+        """Return a table for the rates of this many steps."""
+        return RateTable(steps, len(self._optimizer.param_groups), self._device, self._dtype)
+
+    def read_tensors(self) -> bool:
+        """Return whether every step reads its rates from tensors, see `applied`."""
+        return all(group.get("lr") is None or self._takes_tensor(group) for group in self._optimizer.param_groups)
+
+    def _takes_tensor(self, group: dict[str, Any]) -> bool:
+        """Return whether torch takes a tensor rate: on the CPU in a loop or a fused kernel, not in a foreach kernel."""
+        return self._device.type == "cuda" or not group.get("foreach")
+
+    @contextmanager
+    def reading(self, rates: Sequence[Tensor]) -> Iterator[None]:
+        """Context for a step that reads its rates from these tensors: one of shape () per group."""
+        with Undo() as undo:
+            undo.note(setattr, self, "_given", None)
+            self._given = rates
+            yield
+
     def tensors(self) -> list[Tensor]:
-        """Return the tensor that holds the learning rate of each group. Aliasing: the live tensors."""
-        return [rate.tensor for rate in self._rates]
+        """Return the tensor that a step reads the learning rate of each group from. Aliasing: the live tensors."""
+        return [rate.tensor for rate in self._rates] if self._given is None else list(self._given)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -99,10 +121,9 @@ class CapturableGroups:
         with Undo() as undo:
             for group, values in zip(groups, given, strict=True):
                 undo.note(group.update, values)
-            for group, rate in zip(groups, self._rates, strict=True):
-                # On the CPU, torch takes a tensor in a loop or in a fused kernel, and not in a foreach kernel.
-                if group.get("lr") is not None and (on_cuda or not group.get("foreach")):
-                    group["lr"] = rate.tensor
+            for group, rate in zip(groups, self.tensors(), strict=True):
+                if group.get("lr") is not None and self._takes_tensor(group):
+                    group["lr"] = rate
                 if on_cuda and self._reads_rate(group):
                     group["foreach"] = True
                 if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it

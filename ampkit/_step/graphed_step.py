@@ -24,6 +24,7 @@ from .._torch.compile import cudagraphs_of_its_own
 from .compiled import CompiledTrainingStep, check_compile
 from .observer import Observer
 from .optimizer_place import place_of
+from .scan import Scan
 from .training_step import StepOutput, TrainingStep
 from .window import Window
 
@@ -99,7 +100,8 @@ def graphed_step(
         verify: compare this many replays, the first ones, bit by bit with eager steps from the same state. If they
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
-            takes up to eleven steps, and a difference as large as between replays is allowed.
+            takes up to eleven steps, and a difference as large as between replays is allowed. As many launches of
+            `scan` are compared, too.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
@@ -110,7 +112,7 @@ def graphed_step(
             again instead of a graph. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.
         max_graphs: how many graphs are kept: one per input layout, and per micro-batch of a window. If there are more,
-            the least recently used one is dropped.
+            the least recently used one is dropped. `scan` keeps graphs of several steps for as many layouts more.
         memory_budget: bytes that all graphs may take together (`report().bytes`); None for no limit. A capture may take
             more while it is under way. A layout stays eager if its graph alone takes more.
         capturing: what user code is told that asks `torch.cuda.is_current_stream_capturing()`, as the masks of
@@ -135,32 +137,22 @@ def graphed_step(
 
     Sync: only the call that captures a graph waits for the device.
     """
-    if compile is not None:
-        warmup = max(warmup, _COMPILED_WARMUP) if isinstance(warmup, int) and warmup > 0 else warmup
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
-    options = options.checked("graphed_step")
+    warmup = _warmup(warmup, compile)
+    given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
+    options = given.checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
-    if max_norm is not None:
-        max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
-    check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
-    _check_helpers(buckets, numerics)
+    max_norm = _read_max_norm(max_norm)
+    _check_helpers(loss_fn, buckets, numerics)
     policy = read_policy("graphed_step", policy)
     device = _device(model, policy)
-    _check_optimizer(optimizer, model)
-    _check_scheduler(scheduler, optimizer)
-    refuse_sparse(model, optimizer, max_norm)
+    _check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device)
     scaler = _scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
-    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
-    make: Callable[..., TrainingStep] = TrainingStep
-    if compile is not None:
-        make = partial(
-            CompiledTrainingStep, compile=compile, raises=options.on_failure == "raise", generators=options.generators
-        )
-    step = make(
+    follow_up, followers = _follow_up(after_step)
+    step = _maker(compile, options)(
         loss_fn,
         model,
         optimizer,
@@ -175,10 +167,9 @@ def graphed_step(
         place=place,
         observer=numerics,
     )
-    modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
     engine = Engine(
         step,
-        step.state(modules),
+        step.state({"model": model, **followers}),
         device=device,
         options=options,
         ranks=ranks,
@@ -190,7 +181,7 @@ def graphed_step(
         watching=step.watching,
         untimed=1 if compile is None else 2,
     )
-    return GraphedStep(step, engine, accumulate, scheduler, buckets)
+    return GraphedStep(step, engine, optimizer, accumulate, scheduler, buckets)
 
 
 class GraphedStep:
@@ -200,13 +191,20 @@ class GraphedStep:
     """
 
     def __init__(
-        self, step: TrainingStep, engine: Engine, accumulate: int, scheduler: Scheduler | None, buckets: Buckets | None
+        self,
+        step: TrainingStep,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        accumulate: int,
+        scheduler: Scheduler | None,
+        buckets: Buckets | None,
     ) -> None:
         self._scaler = step.scaler
         self._engine = engine
         self._turn = engine.turn
         self._compiled = step.compiled
         self._window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
+        self._scan = Scan(engine, step, self._window, accumulate, optimizer, scheduler, buckets)
         self._buckets = buckets
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
@@ -235,6 +233,48 @@ class GraphedStep:
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
         return self._turn.take(self._window.run, args, kwargs)
+
+    def scan(self, *args: Any, **kwargs: Any) -> StepOutput:
+        """Do K calls with one call: `loss_fn` gets the slices 0 to K - 1 of each tensor along its dimension 0.
+
+        It leaves the bits that K single calls with these slices leave: parameters, optimizer, loss scale, learning
+        rates, averages, random numbers. Up to 16 calls are one graph launch, so that K calls take ceil(K / 16)
+        launches. With `accumulate=N` a launch does whole windows, ceil(16 / N) at most. `step` and `step.scan` may be
+        mixed, also within a window.
+
+        The first calls of a layout are made one by one, until each has a graph of its own. The first launch of a length
+        captures that length, but what is left behind single calls of a scan goes on one by one, unless it is as long as
+        a launch can be. The second shorter length has all others captured with it. From then on no K takes a capture.
+
+        Calls are made one by one if nothing is captured, and with buckets, `numerics`, `DistributedDataParallel`, an
+        optimizer that steps behind the graphs, a `loss_fn` that changes its batch in place, a scheduler that is no
+        `LRScheduler` of torch, and around each change of a hyperparameter other than the learning rate. So are calls
+        that complete an open window, and those at the end that do not make up a whole one.
+
+        Args:
+            *args: trees of tensors of shape (K, ...) on the model's device, and of hashable constants that all K calls
+                get. Pass what all calls share as `x.expand(K, *x.shape)`.
+            **kwargs: trees of the same kinds.
+
+        Returns:
+            A `StepOutput`: loss of shape (K,); aux with a new leading dimension K in each tensor; `skipped` of shape
+            (K,); `grad_norm` of shape (K,), or None. With `accumulate=N` only the calls that step the optimizer have a
+            norm, and `grad_norm` has one entry for each of these.
+
+        Raises:
+            InputMismatch: the leading dimensions differ, one is 0, a tensor has shape () or there is no tensor; then
+                nothing was done. A slice cannot be the batch of a call, see `__call__`.
+            ValueError: as for `__call__`; or the aux of two calls have different shapes. Then all calls were done.
+            CaptureError: as for `__call__`.
+
+        An error in call i comes out as it would from `step`. Calls before it were done; since Python 3.11 a note of the
+        error says how many. The scheduler is stepped ahead of a launch, so an interrupt may leave it up to 16 steps
+        ahead.
+
+        Sync: only the calls that capture wait for the device. Aliasing: as for `__call__`. Memory: buffers for 16
+        batches, beside those of the single calls.
+        """
+        return self._turn.take(self._scan.run, args, kwargs)
 
     def flush(self) -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
@@ -326,7 +366,9 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) ->
     return why_not_dense([model])
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, scheduler: Any, max_norm: float | None
+) -> None:
     check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     if problem := why_not_called(optimizer) or broken_kernel(optimizer):
         raise ValueError(f"graphed_step(optimizer): {problem}")
@@ -339,9 +381,37 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
+    _check_scheduler(scheduler, optimizer)
+    refuse_sparse(model, optimizer, max_norm)
 
 
-def _check_helpers(buckets: object, numerics: object) -> None:
+def _maker(compile: str | None, options: Options) -> Callable[..., TrainingStep]:
+    """Return what makes the step."""
+    if compile is None:
+        return TrainingStep
+    raises = options.on_failure == "raise"
+    return partial(CompiledTrainingStep, compile=compile, raises=raises, generators=options.generators)
+
+
+def _follow_up(after_step: Callable[[nn.Module], object] | None) -> tuple[Any, dict[str, nn.Module]]:
+    """Return `after_step` in the form that a graph needs, and the module that it changes, if that is known."""
+    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
+    return follow_up, {} if follower is None else {"after_step": follower}
+
+
+def _warmup(warmup: int, compile: str | None) -> int:
+    """Return how many warm-up calls there are. What is no number above 0 is refused later."""
+    if compile is None or not isinstance(warmup, int) or warmup <= 0:
+        return warmup
+    return max(warmup, _COMPILED_WARMUP)
+
+
+def _read_max_norm(max_norm: float | None) -> float | None:
+    return None if max_norm is None else read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
+
+
+def _check_helpers(loss_fn: object, buckets: object, numerics: object) -> None:
+    check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
     if numerics is not None and not isinstance(numerics, Observer):

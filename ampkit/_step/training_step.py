@@ -140,6 +140,21 @@ class TrainingStep:
             observer.attach(model, device)
             self.gradients.update(observer.tensors())
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._device
+
+    @property
+    def reads_rates(self) -> bool:
+        """Whether the optimizer, in a graph, reads its learning rates from tensors. Otherwise they are constants."""
+        return self._capturable
+
+    @property
+    def steps_behind(self) -> bool:
+        """Whether the optimizer steps behind the calls now, and is no part of them."""
+        return self._place.behind
+
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
         return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self._place.behind)

@@ -1,6 +1,7 @@
 """The window of micro-batches that make up one optimizer step: how far it is, and what is done at its end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from .._capture.fallback import StepDoneError
 from .._capture.variation import Part
 from .._errors import CaptureError, InputMismatch
 from .._optimizer.scaler import GradScaler
+from .._undo import Undo
 from .observer import Observer
 from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 
@@ -100,6 +102,30 @@ class Window:
             raise failure
         return out
 
+    @property
+    def accumulated(self) -> tuple[int, ...]:
+        """Indices of the parameters that have a gradient from the micro-batches of the window so far."""
+        return self._accumulated
+
+    def launched(self, grad_norm: Tensor | None, windows: int) -> None:
+        """Take note that one launch did this many windows. The scheduler was stepped ahead of it.
+
+        Args:
+            grad_norm: that of the last window.
+            windows: how many there were.
+        """
+        torch.clear_autocast_cache()
+        for _ in range(windows if self._scaler.is_enabled() else 1):
+            self._told(grad_norm)
+
+    @contextmanager
+    def unscheduled(self) -> Iterator[None]:
+        """Context in which nothing is called behind an optimizer step, because it has been called ahead."""
+        with Undo() as undo:
+            undo.note(setattr, self, "_after", self._after)
+            self._after = None
+            yield
+
     def flush(self, reason: str) -> None:
         """Step the optimizer eagerly on the gradients accumulated so far, if there are any.
 
@@ -118,11 +144,15 @@ class Window:
         self.count, self._accumulated, self._observed = 0, (), None
 
     def _stepped(self, grad_norm: Tensor | None) -> None:
+        self._told(grad_norm)
+        if self._after is not None:
+            self._after()
+
+    def _told(self, grad_norm: Tensor | None) -> None:
+        """Tell scaler and observer of an optimizer step."""
         # A capture leaves tensors there that lie in the memory of one graph. Replays of other graphs do not write them.
         self._scaler.grad_norm, self._scaler.found_inf = grad_norm, None
         if self._scaler.is_enabled():
             self._scaler.watch_skips()
         if self._observer is not None:
             self._observer.stepped(self._scaler.skipped)
-        if self._after is not None:
-            self._after()

@@ -65,7 +65,7 @@ def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
                      id="weights in low precision"),
         pytest.param(Float16, PREFLIGHT, ["self._watch_calls(self._undo)", "leave(self)", "return self"],
                      id="entering and leaving the preflight"),
-        pytest.param(Float16, REPLAY, ['group["lr"] = rate.tensor', "optimizer.grad_scale, optimizer.found_inf"],
+        pytest.param(Float16, REPLAY, ['group["lr"] = rate', "optimizer.grad_scale, optimizer.found_inf"],
                      id="what the optimizer is given for its step"),
         pytest.param(Float16, REHEARSAL, ["self._calls.made.clear()", "undo.note(trace.end)", "_enable_trace()"],
                      id="the trace of a rehearsal"),

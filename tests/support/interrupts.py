@@ -260,6 +260,33 @@ class BFloat16(Job):
         return self.step(*batch(overflow)).loss
 
 
+class Launches(NamedTuple):
+    """Counts the launches of a step's scans."""
+
+    step: ampkit.GraphedStep
+
+    @property
+    def replays(self) -> int:
+        return self.step.report().launches
+
+
+class Scanning(Job):
+    """Three steps per call, with a schedule that is stepped ahead of them."""
+
+    def made(self) -> None:
+        self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.99)
+        self.holders.append(schedule)
+        self.step = ampkit.graphed_step(
+            loss_fn, self.model, self.optimizers[0], policy="float16", max_norm=1.0, scheduler=schedule,
+            scaler=ampkit.GradScaler("cpu", init_scale=256.0), graph=self.graph,
+        )  # fmt: skip
+        self.scaler, self.counted = self.step.scaler, Launches(self.step)
+
+    def call(self, overflow: bool = False) -> Any:
+        return self.step.scan(*(torch.stack([part] * 3) for part in batch(overflow))).loss
+
+
 class TwoOptimizers(Job):
     """A function that steps two optimizers under one scaler."""
 
@@ -346,6 +373,9 @@ CASES: dict[type[Job], tuple[Phase, ...]] = {
     Float16: ALL,
     BFloat16: (WARM_UP, PREFLIGHT, REHEARSAL, CAPTURE, REPLAY, STALE),
     Accumulating: WINDOWS,
+    Scanning: tuple(
+        Phase(name, i) for i, name in enumerate(("warm-up", "capture of a step", "capture of a series", "launch"))
+    ),
     TwoOptimizers: ALL,
     Callables: (Phase("capture", 0), Phase("replay", 1), Phase("skipped step", 1, overflow=True)),
 }

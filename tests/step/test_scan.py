@@ -1,0 +1,811 @@
+"""GraphedStep.scan: K calls in one, with the bits of K single calls, in ceil(K / 16) launches (scenario R11)."""
+
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextlib import nullcontext as nothing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scan_setups
+import setups
+import torch
+import torch.distributed as dist
+from harness import (
+    ENGINES,
+    Compiled,
+    allow_inductor_warnings,
+    assert_same,
+    boosted_loss,
+    deterministic,
+    make_batches,
+    make_net,
+    no_sync,
+    training_state,
+)
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import _pytree as pytree
+
+import ampkit
+from ampkit._torch import compile as torch_compile
+
+Engine = tuple[str, str]
+LENGTHS = (1, 5, 16, 20, 33)
+
+
+class Run:
+    """A model that is trained by single calls or by scans, the same each time it is made."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        graph: str | None = None,
+        *,
+        schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+        average: bool = False,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+        **options: Any,
+    ) -> None:
+        self.device = engine[0]
+        self.model = make_net(self.device)
+        self.optimizer = optimizer(self.model.parameters())
+        self.scheduler = None if schedule is None else schedule(self.optimizer)
+        self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
+        self.step = ampkit.graphed_step(
+            options.pop("loss_fn", boosted_loss),
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            after_step=None if self.averaged is None else self.averaged.update_parameters,
+            **{"policy": "float32", "on_failure": "raise", "graph": graph or engine[1], **options},
+        )
+        torch.manual_seed(5)
+
+    def state(self) -> dict[str, Any]:
+        """Return all that the calls change, by name, in memory of its own."""
+        state = training_state(self.model, self.optimizer, self.step.scaler)
+        if self.averaged is not None:
+            state |= {f"average: {name}": tensor for name, tensor in self.averaged.state_dict().items()}
+        if self.scheduler is not None:
+            state["epoch"] = getattr(self.scheduler, "last_epoch", None)
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    @property
+    def launches(self) -> int:
+        """How many graphs were launched."""
+        return self.step.replays + self.step.report().launches
+
+
+@contextmanager
+def warnings_of_evictions() -> Iterator[None]:
+    """Let the step say that it captures again what made room."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "graphed_step: a graph that was dropped", ampkit.CaptureWarning)
+        yield
+
+
+def stack(batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [torch.stack(column) for column in zip(*batches, strict=True)]
+
+
+def of_singles(outs: Sequence[ampkit.StepOutput]) -> ampkit.StepOutput:
+    """Return what scan must return for calls that returned these."""
+    norms = [out.grad_norm for out in outs if out.grad_norm is not None]
+    flat = [pytree.tree_flatten(out.aux) for out in outs]
+    aux = [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*(one for one, _ in flat), strict=True)]
+    return ampkit.StepOutput(
+        torch.stack([out.loss for out in outs]),
+        pytree.tree_unflatten(aux, flat[0][1]),
+        torch.stack(norms) if norms else None,
+        torch.stack([out.skipped for out in outs]),
+    )
+
+
+def check(engine: Engine, lengths: Sequence[int], overflow_at: tuple[int, ...] = (), **options: Any) -> Run:
+    """Assert that scans leave after each of them what single eager calls leave; 0 stands for a single call."""
+    device = engine[0]
+    batches = make_batches(device, [4] * sum(max(1, length) for length in lengths), overflow_at)
+    with deterministic():
+        history: list[Any] = []
+        eager, left = Run(engine, "off", **options), iter(batches)
+        for length in lengths:
+            outs = [eager.step(*next(left)) for _ in range(max(1, length))]
+            history.append((of_singles(outs) if length else outs[0], eager.state()))
+        run, left = Run(engine, **options), iter(batches)
+        for i, length in enumerate(lengths):
+            given = [next(left) for _ in range(max(1, length))]
+            out = run.step.scan(*stack(given)) if length else run.step(*given[0])
+            assert_same((out, run.state()), history[i], f"after {length} calls, number {i}: (outputs, state)")
+    assert eager.step.skipped == run.step.skipped
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------- bits
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, gamma=0.5),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=200, cycle_momentum=False),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 + epoch)),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer, 0.1), lr_scheduler.ExponentialLR(optimizer, 0.9)], [7]
+    ),
+}
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16, clip": {"policy": "bfloat16", "max_norm": 0.5},
+    "float16": {"policy": "float16", "max_norm": 1.0},
+    "clip, average": {"max_norm": 0.05, "average": True},
+    "norm": {"max_norm": float("inf"), "schedule": SCHEDULES["step"]},
+    **{f"schedule: {name}": {"schedule": schedule} for name, schedule in SCHEDULES.items()},
+    "float16, all": {"policy": "float16", "max_norm": 1.0, "average": True, "schedule": SCHEDULES["one cycle"]},
+    "accumulate": {"accumulate": 3, "max_norm": 1.0, "schedule": SCHEDULES["step"], "average": True},
+    "float16, accumulate": {"policy": "float16", "accumulate": 2, "max_norm": 1.0},
+    "accumulate many": {"accumulate": 20, "schedule": SCHEDULES["lambda"]},
+    "verify": {"verify": 3, "policy": "bfloat16", "schedule": SCHEDULES["step"]},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_single_calls(engine: Engine, case: str) -> None:
+    """R11: K steps per launch have the bits of K calls: state, outputs, random numbers; with overflows, if scaled."""
+    options = CASES[case]
+    overflow_at = (2, 21, 22, 37, 50) if "float16" in case else ()
+    run = check(engine, (20, 33, 16, 5, 1, 0, 20, 0, 33), overflow_at, **options)
+    report = run.step.report()
+    assert report.launches > 0
+    assert report.failure is None
+    assert (run.step.skipped >= 4) == ("float16" in case.split(","))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_call_a_scan_of_one_length(engine: Engine, length: int) -> None:
+    """R11: from the first call on, warm-up included."""
+    count = 6 if length == 1 else 4
+    run = check(engine, [length] * count, policy="bfloat16", max_norm=1.0, schedule=SCHEDULES["step"])
+    assert run.step.report().eager == {"warm-up": 3}
+    assert (run.step.report().launches > 0) == (length > 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("rate", ["tensor", "tensor on the host"])
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_rates_that_are_tensors(engine: Engine, rate: str, scheduled: bool) -> None:
+    """A scheduler writes in place to a tensor rate: each step reads what it was then. So do two groups."""
+
+    def optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        device = engine[0] if rate == "tensor" else "cpu"
+        first, *others = params
+        groups = [{"params": [first], "lr": torch.tensor(0.01, device=device)}, {"params": others, "lr": 0.02}]
+        return torch.optim.AdamW(groups, fused=True)
+
+    run = check(engine, (20, 9, 33), optimizer=optimizer, schedule=SCHEDULES["lambda"] if scheduled else None)
+    assert run.step.report().launches == 4  # 16, behind the single calls of the first; 9; 16, 16, and a single call
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rate_that_the_user_changes(engine: Engine) -> None:
+    """Between two scans, without a scheduler."""
+    batches = make_batches(engine[0], [4] * 60)
+    with deterministic():
+        states = []
+        for graph in ("off", engine[1]):
+            run = Run(engine, graph)
+            for i in range(0, 60, 20):
+                run.optimizer.param_groups[0]["lr"] = 0.01 / (i + 1)
+                run.step.scan(*stack(batches[i : i + 20]))
+            states.append(run.state())
+    assert_same(*states)
+    assert run.step.report().launches > 2
+
+
+# ------------------------------------------------------------------------------------------------------------ launches
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("accumulate", [1, 3, 16])
+def test_launches(engine: Engine, accumulate: int) -> None:
+    """R11: ceil(K / 16) launches and no capture for any K once two short lengths were seen, with whole windows."""
+    run = Run(engine, accumulate=accumulate, schedule=SCHEDULES["step"])
+    batches = stack(make_batches(engine[0], [4] * 16 * 6))
+
+    def scan(windows: int) -> int:
+        before = run.launches
+        run.step.scan(*(column[: windows * accumulate] for column in batches))
+        return run.launches - before
+
+    for windows in (6, 6, 6, 2, 3):
+        scan(windows)
+    if accumulate == 1:
+        scan(20)
+    captures = run.step.captures
+    for windows in range(1, 96 // accumulate + 1, 1 if accumulate > 1 else 3):
+        assert scan(windows) <= math.ceil(windows * accumulate / 16)
+    assert run.step.captures == captures
+    report = run.step.report()
+    assert report.eager == {"warm-up": 3 * min(accumulate, 3)}
+    assert report.scanned >= report.launches > 0
+    assert "launches of scan" in str(report)
+    assert sum(graph.replays for graph in report.per_graph) == run.launches
+    run.step.close()
+    assert run.step.report().graphs == 0
+    scan(5)
+    assert run.step.captures > captures
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_outputs_are_the_callers(engine: Engine) -> None:
+    """No later scan overwrites them, and changing them changes nothing."""
+    run = Run(engine, max_norm=1.0)
+    batches = stack(make_batches(engine[0], [4] * 20))
+    run.step.scan(*batches)
+    out = run.step.scan(*batches)
+    before = pytree.tree_map(lambda tensor: tensor.clone(), tuple(out))
+    run.step.scan(*batches)
+    assert_same(tuple(out), before)
+    pytree.tree_map(lambda tensor: tensor.zero_(), tuple(out))
+    again = run.step.scan(*batches)
+    assert again.loss.all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_graphs_end_with_the_step(engine: Engine) -> None:
+    """The last reference to the step is the last one to its graphs: nothing waits for the garbage collector."""
+    run = Run(engine, schedule=SCHEDULES["step"])
+    run.step.scan(*stack(make_batches(engine[0], [4] * 20)))
+    graph = weakref.ref(next(iter(run.step._engine._cache.families.values())).graphs[16])
+    gc.disable()
+    try:
+        del run.step
+        assert graph() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.cuda
+def test_no_wait() -> None:
+    """A scan that captures nothing does not wait for the device, with rates that change."""
+    run = Run(("cuda", "auto"), schedule=SCHEDULES["one cycle"], policy="float16", max_norm=1.0)
+    batches = stack(make_batches("cuda", [4] * 25))
+    for _ in range(2):
+        run.step.scan(*batches)
+    with no_sync():
+        run.step.scan(*batches)
+    assert run.step.report().launches == 5
+
+
+# ------------------------------------------------------------------------------------------------- calls one by one
+
+
+class Momentum(lr_scheduler.LRScheduler):
+    """Sets a rate in each step, and another momentum from its 23rd step on and from its 31st on."""
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch in (23, 31):
+            for group in self.optimizer.param_groups:
+                group["momentum"] -= 0.125
+        return [0.05 / (1 + self.last_epoch) for _ in self.optimizer.param_groups]
+
+
+class Blend:
+    """A scheduler of the user's own, which writes to a buffer of the model."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self.optimizer, self._model = optimizer, model
+
+    def step(self) -> None:
+        self._model.norm.bias.data.mul_(0.5)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("rate", ["float", "tensor"])
+def test_a_momentum_that_changes_now_and_then(engine: Engine, rate: str) -> None:
+    """A graph holds the momentum as a constant: the launch ends before the change, and later ones have the new one."""
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = sgd(params)
+        if rate == "tensor":
+            made.param_groups[0]["lr"] = torch.tensor(0.05, device=engine[0])
+        return made
+
+    with pytest.warns(ampkit.CaptureWarning, match="momentum"):
+        run = check(engine, (20, 33, 0, 33, 20), schedule=Momentum, optimizer=optimizer)
+    assert run.step.report().launches >= 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_momentum_that_changes_in_each_step(engine: Engine) -> None:
+    """OneCycleLR cycles the momentum unless it is told not to: no call is ever captured, as without scan."""
+    with pytest.warns(ampkit.CaptureWarning, match="cycle_momentum=False"):
+        run = check(
+            engine,
+            (20, 5),
+            schedule=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=200),
+            optimizer=sgd,
+            on_failure="eager",
+        )
+    assert run.launches == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_scheduler_that_is_not_torchs(engine: Engine) -> None:
+    """It may change what the step reads, so it is not stepped ahead."""
+    batches = make_batches(engine[0], [4] * 40)
+    with deterministic():
+        states = []
+        for graph in ("off", engine[1]):
+            model = make_net(engine[0])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+            step = ampkit.graphed_step(boosted_loss, model, optimizer, scheduler=Blend(optimizer, model), graph=graph)
+            torch.manual_seed(5)
+            if graph == "off":
+                for batch in batches:
+                    step(*batch)
+            else:
+                step.scan(*stack(batches[:20]))
+                step.scan(*stack(batches[20:]))
+            states.append(training_state(model, optimizer, step.scaler))
+    assert_same(*states)
+    assert (step.report().launches, step.replays) == (0, 37)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_open_window_and_a_short_end(engine: Engine) -> None:
+    """Single micro-batches, scans that are no whole windows, flush: as single calls."""
+    run = check(engine, (20, 0, 20, 0, 0, 31, 1, 5, 20), accumulate=3, max_norm=1.0, schedule=SCHEDULES["step"])
+    assert run.step.report().launches > 3
+    with deterministic():
+        run.step.flush()
+        out = run.step.scan(*stack(make_batches(engine[0], [4] * 7)))
+    assert out.loss.shape == out.skipped.shape == (7,)
+    assert out.grad_norm is not None
+    assert out.grad_norm.shape == (2,)
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_without_graphs(graph: str) -> None:
+    """With graph="off", and with an optimizer that is not captured, the calls are made one by one."""
+    options: dict[str, Any] = {"on_failure": "parts", "max_norm": 1.0}
+    if graph == "emulate":
+        options["optimizer"] = lambda params: torch.optim.Adamax(params, lr=1e-2)
+    run = check(("cpu", graph), (20, 5), **options)
+    assert run.step.report().launches == 0 or graph == "emulate"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_optimizer_behind_the_graphs(engine: Engine) -> None:
+    """`on_failure="parts"`: forward and backward of each call are a graph, and the optimizer steps behind it."""
+
+    class Eager(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.stack([param.sum() for group in self.param_groups for param in group["params"]]).sum().item()
+            return super().step(closure)
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = Eager(params, lr=0.05)
+        made.register_step_post_hook(lambda *_: None)
+        return made
+
+    with pytest.warns(ampkit.CaptureWarning, match="hook"):
+        run = check(engine, (20, 5), optimizer=optimizer, on_failure="parts")
+    assert (run.step.report().launches, run.step.replays) == (0, 22)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_optimizer_with_constant_numbers(engine: Engine, scheduled: bool) -> None:
+    """It joins the graphs after a few steps, and scans launch it. With a scheduler its rate would be a constant."""
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=False, foreach=False)
+
+    schedule = SCHEDULES["step"] if scheduled else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        run = check(engine, (20, 33, 0, 5), optimizer=optimizer, on_failure="parts", schedule=schedule)
+    assert (run.step.report().launches > 0) == (not scheduled)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_buckets_and_numerics(engine: Engine) -> None:
+    """Padded and observed calls are made one by one, as by single calls."""
+
+    def masked(model: nn.Module, images: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+    batches = [batch[:2] for batch in make_batches(engine[0], [5] * 20)]
+    with deterministic():
+        states: list[Any] = []
+        for scans in (False, True):
+            model = make_net(engine[0])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+            numerics = ampkit.debug.numerics(model, every=4)
+            step = ampkit.graphed_step(
+                masked, model, optimizer, buckets=ampkit.Buckets(batch=(8,)), numerics=numerics, graph=engine[1]
+            )
+            torch.manual_seed(5)
+            losses = step.scan(*stack(batches)).loss if scans else torch.stack([step(*b).loss for b in batches])
+            states.append((losses, training_state(model, optimizer, step.scaler), step.replays, step.captures))
+            assert step.report().launches == 0
+    assert_same(*states)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_batch_that_is_changed_in_place(engine: Engine) -> None:
+    """Calls that write to their batch are made one by one, and the stack has what they wrote."""
+
+    def writes(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Any:
+        boost.mul_(2.0)
+        return boosted_loss(model, images, labels, boost)
+
+    batches = make_batches(engine[0], [4] * 12)
+    run = Run(engine, loss_fn=writes)
+    images, labels, boost = stack(batches)
+    run.step.scan(images, labels, boost)
+    run.step.scan(images, labels, boost)
+    assert_same(boost, torch.full_like(boost, 4.0))
+    assert run.step.report().launches == 0
+    assert run.step.replays == 21
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_betas_in_a_list_that_change_in_place(engine: Engine) -> None:
+    """As they come out of a JSON file: a change of one number in the list ends a launch, too."""
+
+    class Betas(lr_scheduler.LRScheduler):
+        def get_lr(self) -> list[float]:
+            if self.last_epoch == 21:
+                self.optimizer.param_groups[0]["betas"][0] = 0.5
+            return [group["lr"] for group in self.optimizer.param_groups]
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(params, lr=2.0**-7, fused=True)
+        made.param_groups[0]["betas"] = [0.9, 0.99]
+        return made
+
+    with pytest.warns(ampkit.CaptureWarning, match="betas"):
+        run = check(engine, (20, 20, 33), schedule=Betas, optimizer=optimizer)
+    assert run.step.report().launches == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
+    """Slices of a stack are no other inputs to compiled code than single batches: nothing is compiled again."""
+    model = make_net(engine[0])
+    compiled = Compiled(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def loss_fn(_: nn.Module, *batch: Tensor) -> Any:
+        return boosted_loss(compiled.module, *batch)
+
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=engine[1], on_failure="raise")
+    batches = make_batches(engine[0], [4] * 20)
+    for batch in batches[:5]:
+        step(*batch)
+    for _ in range(2):
+        step.scan(*stack(batches))
+    assert compiled.compiles == 1
+    assert step.report().launches == 4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@allow_inductor_warnings
+def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: with `compile=`, scans have the bits of single calls of that compiled step, with a schedule too."""
+    if engine[0] == "cpu":  # Inductor's C++ takes seconds; AOTAutograd before it does all but that
+        monkeypatch.setattr(
+            torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
+        )
+    overflow_at = (21,) if policy == "float16" else ()
+    run = check(
+        engine, (20, 33, 5), overflow_at, compile="default", policy=policy, max_norm=1.0, schedule=SCHEDULES["step"]
+    )
+    report = run.step.report()
+    assert report.launches == 4
+    assert any("update" in line for line in report.compiled)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks(engine: Engine, tmp_path: Path) -> None:
+    """The steps of a DistributedDataParallel model are made one by one."""
+    dist.init_process_group(
+        "gloo" if engine[0] == "cpu" else "nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model = make_net(engine[0])
+        with torch.cuda.stream(torch.cuda.Stream()) if engine[0] == "cuda" else nothing():
+            ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        step = ampkit.graphed_step(boosted_loss, ddp, optimizer, graph=engine[1])
+        out = step.scan(*stack(make_batches(engine[0], [4] * 20)))
+        assert out.loss.shape == (20,)
+        assert step.report().launches == 0
+        assert step.replays > 0
+        step.close()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_settings_that_change(engine: Engine) -> None:
+    """Graphs of another mode, or of memory that was replaced, are not launched. The old mode finds its graphs again."""
+    batches = make_batches(engine[0], [4] * 20)
+    with deterministic():
+        states = []
+        for graph in ("off", engine[1]):
+            run = Run(engine, graph, on_failure="eager")
+            for action in ("", "eval", "", "train", "", "load", ""):
+                if action == "load":
+                    run.optimizer.load_state_dict(run.optimizer.state_dict())
+                elif action:
+                    run.model.train(action == "train")
+                if graph == "off":
+                    run.step.scan(*stack(batches))
+                elif action in ("eval", "load"):
+                    with pytest.warns(ampkit.CaptureWarning) if action == "eval" else nothing():
+                        run.step.scan(*stack(batches))
+                else:
+                    run.step.scan(*stack(batches))
+            states.append(run.state())
+    assert_same(*states)
+    assert run.step.report().launches >= 8
+
+
+# --------------------------------------------------------------------------------------------------- errors, refusals
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("graph", ["", "off"])
+def test_what_is_no_stack(engine: Engine, graph: str) -> None:
+    """The message names the argument, what came, and what to write. Nothing is done."""
+    run = Run(engine, graph or None, schedule=SCHEDULES["step"])
+    images, labels, boost = stack(make_batches(engine[0], [4] * 20))
+    run.step.scan(images, labels, boost)
+    before = run.state()
+    for given, message in (
+        ((images, labels[:5], boost), r"batch\[1\] has shape \(5, 4\), which is for 5 steps, but batch\[0\]"),
+        ((images, labels, boost[0]), r"batch\[2\] has shape \(\), and needs a leading dimension.*expand"),
+        ((images[:0], labels[:0], boost[:0]), r"batch\[0\] has shape \(0, 4, 3, 8, 8\), which is for 0 steps"),
+        ((), "the inputs have no tensor"),
+        ((1, {"a": None}), "the inputs have no tensor"),
+        ((images.to_sparse(), labels, boost), r"batch\[0\] has layout"),
+        ((images, labels, boost.requires_grad_(True)), r"batch\[2\] requires grad"),
+        ((images, labels, boost.detach(), {1, 2}), r"batch\[3\] is a set"),
+    ):
+        with pytest.raises(ampkit.InputMismatch, match=message):
+            run.step.scan(*given)
+        boost = boost.detach()
+    with pytest.raises(ampkit.InputMismatch, match=r"batch\['labels'\] has shape \(5, 4\)"):
+        run.step.scan(images, labels=labels[:5])
+    assert_same(run.state(), before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_constants_and_shared_tensors(engine: Engine) -> None:
+    """What is no tensor goes to every call. What all calls share has no memory of its own in the stack."""
+
+    def loss_fn(model: nn.Module, batch: dict[str, Any], weight: Tensor, twice: bool) -> Any:
+        loss, aux = boosted_loss(model, *batch["data"], weight)
+        return (2 * loss if twice else loss), {**aux, "none": None}
+
+    batches = [batch[:2] for batch in make_batches(engine[0], [4] * 40)]
+    weight = torch.tensor(1.5, device=engine[0])
+    with deterministic():
+        states: list[Any] = []
+        for scans in (False, True):
+            run = Run(engine, engine[1] if scans else "off", loss_fn=loss_fn)
+            for part in (batches[:20], batches[20:]):
+                if scans:
+                    out = run.step.scan({"data": stack(part)}, weight.expand(20), twice=True)
+                else:
+                    out = of_singles([run.step({"data": [*batch]}, weight, twice=True) for batch in part])
+            states.append((out, run.state()))
+    assert_same(*states)
+    assert run.step.report().launches == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stack_in_the_memory_of_the_state(engine: Engine) -> None:
+    """A graph would read copies of a parameter that the step changes. Refused before the schedule moves on."""
+
+    def loss_fn(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
+        return (model(images).mean(0) - target).square().mean()
+
+    run = Run(engine, loss_fn=loss_fn, schedule=SCHEDULES["step"])
+    images = torch.randn(8, 4, 3, 8, 8, device=engine[0])
+    run.step.scan(images, torch.zeros(8, 10, device=engine[0]))
+    before = run.state()
+    with pytest.raises(ampkit.InputMismatch, match=r"model\.head\.bias, which the step changes"):
+        run.step.scan(images, run.model.head.bias.detach().expand(8, 10))
+    assert_same(run.state(), before)
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_aux_that_does_not_stack(graph: str) -> None:
+    """A shape that varies is said once the calls were made."""
+
+    def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Any:
+        loss, _ = boosted_loss(model, images, labels, boost)
+        return loss, images[0, 0, 0, : 1 + calls.pop()]
+
+    calls = [0] * 5 + [1] * 4
+    run = Run(("cpu", graph), loss_fn=loss_fn, on_failure="eager", warmup=9)
+    with pytest.raises(ValueError, match=r"steps were done.*float32 of shape \(2,\) in one step.*\(1,\) in another"):
+        run.step.scan(*stack(make_batches("cpu", [4] * 8)))
+    assert calls == [0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_error_of_the_users(engine: Engine) -> None:
+    """It comes out of the call that it is raised in. The calls before were done, and a note says how many."""
+
+    def loss_fn(model: nn.Module, *batch: Tensor) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("a mistake of the user")
+        return boosted_loss(model, *batch)
+
+    calls: list[int] = []
+    run = Run(engine, loss_fn=loss_fn, schedule=SCHEDULES["step"])
+    with pytest.raises(KeyError, match="a mistake of the user") as caught:
+        run.step.scan(*stack(make_batches(engine[0], [4] * 8)))
+    assert getattr(caught.value, "__notes__", ["2 of 8"])[0].count("2 of 8")
+    assert run.scheduler.last_epoch == 2
+    run.step.scan(*stack(make_batches(engine[0], [4] * 8)))
+    assert run.scheduler.last_epoch == 10
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("on_failure", ["eager", "raise"])
+def test_calls_that_differ_within_a_series(engine: Engine, on_failure: str) -> None:
+    """A number that the host changes after a while: single graphs hold it unnoticed, a series shows it."""
+
+    def loss_fn(model: nn.Module, *batch: Tensor) -> Any:
+        calls.append(1)
+        loss, aux = boosted_loss(model, *batch)
+        return loss * (1.0 if len(calls) < 12 else 2.0), aux
+
+    calls: list[int] = []
+    run = Run(engine, loss_fn=loss_fn, on_failure=on_failure)
+    batches = stack(make_batches(engine[0], [4] * 24))
+    if on_failure == "raise":
+        with pytest.raises(ampkit.CaptureError, match=r"loss \* \(1.0 if len"):
+            run.step.scan(*batches)
+    else:
+        with pytest.warns(ampkit.CaptureWarning, match=r"loss \* \(1.0 if len.*Each step is a launch of its own"):
+            run.step.scan(*batches)
+        assert run.step.replays >= 5
+        assert run.step.report().graphs == 1
+    assert run.step.report().launches <= 1
+
+
+def test_a_launch_that_is_wrong_is_found() -> None:
+    """`verify` compares launches of several steps, too: here a replay computes with another factor."""
+
+    def loss_fn(model: nn.Module, *batch: Tensor) -> Any:
+        loss, aux = boosted_loss(model, *batch)
+        return loss * factor[0], aux
+
+    factor = [torch.ones(())]
+    run = Run(("cpu", "emulate"), loss_fn=loss_fn, verify=2, warmup=2, on_failure="raise")
+    batches = stack(make_batches("cpu", [4] * 20))
+    run.step.scan(*batches)
+    graph = next(iter(run.step._engine._cache.families.values())).graphs[16]._graph
+    replay = graph.replay
+    graph.replay = lambda: (factor[0].mul_(1.5), replay(), factor[0].fill_(1.0))[1]  # type: ignore[method-assign]
+    with pytest.raises(ampkit.CaptureError, match=r"verify: .*This step was done, as eager computes it"):
+        run.step.scan(*batches)
+    run.step.scan(*batches)
+    assert run.step.report().failure is not None
+
+
+def test_memory_budget() -> None:
+    """Buffers of 16 batches that do not fit: one warning, and single graphs go on."""
+    one = 4 * (4 * 3 * 8 * 8 + 1) + 8 * 4
+    run = Run(("cpu", "emulate"), memory_budget=3 * one)
+    batches = stack(make_batches("cpu", [4] * 20))
+    with pytest.warns(ampkit.CaptureWarning, match=r"several steps in one graph: .*memory_budget is \d+.* launch of"):
+        run.step.scan(*batches)
+    run.step.scan(*batches)
+    report = run.step.report()
+    assert (report.launches, report.graphs) == (0, 1)
+    assert report.bytes <= 3 * one
+    assert run.step.replays > 20
+
+
+def test_several_layouts() -> None:
+    """At most `max_graphs` layouts keep their series. A layout that comes back captures again, with the same bits."""
+    left, right = (stack(make_batches("cpu", [size] * 20)) for size in (4, 3))
+    with deterministic():
+        states = []
+        for graph in ("off", "emulate"):
+            run = Run(("cpu", graph), max_graphs=1, on_failure="eager", warmup=2)
+            for batches in (left, right, right, left, left, right):
+                with warnings_of_evictions():
+                    run.step.scan(*batches)
+            states.append(run.state())
+    assert_same(*states)
+    report = run.step.report()
+    assert report.launches > 4
+    assert report.graphs <= 1 + 2
+
+
+# ------------------------------------------------------------------------------------------------------ random set-ups
+
+SEEDS = {"cpu": range(60), "cuda": range(200)}
+QUICK = {"cpu": range(24), "cuda": range(40)}  # the seeds that are not slow
+SETUPS = [
+    pytest.param(
+        seed,
+        device,
+        id=f"{device}-seed{seed}",
+        marks=[
+            *([pytest.mark.cuda] if device == "cuda" else []),
+            *([] if seed in QUICK[device] else [pytest.mark.slow]),
+        ],
+    )
+    for device, seeds in SEEDS.items()
+    for seed in seeds
+]
+
+
+def history_of_singles(setup: setups.Setup, pieces: Sequence[scan_setups.Piece]) -> list[Any]:
+    """Return outputs and state behind each piece, of eager single calls."""
+    training = scan_setups.ScanTraining(replace(setup, verify=0), "off")
+    torch.manual_seed(setup.seed)
+    history = []
+    for piece in pieces:
+        outs = [training.do(action) for action in piece.actions]
+        history.append((scan_setups.of_singles(outs) if piece.scans else outs, training.state()))
+    return history
+
+
+@pytest.mark.parametrize(("seed", "device"), SETUPS)
+def test_random_setups(seed: int, device: str) -> None:
+    """R11: scans of random lengths, between and within windows, leave the bits of eager single calls after each."""
+    setup, pieces = scan_setups.draw_scans(seed, device)
+    try:
+        with deterministic():
+            expected = history_of_singles(setup, pieces)
+            training = scan_setups.ScanTraining(setup, {"cpu": "emulate", "cuda": "auto"}[device])
+            torch.manual_seed(setup.seed)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.filterwarnings("always", category=ampkit.CaptureWarning)  # others are errors
+                for i, piece in enumerate(pieces):
+                    out: Any = training.scan(piece.actions) if piece.scans else [*map(training.do, piece.actions)]
+                    assert_same((out, training.state()), expected[i], f"after {piece}, number {i}: (outputs, state)")
+            assert setup.may_warn or not caught, [str(warning.message) for warning in caught]
+            report = training.step.report()
+            assert report.failure is None
+            assert report.skipped >= setup.skipped()  # in long scripts the scale grows until a gradient overflows
+            assert all(param.isfinite().all() for param in training.model.parameters())
+            scan_setups.count(setup, pieces, training.step)
+            training.step.close()
+    except Exception as error:
+        scan_setups.totals[device]["differences"] += 1
+        raise AssertionError(f"{error}\n\nin {setup}\n{pieces}") from error
+
+
+@pytest.mark.parametrize("device", SEEDS)
+def test_random_setups_launch(device: str) -> None:
+    """Most set-ups have scans that are long enough for launches of several steps."""
+    long = 0
+    for seed in QUICK[device]:
+        setup, pieces = scan_setups.draw_scans(seed, device)
+        long += any(piece.scans and len(piece.actions) >= 2 * setup.accumulate for piece in pieces[-8:])
+    assert long >= 0.9 * len(QUICK[device])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import modes as torch_modes
 from .._torch.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
-from .._torch.compile import never_compile_by_itself
+from .._torch.compile import COMPILER, never_compile_by_itself
 from .._torch.fake_tensors import is_fake
 from .._torch.modes import TorchDispatchMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
@@ -331,7 +331,7 @@ class Preflight(TorchDispatchMode):
         # The wait is in no operation that was dispatched here. Its warning comes late, when a binding returns.
         place = self._user_line()
         late = self._stepped_aside and real_frame().f_code is ENGINE_CODE
-        if place is not None and place.key not in self._explained and not late:
+        if place is not None and place.key not in self._explained and not (late or _compiles(place)):
             self._add(WAITS, place)
 
     def _look_for_draws(self) -> None:
@@ -385,7 +385,7 @@ class Preflight(TorchDispatchMode):
         """Add a problem of the line that runs, or that made this autograd node. Return its key, None if ignored."""
         place = self._user_line(node)
         in_engine = place is not None and (place.backward or not place.line)
-        if place is None or (in_engine and self._checks_nan and problem is READ):
+        if place is None or _compiles(place) or (in_engine and self._checks_nan and problem is READ):
             return None
         self._explained.add(place.key)
         return self._add(problem, place)
@@ -405,6 +405,11 @@ class Preflight(TorchDispatchMode):
         if key is not None:
             known = self._found[key]
             self._found[key] = known._replace(ms=(known.ms or 0.0) + 1e3 * seconds)
+
+
+def _compiles(place: SourceLocation) -> bool:
+    """Return whether torch's compiler is at work there, which computes with constants. No capture compiles."""
+    return place.inside.startswith(COMPILER)
 
 
 def _replace(undo: Undo, owner: Any, name: str, new: Any) -> None:

@@ -14,6 +14,7 @@ from .._undo import Undo
 from .guard import private
 from .modules import module_tables
 
+COMPILER = ("torch/_inductor/", "torch/_dynamo/")  # where the sources of the compiler are
 private(nn.Module, "_compiled_call_impl")  # what `module.compile()` puts on the module, None before
 
 

@@ -86,7 +86,7 @@ class Engine:
         # Two calls at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
         self._fn, self._whole = fn, whole or fn
-        self._state = state
+        self._state, self._watch = state, state.watch
         self._device = device
         self._options = options
         self._ranks = ranks
@@ -137,7 +137,7 @@ class Engine:
         spec, leaves = read_batch(args, kwargs, self._device)  # raises the same errors with and without graphs
         if self._fallback.refused or captures.recorded:
             return self._call_without_key(phase, args, kwargs)
-        if self._state.generation() is not self._surroundings.generation:
+        if self._watch.present() is not self._surroundings.generation:
             self._adapt()
         key = Key(spec, phase, self._surroundings.number)
         captured = self._cache.get(key)
@@ -332,7 +332,7 @@ class Engine:
     def run(self, reason: str, fn: Callable[[], Any], context: AbstractContextManager[Any] | None = None) -> Any:
         """Return what `fn` returns, called eagerly in this context and counted under this reason."""
         self._eager[reason] += 1
-        self._state.refresh_rates()
+        self._watch.refresh_rates()
         return self._on_stream(fn, nullcontext() if context is None else context)
 
     def _leave_capture_stream(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._torch.tree import tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
-from .inputs import StaticInputs
+from .inputs import Spec, StaticInputs
 from .timing import Saving, Timing, combined
 from .variation import Key
 
@@ -48,7 +48,7 @@ class Captured:
         """
         self.inputs.copy_(leaves)
         outputs = self._graph.replay()
-        if any(self.inputs.changed):
+        if self.inputs.any_changed:
             self.inputs.copy_back(leaves)
         if outputs is not self._outputs:  # an emulated graph returns new ones each time
             self._outputs, self._tensors = outputs, []
@@ -118,6 +118,7 @@ class Cache:
         self._pool = Pool()
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
         self._dropped = Saving(0, None, None)
+        self._last: tuple[Key, Captured] | None = None  # the most recently used one
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -125,12 +126,18 @@ class Cache:
     def __iter__(self) -> Iterator[tuple[Key, Captured]]:
         return iter(self._graphs.items())
 
-    def get(self, key: Key) -> Captured | None:
-        """Return the graph for this key as the most recently used one, or None."""
-        captured = self._graphs.get(key)
-        if captured is not None:
+    def get(self, spec: Spec, phase: Any, settings: int) -> Captured | None:
+        """Return the graph for the key of these three parts as the most recently used one, or None."""
+        if self._last is not None:  # to compute the hash of a key takes longer than all of this
+            key, captured = self._last
+            if key.spec is spec and key.settings == settings and key.phase == phase:
+                return captured
+        key = Key(spec, phase, settings)
+        found = self._graphs.get(key)
+        if found is not None:
             self._graphs.move_to_end(key)
-        return captured
+            self._last = key, found
+        return found
 
     def make_room(self) -> list[Key]:
         """Reset the least recently used graphs until one more may be kept; return their keys.
@@ -150,6 +157,7 @@ class Cache:
             self._drop(self._graphs.pop(key))
 
     def _drop(self, captured: Captured) -> None:
+        self._last = None
         captured.reset()  # waits for the device, as the next line would
         self._dropped = combined([self._dropped, captured.timing.saving()])
         captured.timing.replays = 0  # they are counted; a later graph of this layout goes on with this timing
@@ -169,6 +177,7 @@ class Cache:
     ) -> Captured:
         """Keep a graph that was captured. The pool had `pool_bytes_before` bytes before that."""
         captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, told)
+        self._last = None
         self._graphs[key] = captured
         return captured
 

@@ -123,15 +123,23 @@ def sections(setup: Setup) -> dict[str, Callable[[], object]]:
     engine, captured, device = setup.engine, setup.captured, setup.engine._device
     key, _ = next(iter(engine._cache))
     spec, leaves = read_batch(setup.batch, {}, device)
-    graph = captured._graph
+    graph, number = captured._graph, engine._surroundings.number
+
+    def read() -> object:
+        if hasattr(engine, "_reader"):
+            return engine._reader.read(setup.batch, {})
+        return read_batch(setup.batch, {}, device)  # an older ampkit, as in the next
 
     def key_and_state() -> object:
-        engine._watch.present() if hasattr(engine, "_watch") else engine._state.generation()
-        return engine._cache.get(Key(spec, key.phase, engine._surroundings.number))
+        if not hasattr(engine, "_watch"):
+            engine._state.generation()
+            return engine._cache.get(Key(spec, key.phase, number))
+        engine._watch.present()
+        return engine._cache.get(engine._reader.read(setup.batch, {})[0], key.phase, number)
 
     return {
-        "batch layout": lambda: read_batch(setup.batch, {}, device),
-        "key and state": key_and_state,
+        "batch layout": read,
+        "layout, key and state": key_and_state,
         "overlap check": lambda: captured.inputs.refuse_shared(leaves),
         "check and copy of inputs": lambda: captured.inputs.copy_(leaves),
         "outputs": lambda: outputs_of(captured, graph),
@@ -163,7 +171,7 @@ def show(name: str, setup: Setup, args: argparse.Namespace) -> None:
     print(f"{name}: {whole} us per call, again {again}{launch}")
     for part, times in parts.items():
         print(f"    {part:26}{times}")
-    known = [times.fastest for part, times in parts.items() if part != "overlap check"]
+    known = [times.fastest for part, times in parts.items() if part not in ("overlap check", "batch layout")]
     print(f"    {'window and rest':26}{'':8} {whole.fastest - sum(known):.1f}", flush=True)
     if args.profile:
         profile = cProfile.Profile()

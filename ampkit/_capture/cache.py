@@ -38,7 +38,7 @@ class Captured:
         self.told = told
         self._outputs: Any = _NONE_YET
         self._tensors: list[Tensor] = []  # in the outputs
-        self._rebuilt: _Rebuild = next  # makes the same tree of other tensors
+        self._rebuilt: Rebuild = next  # makes the same tree of other tensors
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.
@@ -52,7 +52,7 @@ class Captured:
             self.inputs.copy_back(leaves)
         if outputs is not self._outputs:  # an emulated graph returns new ones each time
             self._outputs, self._tensors = outputs, []
-            self._rebuilt = _rebuild(outputs, self._tensors)
+            self._rebuilt = rebuild(outputs, self._tensors)
         return self._rebuilt(map(Tensor.clone, self._tensors))
 
     def reset(self) -> None:
@@ -62,10 +62,10 @@ class Captured:
 
 
 _NONE_YET = object()  # None may be what the step returns
-_Rebuild = Callable[[Iterator[Tensor]], Any]
+Rebuild = Callable[[Iterator[Tensor]], Any]
 
 
-def _rebuild(tree: Any, tensors: list[Tensor]) -> _Rebuild:
+def rebuild(tree: Any, tensors: list[Tensor]) -> Rebuild:
     """Return a function that makes the same tree of other tensors. Append the tensors of this tree to `tensors`.
 
     The function makes what `tree_unflatten` would make, in less time. A tuple of constants stays the same object: with
@@ -76,25 +76,25 @@ def _rebuild(tree: Any, tensors: list[Tensor]) -> _Rebuild:
         return next
     kind = type(tree)
     if kind is dict:
-        keys, values = list(tree), _rebuild(list(tree.values()), tensors)
+        keys, values = list(tree), rebuild(list(tree.values()), tensors)
         return lambda given: dict(zip(keys, values(given), strict=True))
     if kind is tuple and _CONSTANTS.issuperset(map(type, tree)):
         return lambda given: tree
     if kind is list or kind is tuple or (isinstance(tree, tuple) and hasattr(kind, "_make")):  # a named tuple
-        parts = [_rebuild(child, tensors) for child in tree]
+        parts = [rebuild(child, tensors) for child in tree]
         make = kind if kind in (list, tuple) else kind._make
         return lambda given: make([part(given) for part in parts])
     leaves, spec = tree_flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return lambda given: tree
-    parts = [_rebuild(leaf, tensors) for leaf in leaves]
+    parts = [rebuild(leaf, tensors) for leaf in leaves]
     return lambda given: tree_unflatten([part(given) for part in parts], spec)
 
 
 def copied(tree: Any) -> Any:
     """Return a tree with a copy of each tensor."""
     tensors: list[Tensor] = []
-    rebuilt = _rebuild(tree, tensors)
+    rebuilt = rebuild(tree, tensors)
     return rebuilt(map(Tensor.clone, tensors))
 
 

@@ -1,23 +1,25 @@
 """Microseconds of host time per replaying call, by section; of `graphed_step`, and of a Lightning batch beside it.
 
-    python tests/benchmarks/host_path.py                        6 tensors (an MLP) and the 320 of a ResNet-50, on the CPU
-    python tests/benchmarks/host_path.py --device cuda          the same with real graphs, and what a launch takes
-    python tests/benchmarks/host_path.py --lightning            a batch of a Trainer beside a call of the raw loop
-    python tests/benchmarks/host_path.py --profile              functions by their own time, as cProfile slows them
+    python tests/benchmarks/host_path.py                    6 tensors (an MLP) and the 320 of a ResNet-50, on the CPU
+    python tests/benchmarks/host_path.py --device cuda      the same with real graphs, and what a launch takes
+    python tests/benchmarks/host_path.py --lightning        a batch of a Trainer beside a call of the raw loop
+    python tests/benchmarks/host_path.py --profile          functions by their own time, as cProfile slows them
 
 The graph is replaced by an object whose `replay` does nothing, so that only ampkit's own work for a replay is measured.
-On a CUDA device the call is timed with its graph too: the difference is the launch. Sections are called alone, in a loop,
-and what is left of the whole call is "window and rest". Figures are medians over short blocks of calls, with the
-fastest block and the third quartile. On a host that is busy with other things, the fastest blocks are the ones to compare.
+On a CUDA device the call is timed with its graph too: the difference is the launch. Sections are called alone, in a
+loop, and what is left of the whole call is "window and rest". Figures are medians over short blocks of calls, with the
+fastest block and the third quartile. If the host is busy with other things, compare the fastest blocks.
 """
 
 import argparse
 import cProfile
+import itertools
+import logging
 import pstats
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +78,7 @@ class Times(NamedTuple):
 
 
 def mlp(widths: tuple[int, ...] = (32, 64, 64, 10)) -> nn.Module:
-    layers = [nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     return nn.Sequential(*[part for layer in layers for part in (layer, nn.ReLU())][:-1])
 
 
@@ -184,17 +186,108 @@ def show(name: str, setup: Setup, args: argparse.Namespace) -> None:
 
 def lightning(args: argparse.Namespace, device: torch.device) -> None:
     """Print the time of a batch of a Trainer and that of a call of the raw loop, both without the launch."""
-    import bench_trainer
-
     setup = replaying(mlp(), (64, 32), device)
     setup.without_launch()
+    for _ in range(WARM_UP):
+        setup.step(*setup.batch)
     raw = timed(lambda: setup.step(*setup.batch), args.calls, args.blocks, device)
-    print(f"raw loop: {raw} us per call")
-    for name, callback in (("AmpkitCallback", True), ("Lightning alone, a step that does nothing", False)):
-        times, profile = bench_trainer.batches(args, device, callback)
-        print(f"{name}: {Times(times)} us per batch", flush=True)
-        if args.profile and profile is not None:
-            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+    print(f"raw loop: {raw} us per call", flush=True)
+    for name, graphed in (("Lightning, AmpkitCallback", True), ("Lightning, a step that does nothing", False)):
+        clock = trainer_times(args, device, graphed)
+        print(f"{name}: {Times(clock.blocks)} us per batch", flush=True)
+        if args.profile:
+            pstats.Stats(clock.profile).sort_stats("tottime").print_stats(45)
+
+
+class Same:
+    """The same batch so many times."""
+
+    def __init__(self, batch: tuple[Tensor, ...], times: int) -> None:
+        self.batch, self.times = batch, times
+
+    def __len__(self) -> int:
+        return self.times
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return (self.batch for _ in range(self.times))
+
+
+def trainer_times(args: argparse.Namespace, device: torch.device, graphed: bool) -> Any:
+    """Fit the MLP; return the times of blocks of batches, with the graph's replay replaced by one that does nothing."""
+    import lightning.pytorch as pl
+
+    from ampkit.lightning import AmpkitCallback
+
+    callback = AmpkitCallback(on_failure="raise", graph="auto" if device.type == "cuda" else "emulate")
+    batch = torch.randn(64, 32, device=device), torch.randint(10, (64,), device=device)
+    profiled = 2000 if args.profile else 0
+    last = WARM_UP + args.blocks * args.calls
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return loss_fn(self.net, *batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+    class DoesNothing(Module):
+        """The least that Lightning takes for a batch: there is no step, and no backward."""
+
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return zero
+
+        def backward(self, *_: Any) -> None:
+            pass
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+            optimizer.step = lambda closure: closure()
+            optimizer.step(closure=closure)
+
+    class Clock(pl.Callback):
+        def __init__(self) -> None:
+            self.blocks: list[float] = []
+            self.count = 0
+            self.profile = cProfile.Profile()
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            done, self.count = self.count - WARM_UP, self.count + 1
+            if done == -WARM_UP // 2 and graphed:
+                ((_, captured),) = callback._fit._step._engine._cache
+                captured._graph = NoGraph(captured._graph.replay())
+            now = time.perf_counter()
+            if done > 0 and done % args.calls == 0 and len(self.blocks) < args.blocks:
+                self.blocks.append((now - self.start) / args.calls * 1e6)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            if done >= 0 and done % args.calls == 0:
+                self.start = time.perf_counter()
+            if profiled and self.count == last:
+                self.profile.enable()
+
+        def on_train_end(self, *_: Any) -> None:
+            self.profile.disable()
+
+    zero = torch.zeros((), device=device, requires_grad=True)
+    clock = Clock()
+    trainer = pl.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        precision="bf16-mixed",
+        max_epochs=1,
+        gradient_clip_val=1.0 if graphed else None,
+        callbacks=[clock, *([callback] if graphed else [])],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.manual_seed(0)
+    trainer.fit(Module() if graphed else DoesNothing(), Same(batch, last + 1 + profiled))
+    return clock
 
 
 def main() -> None:
@@ -208,6 +301,8 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     warnings.filterwarnings("ignore", category=UserWarning)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if args.lightning:
         lightning(args, device)
         return

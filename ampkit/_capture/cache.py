@@ -144,7 +144,7 @@ class Cache:
 
         Their memory stays in the pool, for the next graph.
         """
-        evicted = []
+        evicted, self._last = [], None
         while len(self._graphs) >= self.limit:
             key, captured = self._graphs.popitem(last=False)
             self._drop(captured)
@@ -153,11 +153,11 @@ class Cache:
 
     def drop(self, key: Key) -> None:
         """Reset one graph, if it is there."""
+        self._last = None  # before the graph is taken out, since an interrupt may come between the two
         if key in self._graphs:
             self._drop(self._graphs.pop(key))
 
     def _drop(self, captured: Captured) -> None:
-        self._last = None
         captured.reset()  # waits for the device, as the next line would
         self._dropped = combined([self._dropped, captured.timing.saving()])
         captured.timing.replays = 0  # they are counted; a later graph of this layout goes on with this timing
@@ -187,6 +187,7 @@ class Cache:
 
     def clear(self) -> None:
         """Reset all graphs. The last one releases the pool."""
+        self._last = None
         while self._graphs:
             self._drop(self._graphs.popitem()[1])  # taken out first: a graph that is reset must not be found
 

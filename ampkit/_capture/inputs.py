@@ -120,14 +120,12 @@ class BatchReader:
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Spec, list[Any]]:
         before, self._previous, self._is_same = self._previous, None, None
         spec, leaves = read_batch(args, kwargs, self._device)
-        if spec != before:
+        if spec == before:
+            spec, self._is_same = before, layout_check(leaves)
+            self._flat = len(args) if not kwargs and spec.structure == _structure_of_tensors(len(args)) else -1
+        if {*map(type, spec.leaves)} == {TensorSpec}:  # constants may be large, and are not to be kept
             self._previous = spec
-            return spec, leaves
-        if leaves and all(isinstance(leaf, Tensor) for leaf in leaves):
-            self._is_same = layout_check(leaves)
-        self._flat = len(args) if not kwargs and spec.structure == _structure_of_tensors(len(args)) else -1
-        self._previous = before
-        return before, leaves
+        return spec, leaves
 
 
 def _structure_of_tensors(count: int) -> Hashable:

@@ -1,5 +1,6 @@
 """The training state: the tensors that a step may change, and whether a graph may still be replayed on them."""
 
+import functools
 import gc
 import operator
 from collections.abc import Iterator, Sequence
@@ -136,7 +137,12 @@ class TrainingState:
         self.own = {} if own is None else own
         self.finds_gradients = finds_gradients
         self.watch = StateWatch(
-            modules, self.optimizers, scaler, finds_gradients=finds_gradients, rates=rates, describe=self._generation
+            modules,
+            self.optimizers,
+            scaler,
+            finds_gradients=finds_gradients,
+            rates=rates,
+            describe=functools.partial(_generation, self.optimizers, scaler),
         )
 
     def refresh_rates(self) -> None:
@@ -149,43 +155,6 @@ class TrainingState:
     def generation(self) -> Generation:
         """Return the present generation: the same object as before if nothing has changed since. Sync: none."""
         return self.watch.present()
-
-    def _generation(self, walk: Walk, addresses: list[int], gradients: list[int]) -> Generation:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return Generation(
-            containers=Objects([part for optimizer in self.optimizers for part in _containers(optimizer)]),
-            moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in self.optimizers]),
-            walk=walk,
-            addresses=tuple(addresses),
-            sizes=tuple([len(group["params"]) for group in groups]),
-            settings=Settings(
-                modes=tuple(walk.flags()),
-                gradients=tuple(gradients),
-                host=self._host(walk),
-                torch_settings=_unchangeable(settings()),
-            ),
-        )
-
-    def _host(self, walk: Walk) -> tuple[tuple[str, Any], ...]:
-        named: list[tuple[str, Any]] = []
-        named += zip(("cuda autocast around the step", "cpu autocast around the step"), autocast(), strict=True)
-        # The rules of a policy for operations are the type of a mode. Those for a module are the module's class.
-        modes = function_modes()
-        policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
-        named.append(("the policy around the step", policies))
-        named.append(("torch.get_default_device()", default_devices(modes)))
-        named.append(("the policy on the model", tuple(map(type, walk.modules))))
-        for k, optimizer in enumerate(self.optimizers):
-            owner = f"optimizers[{k}]" if len(self.optimizers) > 1 else "the optimizer"
-            prefix = f"{owner}." if len(self.optimizers) > 1 else ""
-            for i, group in enumerate(optimizer.param_groups):
-                # Graphs read the learning rate from a tensor.
-                frozen = (key for key in group if key not in ("params", *RATES))
-                named.extend((f"{prefix}param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
-            named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))
-        if self.scaler is not None and self.scaler.is_enabled():
-            named.extend((f"the scaler's {name}", value) for name, value in self.scaler.rule().items())
-        return tuple(named)
 
     def tensors(self) -> "Bound":
         """Return every tensor of modules, optimizers and scaler by a path that a user can read.
@@ -243,6 +212,54 @@ class TrainingState:
                         yield f"optimizer[{i}].{owner}.{key}", state, key
         for name in self.own:
             yield name, self.own, name
+
+
+def _generation(
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    scaler: Scaler | None,
+    walk: Walk,
+    addresses: list[int],
+    gradients: list[int],
+) -> Generation:
+    """Return what stands for the present state. It is no method, so that no cycle keeps a state alive."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return Generation(
+        containers=Objects([part for optimizer in optimizers for part in _containers(optimizer)]),
+        moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in optimizers]),
+        walk=walk,
+        addresses=tuple(addresses),
+        sizes=tuple([len(group["params"]) for group in groups]),
+        settings=Settings(
+            modes=tuple(walk.flags()),
+            gradients=tuple(gradients),
+            host=_host(optimizers, scaler, walk),
+            torch_settings=_unchangeable(settings()),
+        ),
+    )
+
+
+def _host(
+    optimizers: tuple[torch.optim.Optimizer, ...], scaler: Scaler | None, walk: Walk
+) -> tuple[tuple[str, Any], ...]:
+    named: list[tuple[str, Any]] = []
+    named += zip(("cuda autocast around the step", "cpu autocast around the step"), autocast(), strict=True)
+    # The rules of a policy for operations are the type of a mode. Those for a module are the module's class.
+    modes = function_modes()
+    policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
+    named.append(("the policy around the step", policies))
+    named.append(("torch.get_default_device()", default_devices(modes)))
+    named.append(("the policy on the model", tuple(map(type, walk.modules))))
+    for k, optimizer in enumerate(optimizers):
+        owner = f"optimizers[{k}]" if len(optimizers) > 1 else "the optimizer"
+        prefix = f"{owner}." if len(optimizers) > 1 else ""
+        for i, group in enumerate(optimizer.param_groups):
+            # Graphs read the learning rate from a tensor.
+            frozen = (key for key in group if key not in ("params", *RATES))
+            named.extend((f"{prefix}param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
+        named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))
+    if scaler is not None and scaler.is_enabled():
+        named.extend((f"the scaler's {name}", value) for name, value in scaler.rule().items())
+    return tuple(named)
 
 
 def _unchangeable(value: Any) -> Any:

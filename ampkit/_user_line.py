@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -162,6 +162,11 @@ class UserLineFinder:
         made = node.metadata.get("traceback_", [])[self._callers :]
         entries = [match.groups() for match in map(_STACK_ENTRY.match, made) if match]
         return next((line_text(file, int(number)) for file, number in reversed(entries) if _is_users(file)), "")
+
+
+def innermost_users_line(places: Sequence[tuple[str, int]]) -> str:
+    """Return `file:line: source` of the last of these lines that is the user's, "" if none is."""
+    return next((line_text(*place) for place in reversed(places) if _is_users(place[0])), "")
 
 
 def real_frame() -> FrameType:

@@ -13,9 +13,10 @@ from .._errors import CaptureError, InputMismatch
 from .._torch.modes import modes
 from .._torch.settings import settle_attention_priority
 from .._undo import Undo
+from .bound import why_not_scripted
 from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
-from .fallback import Fallback
+from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
 from .inputs import BatchReader
 from .layout_capture import LayoutCapture
@@ -52,10 +53,11 @@ class Engine:
         captured: what a graph records: `fn`, or something that leaves the same bits.
         whole: what is called once nothing is captured any more: `fn`, or something that does what the caller would do
             behind `fn`, too.
-        why_apart: why the optimizer cannot be captured, if `fn` does not step it and the caller does so behind `fn`.
+        optimizer: where the optimizer steps, if that may be behind `fn`.
         watching: returns a context for the call of `fn` that runs under the preflight.
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
         one_argument: whether every call has one argument, the batch.
+        untimed: how many calls of a layout are slower than later ones, and are not timed.
 
     Attributes:
         turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
@@ -75,10 +77,11 @@ class Engine:
         name: str,
         captured: Callable[..., Any] | None = None,
         whole: Callable[..., Any] | None = None,
-        why_apart: str = "",
+        optimizer: MovableOptimizer = UNMOVED,
         watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
         declared: bool = False,
         one_argument: bool = False,
+        untimed: int = 1,
     ) -> None:
         _check_verify(options, ranks, name)
         on_cuda = options.graph == "auto" and device.type == "cuda"
@@ -117,6 +120,7 @@ class Engine:
             declared=declared,
             clock=self._clock,
             may_tell=options.capturing == "auto" and not ranks.wrappers,  # each rank would decide by itself
+            untimed=untimed,
         )
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
@@ -124,8 +128,13 @@ class Engine:
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays = options.verify, 0
-        if options.graph != "off":
-            self._fallback.begin(_why_not_on(device, options) or blocker or _why_not_scripted(state), why_apart)
+        self._optimizer = optimizer
+        if options.graph != "off" and (
+            problem := options.why_not_on(device) or blocker or why_not_scripted(state.modules)
+        ):
+            self._fallback.refuse(problem)
+        else:
+            self._say_behind()
 
     @property
     def captures(self) -> int:
@@ -212,7 +221,19 @@ class Engine:
 
     def _adapt(self) -> None:
         """See what has changed since the last call. Drop graphs that are outdated, and say once what a change costs."""
+        if self._optimizer.has_moved():
+            self.close()
+        elif len(self._cache):
+            self._say_behind()
         change = self._surroundings.observe()
+        if (
+            change is not None
+            and self._optimizer is not None
+            and change.of_optimizer
+            and self._optimizer.leave(change.reason)
+        ):
+            self._adapt()
+            return
         if change is None:
             return
         if change.outdates:
@@ -308,6 +329,7 @@ class Engine:
                 captured = None
             if captured is None:
                 return _NOT_CAPTURED
+            self._say_behind()
             try:
                 self.replays += 1
                 captured.timing.replays += 1
@@ -323,7 +345,13 @@ class Engine:
             undo.forget()
         return outputs
 
+    def _say_behind(self) -> None:
+        if self._optimizer.stays_behind:
+            self._fallback.say_behind(self._optimizer.why_behind)
+
     def _give_up(self, layout: Layout, reason: str, error: CaptureError) -> None:
+        if self._optimizer.leave(problem=str(error)):
+            return
         if self._fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
         self._fallback.give_up(layout, reason, error, is_last=not len(self._cache))
@@ -391,7 +419,9 @@ class Engine:
                 replay_ms=saving.replay_ms,
                 saved_s=saving.seconds,
                 told_since=self._told_since,
-                eager_optimizer=None if self._fallback.refused else self._fallback.why_apart or None,
+                eager_optimizer=None
+                if self._optimizer is None or self._fallback.refused
+                else self._optimizer.why_behind or None,
             )
 
     def close_in_turn(self) -> None:
@@ -418,16 +448,3 @@ def _check_verify(options: Options, ranks: Ranks, name: str) -> None:
             f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
             "Verify with one process, without DistributedDataParallel."
         )
-
-
-def _why_not_on(device: torch.device, options: Options) -> str:
-    needs_cuda = options.graph == "auto" and device.type != "cuda"
-    return f"the model is on {device}, and CUDA graphs need a CUDA device." if needs_cuda else ""
-
-
-def _why_not_scripted(state: TrainingState) -> str:
-    for root, top in state.modules.items():
-        for name, module in top.named_modules(prefix=root):
-            if isinstance(module, torch.jit.ScriptModule):
-                return f"{name} is a torch.jit.ScriptModule, which hides its tensors' places. Pass the module itself."
-    return ""

@@ -1,7 +1,7 @@
 """What follows where something cannot be captured: one warning and eager calls from then on, or an error."""
 
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
 from .._errors import CaptureError, CaptureWarning
 from .._user_line import users_level
@@ -22,6 +22,44 @@ class StepDoneError(CaptureError):
         self.outputs = outputs
 
 
+class MovableOptimizer(Protocol):
+    """Where an optimizer steps: as a part of what the engine calls, or behind that."""
+
+    @property
+    def why_behind(self) -> str:
+        """Why it steps behind that; "" if it is a part."""
+
+    @property
+    def stays_behind(self) -> bool:
+        """Whether it is known already that it will never be a part."""
+
+    def has_moved(self) -> bool:
+        """Return whether it has become a part, or none any more, since this was called last."""
+
+    def leave(self, changed: str = "", *, problem: str = "") -> bool:
+        """Have it step behind from now on, if it can. Return whether it did not before.
+
+        Args:
+            changed: what has changed that a graph holds as a constant, or
+            problem: why the step cannot be captured.
+        """
+
+
+class _Unmoved:
+    """An optimizer that is always a part."""
+
+    why_behind, stays_behind = "", False
+
+    def has_moved(self) -> bool:
+        return False
+
+    def leave(self, changed: str = "", *, problem: str = "") -> bool:
+        return False
+
+
+UNMOVED = _Unmoved()
+
+
 class Fallback:
     """Warns that calls are eager, each kind of warning once, or raises; and remembers why.
 
@@ -34,7 +72,6 @@ class Fallback:
         raises: as given.
         refused: why every call is eager from now on; "" as long as some layout may be captured.
         failure: what could not be captured last, for the report; None if nothing failed.
-        why_apart: why the optimizer is no part of the graphs and steps behind them; "" if it is a part.
     """
 
     def __init__(self, name: str, *, raises: bool, refused: str = "") -> None:
@@ -42,21 +79,16 @@ class Fallback:
         self.raises = raises
         self.refused = refused
         self.failure: str | None = None
-        self.why_apart = ""
         self._warned: set[str] = set()
 
     def error(self, reason: object) -> CaptureError:
         """Return the error that gives this reason."""
         return CaptureError(f"{self._name}: {reason}")
 
-    def begin(self, problem: str, why_apart: str) -> None:
-        """Take note of what is known before the first call: why nothing can be captured, or not the optimizer."""
-        if problem:
-            self.refuse(problem)
-        elif why_apart:
-            self.why_apart = why_apart
-            text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
-            self._warn(f"{why_apart} {text}")
+    def say_behind(self, why: str) -> None:
+        """Warn once that the optimizer is no part of the graphs."""
+        text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
+        self.warn_once("behind", f"{why} {text}")
 
     def refuse(self, reason: str) -> None:
         """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""

@@ -41,3 +41,8 @@ class Options(NamedTuple):
             budget = read_positive(where, "memory_budget", budget, "None for no limit")
         generators = read_all(where, "generators", self.generators, torch.Generator, "a sequence of torch.Generator")
         return self._replace(memory_budget=budget, generators=generators)
+
+    def why_not_on(self, device: torch.device) -> str:
+        """Return why a model on this device cannot be captured, "" if it can."""
+        needs_cuda = self.graph == "auto" and device.type != "cuda"
+        return f"the model is on {device}, and CUDA graphs need a CUDA device." if needs_cuda else ""

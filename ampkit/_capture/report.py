@@ -48,6 +48,8 @@ class Report:
             told True though nothing was captured, because its other branch cannot be captured; None if there was none.
         eager_optimizer: why the optimizer steps eagerly behind each graph (`on_failure="parts"`), which the times above
             then do not include; None if its step is captured, or nothing is to be.
+        compile_s: seconds that calls took in which parts of the step were compiled (`compile=`); None without it.
+        compiled: in words, what was compiled, and why the rest was not; empty without `compile=`.
     """
 
     graphs: int
@@ -64,6 +66,8 @@ class Report:
     saved_s: float | None = None
     told_since: int | None = None
     eager_optimizer: str | None = None
+    compile_s: float | None = None
+    compiled: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> str:
@@ -89,7 +93,9 @@ class Report:
         reasons += told if self.told_since is not None else []
         reasons += [f"  eager behind each graph: {self.eager_optimizer}"] if self.eager_optimizer else []
         failure = [f"  not captured: {self.failure}"] if self.failure else []
-        return "\n".join([head, *times, *graphs, *reasons, *failure])
+        compiled = [] if self.compile_s is None else [f"  calls that compiled took {self.compile_s:.1f} s"]
+        compiled += [f"  {part}" for part in self.compiled]
+        return "\n".join([head, *times, *graphs, *reasons, *compiled, *failure])
 
     def _times(self) -> str:
         """Return what a replay takes and has saved."""

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class Snapshot:
         generators: the generators beside torch's default ones.
         leaves: of the batch; tensors among them that were changed in place are restored too.
         on_host: whether the random numbers of Python and of numpy are restored as well.
+        constant: the ids of tensors of the state that are not copied, because the call does not change them.
     """
 
     def __init__(
@@ -29,10 +30,12 @@ class Snapshot:
         leaves: Sequence[Any] = (),
         *,
         on_host: bool = False,
+        constant: Collection[int] = (),
     ) -> None:
         self._state = state
         self._live = state.tensors()
-        self._values = {path: tensor.detach().clone() for path, tensor in self._live.items()}
+        changed = {path: tensor for path, tensor in self._live.items() if id(tensor) not in constant}
+        self._values = {path: tensor.detach().clone() for path, tensor in changed.items()}
         self._generators = all_generators(generators)
         self._random = [generator.get_state() for generator in self._generators]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
@@ -45,8 +48,8 @@ class Snapshot:
         """Put everything back, in place."""
         self._state.rebind(self._live)
         with torch.no_grad():
-            for path, tensor in self._live.items():
-                tensor.copy_(self._values[path])
+            for path, before in self._values.items():
+                self._live[path].copy_(before)
             for leaf, before, number in self._given:
                 if version(leaf) != number:
                     leaf.copy_(before)

@@ -1,9 +1,8 @@
 """The training state: the tensors that a step may change, and whether a graph may still be replayed on them."""
 
-import functools
 import gc
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 from .._text import value_text
 from .._torch.modes import DeviceContext, function_modes
-from .._torch.modules import module_tables
 from .._torch.optimizers import step_hooks
 from .._torch.settings import SETTINGS, settings
-from .watch import RATES, Objects, Rates, Scaler, StateWatch, Walk, autocast, default_devices
+from .bound import Bound, cells
+from .watch import Look, Objects, Rates, Scaler, StateWatch, Walk, autocast, default_devices, own_values
 
 
 class Generation(NamedTuple):
@@ -97,18 +96,6 @@ def _grew(old: tuple[Objects, ...], new: tuple[Objects, ...]) -> bool:
     return all(grew)
 
 
-class Bound(dict[str, Tensor]):
-    """Tensors by path.
-
-    Attributes:
-        others: attributes of modules that were not tensors, by path. A step may have put a tensor in their place since.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        super().__init__(tensors)
-        self.others: dict[str, Any] = {}
-
-
 class TrainingState:
     """The modules, optimizers and scaler that a step may change.
 
@@ -137,13 +124,17 @@ class TrainingState:
         self.own = {} if own is None else own
         self.finds_gradients = finds_gradients
         self.watch = StateWatch(
-            modules,
-            self.optimizers,
-            scaler,
-            finds_gradients=finds_gradients,
-            rates=rates,
-            describe=functools.partial(_generation, self.optimizers, scaler),
+            modules, self.optimizers, scaler, finds_gradients=finds_gradients, rates=rates, describe=_generation
         )
+
+    def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
+        self.optimizers = tuple(optimizers)
+        self.watch.hold(self.optimizers)
+
+    def look_again(self) -> None:
+        """Have the next generation be another object, so that its user looks at what belongs to it."""
+        self.watch.look_again()
 
     def refresh_rates(self) -> None:
         """Bring the tensors that optimizers read their learning rates from up to date.
@@ -156,18 +147,15 @@ class TrainingState:
         """Return the present generation: the same object as before if nothing has changed since. Sync: none."""
         return self.watch.present()
 
-    def tensors(self) -> "Bound":
+    def tensors(self) -> Bound:
         """Return every tensor of modules, optimizers and scaler by a path that a user can read.
 
         Aliasing: the live tensors.
         """
-        bound = Bound({path: table[key] for path, table, key in self._cells()})
+        bound = {path: table[key] for path, table, key in cells(self.modules, self.optimizers, self.own)}
         if self.scaler is not None and self.scaler.is_enabled():
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
-        for prefix, module in self._named_modules():
-            plain = {f"{prefix}.{key}": value for key, value in vars(module).items() if not isinstance(value, Tensor)}
-            bound.others.update(plain)
-        return bound
+        return Bound(bound, self.modules)
 
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""
@@ -177,70 +165,30 @@ class TrainingState:
         """Return the paths that hold another tensor than in `before`, an earlier result of `tensors`."""
         return [path for path, tensor in self.tensors().items() if before.get(path) is not tensor]
 
-    def rebind(self, before: "Bound") -> None:
+    def rebind(self, before: Bound) -> None:
         """Put the tensors of `before` back in their places and drop those that came since. Copies nothing."""
-        for path, table, key in list(self._cells()):
-            if path in before:
-                table[key] = before[path]
-            elif path in before.others:
-                table[key] = before.others[path]
-            else:
-                del table[key]
-
-    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for root, top in self.modules.items():
-            yield from top.named_modules(prefix=root)
-
-    def _cells(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-        owners: dict[Tensor, str] = {}
-        for prefix, module in self._named_modules():
-            for table in module_tables(module)[:2]:
-                for key, tensor in table.items():
-                    if tensor is not None:
-                        owners[tensor] = f"{prefix}.{key}"
-                        yield owners[tensor], table, key
-            attributes = vars(module)
-            for key, value in attributes.items():
-                # A tensor that requires grad is computed from parameters in each forward (weight_norm).
-                if isinstance(value, Tensor) and not value.requires_grad:
-                    yield f"{prefix}.{key}", attributes, key
-        for i, optimizer in enumerate(self.optimizers):
-            for j, (param, state) in enumerate(optimizer.state.items()):
-                owner = owners.get(param, f"state[{j}]")  # if the parameter belongs to no module
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        yield f"optimizer[{i}].{owner}.{key}", state, key
-        for name in self.own:
-            yield name, self.own, name
+        before.restore(cells(self.modules, self.optimizers, self.own))
 
 
-def _generation(
-    optimizers: tuple[torch.optim.Optimizer, ...],
-    scaler: Scaler | None,
-    walk: Walk,
-    addresses: list[int],
-    gradients: list[int],
-) -> Generation:
-    """Return what stands for the present state. It is no method, so that no cycle keeps a state alive."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+def _generation(look: Look) -> Generation:
+    """Return what stands for the state that was looked at. It is no method, so that no cycle keeps a state alive."""
+    groups = [group for optimizer in look.optimizers for group in optimizer.param_groups]
     return Generation(
-        containers=Objects([part for optimizer in optimizers for part in _containers(optimizer)]),
-        moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in optimizers]),
-        walk=walk,
-        addresses=tuple(addresses),
+        containers=Objects([part for optimizer in look.optimizers for part in _containers(optimizer)]),
+        moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in look.optimizers]),
+        walk=look.walk,
+        addresses=tuple(look.addresses),
         sizes=tuple([len(group["params"]) for group in groups]),
         settings=Settings(
-            modes=tuple(walk.flags()),
-            gradients=tuple(gradients),
-            host=_host(optimizers, scaler, walk),
+            modes=tuple(look.walk.flags()),
+            gradients=tuple(look.gradients),
+            host=_host(look),
             torch_settings=_unchangeable(settings()),
         ),
     )
 
 
-def _host(
-    optimizers: tuple[torch.optim.Optimizer, ...], scaler: Scaler | None, walk: Walk
-) -> tuple[tuple[str, Any], ...]:
+def _host(look: Look) -> tuple[tuple[str, Any], ...]:
     named: list[tuple[str, Any]] = []
     named += zip(("cuda autocast around the step", "cpu autocast around the step"), autocast(), strict=True)
     # The rules of a policy for operations are the type of a mode. Those for a module are the module's class.
@@ -248,17 +196,19 @@ def _host(
     policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
     named.append(("the policy around the step", policies))
     named.append(("torch.get_default_device()", default_devices(modes)))
-    named.append(("the policy on the model", tuple(map(type, walk.modules))))
-    for k, optimizer in enumerate(optimizers):
-        owner = f"optimizers[{k}]" if len(optimizers) > 1 else "the optimizer"
-        prefix = f"{owner}." if len(optimizers) > 1 else ""
+    named.append(("the policy on the model", tuple(map(type, look.walk.modules))))
+    for k, optimizer in enumerate(look.optimizers):
+        owner = f"optimizers[{k}]" if len(look.optimizers) > 1 else "the optimizer"
+        prefix = f"{owner}." if len(look.optimizers) > 1 else ""
         for i, group in enumerate(optimizer.param_groups):
-            # Graphs read the learning rate from a tensor.
-            frozen = (key for key in group if key not in ("params", *RATES))
+            # Graphs read the learning rate from a tensor, unless they hold it as a constant.
+            frozen = (key for key in group if key not in ("params", *look.followed))
             named.extend((f"{prefix}param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
         named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))
-    if scaler is not None and scaler.is_enabled():
-        named.extend((f"the scaler's {name}", value) for name, value in scaler.rule().items())
+        if look.held:
+            named.append((f"{owner}'s attributes and state", tuple(map(_by_value, own_values(optimizer)))))
+    if look.scaler is not None and look.scaler.is_enabled():
+        named.extend((f"the scaler's {name}", value) for name, value in look.scaler.rule().items())
     return tuple(named)
 
 
@@ -273,3 +223,8 @@ def _containers(optimizer: torch.optim.Optimizer) -> list[Any]:
     groups = optimizer.param_groups
     params = [group["params"] for group in groups]
     return [optimizer.state, groups, *groups, *params, *chain.from_iterable(params)]
+
+
+def _by_value(value: Any) -> Any:
+    """Return something to compare a value by: a number or a text by itself, everything else by its identity."""
+    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else Objects([value])

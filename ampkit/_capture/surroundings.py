@@ -29,12 +29,14 @@ class Change(NamedTuple):
         text: the same with values.
         advice: what to write if it changes in each call, by the name of what changed. It has no entry where a user who
             changes it only once need not be told anything.
+        of_optimizer: whether a number of an optimizer changed.
     """
 
     outdates: bool
     reason: str
     text: str
     advice: dict[str, str]
+    of_optimizer: bool = False
 
 
 class Surroundings:
@@ -87,8 +89,10 @@ class Surroundings:
             self._replacements, self._replaced = self._replacements + 1, replaced
             return Change(outdates, replaced, replaced, {replaced: MEMORY_ADVICE})
         old, new = before.settings, now.settings
-        advice = {name: text for name in old.changed(new) if (text := setting_advice(name))}
-        return Change(outdates, old.changes(new), old.changes(new, values=True), advice)
+        changed = old.changed(new)
+        advice = {name: text for name in changed if (text := setting_advice(name))}
+        of_optimizer = any("param_groups[" in name or name.startswith("the optimizer") for name in changed)
+        return Change(outdates, old.changes(new), old.changes(new, values=True), advice, of_optimizer)
 
     def accept(self) -> None:
         """Take the present settings and memory for those of the last call."""

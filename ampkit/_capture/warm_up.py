@@ -41,6 +41,7 @@ class WarmUp:
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
         clock: times some of the calls.
         may_tell: whether code that asks may be told that it is being captured, if its other branch cannot be.
+        untimed: how many calls of a layout are slower than later ones, and are not timed.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class WarmUp:
         declared: bool,
         clock: Clock,
         may_tell: bool,
+        untimed: int,
     ) -> None:
         self._fn = fn
         self._captured = captured
@@ -69,6 +71,7 @@ class WarmUp:
         self._undeclared = Undeclared(state, refuses_changes=declared)
         self._clock = clock
         self._may_tell = may_tell
+        self._untimed = untimed
 
     def __call__(
         self,
@@ -126,7 +129,7 @@ class WarmUp:
         else:
             fn = answered(self._fn, layout.told)
             outputs = run(layout.reason, lambda: fn(phase, *args, **kwargs))
-            if start is not None and layout.calls and layout.timing.eager.wanted:
+            if start is not None and layout.calls >= self._untimed and layout.timing.eager.wanted:
                 layout.timing.eager.add(start, self._clock.now())
         layout.calls += 1  # last: a call that raised has shown nothing
         return outputs

@@ -5,7 +5,7 @@ import gc
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -132,7 +132,7 @@ class _Group(NamedTuple):
     frozen: Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
-class _Look:
+class Look:
     """What one call has seen of the state, and how the next call sees whether anything is different.
 
     Everything that has an identity is in one tuple of objects: modules, tensors, flags, types, param groups and their
@@ -144,6 +144,13 @@ class _Look:
         optimizers: see `TrainingState`.
         scaler: see `TrainingState`.
         finds_gradients: see `TrainingState`.
+        held: whether graphs hold all numbers of the optimizers as constants.
+
+    Attributes:
+        walk, optimizers, scaler, held: as given.
+        followed: the entries of a param group whose changes graphs follow.
+        addresses: of parameters and buffers.
+        gradients: addresses of gradients, [] if there are none.
     """
 
     def __init__(
@@ -151,12 +158,15 @@ class _Look:
         walk: Walk,
         optimizers: Sequence[torch.optim.Optimizer],
         scaler: Scaler | None,
+        *,
         finds_gradients: bool,
+        held: bool,
     ) -> None:
-        self._walk, self._optimizers, self._scaler = walk, optimizers, scaler
+        self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
+        self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
         self._finds_gradients = finds_gradients
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._groups = [_Group(group, _getter([key for key in group if key not in RATES])) for group in groups]
+        self._groups = [_Group(group, _getter([key for key in group if key not in self.followed])) for group in groups]
         # The params are a list, and betas out of a JSON file, too. What is in them may change in place.
         lists = [value for group in groups for value in group.values() if type(value) is list]
         self._tables: tuple[Any, ...] = (
@@ -180,26 +190,28 @@ class _Look:
             return False
         return (
             _identities(objects) == self._identities
-            and list(map(Tensor.data_ptr, self._walk.tensors)) == self.addresses
+            and list(map(Tensor.data_ptr, self.walk.tensors)) == self.addresses
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
-            and (not self._finds_gradients or gradient_addresses(self._walk.tensors) == self.gradients)
+            and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
         )
 
     def _read_settings(self) -> list[Any]:
         return [*[read() for read in PLAIN_READERS], *[int(read()) for read in ENUM_READERS]]
 
     def _read_objects(self) -> tuple[Any, ...]:
-        walk = self._walk
+        walk = self.walk
         found: list[Any] = gc.get_referents(*self._tables)  # all values of all tables and lists, in one call of C
         found += map(_requires_grad, walk.tensors)
         found += walk.training()
         found += map(type, walk.modules)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             hooks = hooks_of_one(optimizer)
             found += optimizer.state, optimizer.param_groups
             if any((*HOOKS_OF_ALL, *hooks)):
                 found += step_hooks(optimizer)
+            if self.held:
+                found += own_values(optimizer)
         for group, frozen in self._groups:
             found += group
             found += frozen(group)
@@ -209,8 +221,8 @@ class _Look:
             found += default_devices(modes)
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             found += autocast()
-        if self._scaler is not None and self._scaler.is_enabled():
-            found += self._scaler.rule().values()
+        if self.scaler is not None and self.scaler.is_enabled():
+            found += self.scaler.rule().values()
         return tuple(found)
 
 
@@ -229,7 +241,7 @@ class StateWatch(Generic[_G]):
         scaler: see `TrainingState`.
         finds_gradients: see `TrainingState`.
         rates: see `TrainingState`.
-        describe: `describe(walk, addresses, gradients)` returns what stands for the present state.
+        describe: `describe(look)` returns what stands for the state that was looked at.
     """
 
     def __init__(
@@ -240,14 +252,24 @@ class StateWatch(Generic[_G]):
         *,
         finds_gradients: bool,
         rates: Sequence[Rates],
-        describe: Callable[[Walk, list[int], list[int]], _G],
+        describe: Callable[[Look], _G],
     ) -> None:
         self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
+        self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
         self._walked = 0
-        self._seen: tuple[_Look, _G] | None = None
+        self._seen: tuple[Look, _G] | None = None
+
+    def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
+        self._optimizers, self._rates, self._held = optimizers, (), True
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Have the next call look anew at everything, so that another object stands for the state."""
+        self._seen = None
 
     def refresh_rates(self) -> None:
         """Bring the tensors that optimizers read their learning rates from up to date.
@@ -279,8 +301,14 @@ class StateWatch(Generic[_G]):
         if self._walk is None or len(self._modules) != self._walked or not self._walk.is_current():
             self._walk, self._walked = Walk(self._modules), len(self._modules)
         with without_torch_function():
-            look = _Look(self._walk, self._optimizers, self._scaler, self._finds_gradients)
-            now = self._describe(self._walk, look.addresses, look.gradients)
+            look = Look(
+                self._walk,
+                self._optimizers,
+                self._scaler,
+                finds_gradients=self._finds_gradients,
+                held=self._held,
+            )
+            now = self._describe(look)
         self._seen = look, now
         return now
 
@@ -295,6 +323,12 @@ def gradient_addresses(tensors: list[Tensor]) -> list[int]:
     if not any(map(operator.is_not, found, repeat(None))):
         return []
     return [0 if gradient is None else gradient.data_ptr() for gradient in found]
+
+
+def own_values(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return what the optimizer's attributes and the state of each parameter hold."""
+    kept = [value for name, value in vars(optimizer).items() if name not in _OTHERS]
+    return [*kept, *chain.from_iterable(map(operator.methodcaller("values"), optimizer.state.values()))]
 
 
 def default_devices(modes: list[Any]) -> tuple[torch.device, ...]:
@@ -332,4 +366,5 @@ _HEAD = tuple.__basicsize__  # bytes in front of the items
 _identities = _pointers if _reads_tuples() else _ids
 _NOT_FILLED = object()
 _NUMBERS = frozenset((float, int, type(None)))
-RATES = ("lr", "initial_lr")  # entries of a param group that graphs read from tensors
+# The attributes of an optimizer that are looked at by themselves, or that torch and ampkit set for a step.
+_OTHERS = frozenset(("state", "param_groups", "step", "found_inf", "grad_scale", "_opt_called"))

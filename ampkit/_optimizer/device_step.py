@@ -1,7 +1,7 @@
 """One optimizer step without a host read: the norm of the gradients, clipping, and the undoing of a skipped step."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -62,12 +62,18 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def step_clipped(
-    optimizer: Optimizer, max_norm: float | None, norm_type: float, *args: Any, **kwargs: Any
+    optimizer: Optimizer, max_norm: float | None, norm_type: float, step: Callable[[], Any]
 ) -> tuple[Any, Tensor | None]:
     """Clip the norm over all gradients to `max_norm` and step. A fused optimizer clips in its own kernel.
 
+    Args:
+        optimizer: its gradients are clipped.
+        max_norm: None does not clip.
+        norm_type: of the p-norm.
+        step: steps the optimizer.
+
     Returns:
-        What `optimizer.step` returned, and the norm before clipping (None without `max_norm`).
+        What `step` returned, and the norm before clipping (None without `max_norm`).
 
     Sync: none beyond the optimizer's own.
     """
@@ -76,14 +82,14 @@ def step_clipped(
         # torch 2.11's fused SGD raises a TypeError where a parameter gets its first gradient later than others did.
         seed_momentum(optimizer)
     if max_norm is None or not grads:
-        return optimizer.step(*args, **kwargs), None
+        return step(), None
     if not scales_in_kernel(optimizer) or any(grad.dtype in _DOUBLES for grad in grads):
         # Also for gradients in float64, since a kernel takes a divisor in float32 only.
         norm = torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
-        return optimizer.step(*args, **kwargs), norm
+        return step(), norm
     norm = total_norm(grads, grads[0].device, norm_type)
     with kernel_scaling(optimizer, clip_coefficient(norm, max_norm).reciprocal(), None):
-        return optimizer.step(*args, **kwargs), norm
+        return step(), norm
 
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:

@@ -82,6 +82,10 @@ class CapturableGroups:
                 self._rates[i].tensor.fill_(float(rate))
                 self._rates[i].filled = float(rate)  # after the fill, because an interrupt may come between the two
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensor that holds the learning rate of each group. Aliasing: the live tensors."""
+        return [rate.tensor for rate in self._rates]
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context for a step: groups have a tensor learning rate, and the flag that Adam must have to be captured."""

@@ -31,10 +31,12 @@ class StepChanges:
     Attributes:
         incomplete: why a step cannot be undone, in words that follow the optimizer's name; "" as long as nothing speaks
             against it.
+        wanted: whether steps are to be watched even if no scaler has to undo any of them.
     """
 
     def __init__(self) -> None:
         self.incomplete = ""
+        self.wanted = False
         self._settled: _StepSignature | None = None
         self._seen: set[_Path] = set()
         self._others: list[Tensor] = []

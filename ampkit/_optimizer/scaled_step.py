@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from .._errors import AmpkitWarning, CaptureError
 from .._torch.streams import is_capturing
@@ -16,7 +16,7 @@ from .device_step import changed_by_step, kernel_scaling, multiply_, seed_moment
 from .rollback import StepChanges
 from .step_kind import can_be_undone, runs_beside_step, scales_in_kernel, takes_scale, torch_class
 
-_IN_PLACE = "Keep its state in tensors on the device, and change them in place (copy_, add_)"
+IN_PLACE = "Keep its state in tensors on the device, and change them in place (copy_, add_)"
 
 
 class ScaledStep:
@@ -40,6 +40,13 @@ class ScaledStep:
         if self._changes is None:
             self._changes = weakref.WeakKeyDictionary()
         return self._changes.setdefault(optimizer, StepChanges())
+
+    def step_unscaled(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Step an optimizer of a scaler that does not scale. Return what its `step` returned."""
+        changes = None if self._changes is None else self._changes.get(optimizer)
+        if changes is None or not changes.wanted:
+            return optimizer.step(*args, **kwargs)
+        return changes.watch(optimizer, args, kwargs)
 
     def step(
         self,
@@ -96,7 +103,7 @@ class ScaledStep:
         changed: list[Tensor] | None = None
         if not takes_scale(optimizer) and (hidden := runs_beside_step(optimizer)):
             reason = f"has {hidden}, which must not run in a skipped step"
-        elif torch_class(optimizer) is None:
+        elif torch_class(optimizer) in (None, Muon):  # Muon keeps no step count, and has no kernel that skips
             changes = self.changes_of(optimizer)
             changed, reason = changes.known(optimizer), changes.incomplete
             self.undecided = changed is None and not reason
@@ -110,7 +117,7 @@ class ScaledStep:
             return step_or_undo(optimizer, found_inf, changed, *args, **kwargs)
         if is_capturing():
             reason = reason or "has not been watched enough to know what it changes"
-            raise CaptureError(f"GradScaler.step: {type(optimizer).__name__} {reason}. {_IN_PLACE}.")
+            raise CaptureError(f"GradScaler.step: {type(optimizer).__name__} {reason}. {IN_PLACE}.")
         if reason and any(grad.is_cuda for grad in grads):
             self._warn_of_read(optimizer, reason)
         stepped: float | None = None
@@ -127,8 +134,8 @@ class ScaledStep:
         remedy = f"Write {name}(..., {can[0]}=True)" if can else "Use AdamW(..., fused=True), which can"
         if not takes_scale(optimizer) and runs_beside_step(optimizer):
             remedy = "Call after the step what should run there"
-        elif torch_class(optimizer) is None:
-            remedy = _IN_PLACE
+        elif torch_class(optimizer) in (None, Muon):
+            remedy = IN_PLACE
         message = (
             f"GradScaler.step({name}): {name} {reason}; it cannot be skipped on the device, so every step waits for it."
             f" {remedy}."

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from .._torch.tensors import foreach_add_
 from .._undo import Undo, call
 from .._user_line import users_level
 from .device_step import any_found, clip_coefficient, step_clipped, total_norm
+from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_limits, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
 from .skip_watch import ALL_SKIPPED, SkipWatch
@@ -154,6 +156,10 @@ class GradScaler(upstream.GradScaler):
         """Return whether the last `step` waited for the device only to learn what the optimizer changes."""
         return self._scaled_step.undecided
 
+    def changes_of(self, optimizer: torch.optim.Optimizer) -> StepChanges:
+        """Return what is known of the tensors that an optimizer's step changes."""
+        return self._scaled_step.changes_of(optimizer)
+
     def materialize(self, device: torch.device) -> None:
         """Create scale and counters on `device` now rather than in the first `scale`.
 
@@ -238,7 +244,8 @@ class GradScaler(upstream.GradScaler):
         with Undo() as undo:
             undo.note(torch.set_grad_enabled, torch.is_grad_enabled())  # an interrupt may come within `no_grad`
             if not self._enabled:
-                result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, *args, **kwargs)
+                step = partial(self._scaled_step.step_unscaled, optimizer, args, kwargs)
+                result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, step)
                 return result  # type: ignore[no-any-return]  # the optimizer's own type
             _refuse_closure(optimizer, args, kwargs)
             self._scaled_step.undecided = False

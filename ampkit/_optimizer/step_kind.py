@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, Optimizer, lr_scheduler
 
 from .._torch.optimizers import can_init_optimizer_state, class_step, step_hooks, supports_amp_scaling
 from .._user_line import TORCH
@@ -114,6 +114,15 @@ def why_not_capturable(optimizer: Optimizer) -> str:
     if isinstance(optimizer, _FUSED) and not is_refused:
         return f"{name} reads its learning rate or its step count on the host. Write {name}(..., fused=True)."
     return f"{name} has no form that a graph can hold. Use one that has: AdamW, Adam or SGD with fused=True."
+
+
+def may_be_constant(optimizer: Optimizer) -> bool:
+    """Return whether a graph may hold `optimizer.step()` as long as its numbers do not change, its rate among them.
+
+    That is not known before steps were watched, unless the code is torch's own: most of torch's optimizers compute with
+    a step count on the host.
+    """
+    return torch_class(optimizer) in (None, SGD, Muon) and not step_hooks(optimizer)
 
 
 def why_not_called(optimizer: Optimizer) -> str:

@@ -1,6 +1,8 @@
 """`graphed_step`: the training step that a user calls, and the checks of its arguments."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -15,13 +17,17 @@ from .._capture.report import Report
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import broken_kernel, why_not_called, why_not_capturable
+from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
+from .compiled import CompiledTrainingStep, check_compile
 from .observer import Observer
+from .optimizer_place import place_of
 from .training_step import StepOutput, TrainingStep
 from .window import Window
+
+_COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal
 
 
 class Scheduler(Protocol):
@@ -52,6 +58,7 @@ def graphed_step(
     max_graphs: int = 16,
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
+    compile: str | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
 
@@ -70,7 +77,9 @@ def graphed_step(
             may be a `DistributedDataParallel` made under a side stream (docs/capture.md). Then all ranks decide
             together whether to capture, and `warmup` is at least 12.
         optimizer: an optimizer over parameters of `model`. Adam, AdamW and SGD with `fused=True`, and optimizers that
-            have a `capturable` option, are captured. Others step eagerly, behind the graph of forward and backward.
+            have a `capturable` option, are captured. Others step eagerly, behind the graph of forward and backward. Of
+            these, SGD, Muon and optimizers that are not torch's become a part of the graph once two of their steps
+            were seen to change nothing but tensors in place, until one of their numbers, such as the rate, changes.
         policy: the dtypes to compute in, see `Policy`. With None, autocast stays as the caller has it. A policy with
             rules for modules must have been put on the model by `policy.apply(model)`.
         scaler: the dynamic loss scale. With None, one is made if the policy computes in float16.
@@ -110,6 +119,11 @@ def graphed_step(
             the report say from which call. To see that, one warm-up call takes the other branch. If that cannot be
             captured either, the call is undone and made again, so that `loss_fn` runs twice in it. With
             `DistributedDataParallel`, "auto" is as False. True, False: this, from the first call on.
+        compile: "default": compile forward and backward with torch.compile, once per input layout, before the capture.
+            "max": also choose the kernels of matrix products by timing them, so that another run may choose others and
+            have other last bits. None: compile nothing. The first call of a layout is never compiled. What cannot be
+            compiled is not, with one warning and a line in the report; with `on_failure="raise"` it is a
+            `CaptureError`. `warmup` is at least 3. docs/compile.md has the rest.
 
     Returns:
         A `GraphedStep`: call it with a batch, on the model's device.
@@ -121,6 +135,8 @@ def graphed_step(
 
     Sync: only the call that captures a graph waits for the device.
     """
+    if compile is not None:
+        warmup = max(warmup, _COMPILED_WARMUP) if isinstance(warmup, int) and warmup > 0 else warmup
     options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
     options = options.checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
@@ -133,22 +149,30 @@ def graphed_step(
     _check_optimizer(optimizer, model)
     _check_scheduler(scheduler, optimizer)
     refuse_sparse(model, optimizer, max_norm)
-    blocker, why_apart = _blockers(model, optimizer, loss_fn, options)
+    check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device)
+    scaler = _scaler(scaler, policy, device)
+    not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
+    blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
-    step = TrainingStep(
+    make: Callable[..., TrainingStep] = TrainingStep
+    if compile is not None:
+        make = partial(
+            CompiledTrainingStep, compile=compile, raises=options.on_failure == "raise", generators=options.generators
+        )
+    step = make(
         loss_fn,
         model,
         optimizer,
         policy=policy,
-        scaler=_scaler(scaler, policy, device),
+        scaler=scaler,
         max_norm=max_norm,
         accumulate=accumulate,
         after_step=follow_up,
         ranks=ranks,
         device=device,
-        capturable=not (blocker or why_apart),
-        apart=bool(why_apart),
+        capturable=not (blocker or place.behind),
+        place=place,
         observer=numerics,
     )
     modules = {"model": model} if follower is None else {"model": model, "after_step": follower}
@@ -162,8 +186,9 @@ def graphed_step(
         name="graphed_step",
         captured=step.captured,
         whole=step.whole,
-        why_apart=why_apart,
+        optimizer=place,
         watching=step.watching,
+        untimed=1 if compile is None else 2,
     )
     return GraphedStep(step, engine, accumulate, scheduler, buckets)
 
@@ -180,6 +205,7 @@ class GraphedStep:
         self._scaler = step.scaler
         self._engine = engine
         self._turn = engine.turn
+        self._compiled = step.compiled
         self._window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
         self._buckets = buckets
 
@@ -221,7 +247,7 @@ class GraphedStep:
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
-        return self._engine.report(self.skipped)
+        return replace(self._engine.report(self.skipped), **self._compiled())
 
     @property
     def scaler(self) -> GradScaler:
@@ -287,10 +313,8 @@ def _device(model: nn.Module, policy: Policy | None) -> torch.device:
     return next(iter(devices))
 
 
-def _blockers(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Any], options: Options
-) -> tuple[str, str]:
-    """Return why nothing can be captured, and why all but the optimizer can be; "" in place of each that is not so."""
+def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:
+    """Return why nothing can be captured of forward and backward, as far as that is known; else ""."""
     for name, part in (("model", model), ("loss_fn", loss_fn)):
         if options.graph != "off" and cudagraphs_of_its_own(part):
             raise ValueError(
@@ -299,10 +323,7 @@ def _blockers(
             )
     if options.graph != "off" and (problem := why_not_sharded(model)):
         raise NotImplementedError(f"graphed_step(model): {problem}")
-    blocker, why_apart = why_not_dense([model]), why_not_capturable(optimizer)
-    if blocker or options.on_failure != "parts" or options.graph == "off":
-        return blocker or why_apart, ""
-    return "", why_apart
+    return why_not_dense([model])
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from .._precision.policy import Policy
 from .._torch.tensors import foreach_copy_
 from .._undo import Undo
 from .observer import Observer
+from .optimizer_place import OptimizerPlace
 from .outputs import mapped_outputs
 from .parameters import Parameters
 from .working_weights import WorkingWeights
@@ -83,7 +84,8 @@ class TrainingStep:
         ranks: the processes that average gradients, once per window.
         device: where the parameters are.
         capturable: whether the optimizer can be captured.
-        apart: whether the calls do no optimizer step, so that `finish` must be called behind the last one of a window.
+        place: where the optimizer steps. If that is behind the calls, `finish` must be called behind the last one of a
+            window.
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
         observer: measures in the phases that are observed.
 
@@ -108,7 +110,7 @@ class TrainingStep:
         ranks: Ranks,
         device: torch.device,
         capturable: bool,
-        apart: bool = False,
+        place: OptimizerPlace,
         max_value: float | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -127,7 +129,7 @@ class TrainingStep:
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.groups = CapturableGroups(optimizer, device)
         self._capturable = capturable
-        self._apart = apart
+        self._place = place
         self.gradients: dict[str, Tensor] = {}
         self._working = WorkingWeights(model)
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
@@ -140,22 +142,28 @@ class TrainingStep:
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
-        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self._apart)
+        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self._place.behind)
 
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
         # DDP has its hooks on the master weights. With working weights it would get their gradients too late.
         weights = nullcontext() if self._ranks.wrappers else self._working.in_place()
-        return self._run(phase, args, kwargs, weights, steps=phase.last and not self._apart)
+        return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them."""
         return self._run(phase, args, kwargs, nullcontext(), steps=phase.last)
 
+    def compiled(self) -> dict[str, Any]:
+        """Return the fields of the report that say what was compiled."""
+        return {}
+
     def state(self, modules: dict[str, nn.Module]) -> TrainingState:
         """Return the state that a call changes, of the model and other modules by the name in messages."""
-        optimizers, rates = ([], []) if self._apart else ([self._optimizer], [self.groups])
-        return TrainingState(modules, optimizers, self.scaler, own=self.gradients, rates=rates)
+        optimizers, rates = ([], []) if self._place.behind else ([self._optimizer], [self.groups])
+        state = TrainingState(modules, optimizers, self.scaler, own=self.gradients, rates=rates)
+        self._place.join_later(state)
+        return state
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -188,9 +196,7 @@ class TrainingStep:
             with weights, observed, ExitStack() as stack:
                 for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
-                loss, aux = self._forward(args, kwargs)
-                scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
-                scaled.backward()
+                loss, aux = self._forward_and_backward(args, kwargs)
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
             norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
         aux = mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux")
@@ -215,7 +221,16 @@ class TrainingStep:
             self._restore_gradients(params, accumulated)
             if not averaged:
                 self._ranks.average([self.gradients[_name(i)] for i in accumulated])
-            return self._finish(observed)
+            finished = self._finish(observed)
+        if self._place.behind:
+            self._place.has_stepped()
+        return finished
+
+    def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        loss, aux = self._forward(args, kwargs)
+        scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
+        scaled.backward()
+        return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         if not self._finds_casts:
@@ -227,18 +242,30 @@ class TrainingStep:
 
     def _loss_and_aux(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         if self._policy is None:
-            returned = self._loss_fn(self._model, *args, **kwargs)
+            returned = self._call_loss(args, kwargs)
         else:
             with self._policy.autocast(self._device.type):
-                returned = self._loss_fn(self._model, *args, **kwargs)
+                returned = self._call_loss(args, kwargs)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         _check_loss(loss)
         return loss, aux
+
+    def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._loss_fn(self._model, *args, **kwargs)
 
     def _finish(self, observed: bool) -> tuple[Tensor | None, Tensor]:
         """Do what comes behind the last backward; return the gradient norm, and whether the step was skipped."""
         if observed and self.observer is not None:
             self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
+        self._step_optimizer()
+        if self._after_step is not None:
+            with torch.no_grad():
+                self._after_step(self._model)
+        found_inf = self.scaler.found_inf
+        return self.scaler.grad_norm, self._not_skipped if found_inf is None else found_inf > 0
+
+    def _step_optimizer(self) -> None:
+        """Unscale, clip, step or skip, and move the loss scale. The scaler has norm and `found_inf` afterwards."""
         with Undo() as undo:
             undo.note(self.scaler.forgetting())
             if self._max_value is not None:
@@ -250,11 +277,6 @@ class TrainingStep:
             with self.scaler.unwatched():
                 self.scaler.update()
             undo.forget()
-        if self._after_step is not None:
-            with torch.no_grad():
-                self._after_step(self._model)
-        found_inf = self.scaler.found_inf
-        return self.scaler.grad_norm, self._not_skipped if found_inf is None else found_inf > 0
 
     # ------------------------------------------------------------------------------------------------ accumulation
 

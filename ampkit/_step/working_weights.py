@@ -19,7 +19,7 @@ from .._user_line import wraps_operations
 
 wraps_operations(__file__)
 
-_LOW = (torch.float16, torch.bfloat16)
+LOW = (torch.float16, torch.bfloat16)
 
 
 class WorkingWeights:
@@ -35,12 +35,16 @@ class WorkingWeights:
 
     Args:
         model: the module whose weights are copied.
+        store: all copies that were made, by master weight and dtype. Several `WorkingWeights` of one model that share
+            it have the same copies, each a part of them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, store: "dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] | None" = None
+    ) -> None:
         self._model = model
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by master weight
-        self._all: list[nn.Parameter] = []  # also those that are no longer used, because older graphs write to them
+        self._all = {} if store is None else store  # also those no longer used, because older graphs write to them
         self._refused: set[nn.Parameter] = set()
 
     def __len__(self) -> int:
@@ -63,18 +67,23 @@ class WorkingWeights:
                 continue  # this forward did not use it
             dtype = output_dtype(nodes[0]) if len(nodes) == 1 and nodes[0].name() == "ToCopyBackward0" else None
             only_cast = uses.all[id(param)] == uses.casts[id(param)] == 1
-            if dtype not in _LOW or not only_cast or has_gradient_hooks(param) or param in self._refused:
+            if dtype not in LOW or not only_cast or has_gradient_hooks(param) or param in self._refused:
                 self._refused.add(param)
                 self._copies.pop(param, None)
             elif param not in self._copies or self._copies[param].dtype is not dtype:
-                self._all.append(nn.Parameter(torch.empty_like(param, dtype=dtype)))
-                self._copies[param] = self._all[-1]
+                if (param, dtype) not in self._all:
+                    self._all[param, dtype] = nn.Parameter(torch.empty_like(param, dtype=dtype))
+                self._copies[param] = self._all[param, dtype]
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self, kept: "dict[Tensor, Tensor] | None" = None) -> Iterator[None]:
         """Context for forward and backward, in which the modules have the copies as their parameters.
 
         At its end the gradients of the copies are added to those of the master weights. Sync: none.
+
+        Args:
+            kept: gets the gradients of the copies, by master weight, where that weight has no gradient that they would
+                be added to. These are then not cast.
         """
         present = [param for param in self._model.parameters() if param in self._copies]
         masters = {self._copies[param]: param for param in present}
@@ -85,8 +94,12 @@ class WorkingWeights:
             undo.note(self._put_back, masters)
             self._exchange(self._copies)
             yield
+            if kept is not None:
+                alone = [(master, copy) for copy, master in masters.items() if master.grad is None]
+                kept.update((master, copy.grad) for master, copy in alone if copy.grad is not None)
+                masters_left = {copy: master for copy, master in masters.items() if master not in kept}
             with torch.no_grad():
-                _move_gradients(masters)
+                _move_gradients(masters if kept is None else masters_left)
 
     def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
         self._exchange(masters)
@@ -130,6 +143,16 @@ def _consumers(loss: Tensor) -> dict[Tensor, list[Any]]:
             if hasattr(following, "variable"):
                 found.setdefault(following.variable, []).append(node)
     return found
+
+
+def cast_gradients(kept: "dict[Tensor, Tensor]") -> None:
+    """Give master weights the gradients that `in_place` has kept, in their own dtype: one kernel for all."""
+    with torch.no_grad():
+        fresh = [torch.empty_like(master) for master in kept]
+        if fresh:
+            foreach_copy_(fresh, list(kept.values()))
+        for master, grad in zip(kept, fresh, strict=True):
+            master.grad = grad
 
 
 def _move_gradients(masters: "dict[nn.Parameter, nn.Parameter]") -> None:

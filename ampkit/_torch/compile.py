@@ -4,7 +4,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,19 @@ def never_compile_by_itself(function: Callable[..., Any]) -> None:
     private(dynamo, "set_code_exec_strategy")(function.__code__, strategy)
 
 
+_NOTICING: list[list[bool]] = []  # what each `noticing_compiled_code` has noticed
+
+
+def _stop_noticing(called: list[bool]) -> None:
+    _NOTICING[:] = [other for other in _NOTICING if other is not called]
+
+
+def notice_compiled_code() -> None:
+    """Say that compiled code has run, though it will do so in later calls only."""
+    for called in _NOTICING:
+        called.append(True)
+
+
 @contextmanager
 def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
     """Context that yields a function. It returns whether any thread has called compiled code in the context so far."""
@@ -41,6 +55,8 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
         return enter(callback)
 
     with Undo() as undo:
+        undo.note(_stop_noticing, called)
+        _NOTICING.append(called)
         undo.note(setattr, dynamo, "_maybe_set_eval_frame", enter)
         dynamo._maybe_set_eval_frame = noticed
         yield lambda: bool(called)
@@ -75,6 +91,77 @@ def without_compiled_code() -> Iterator[None]:
         yield
 
 
+class GraphBreak(NamedTuple):
+    """Where torch.compile ends a graph and begins another one.
+
+    Attributes:
+        reason: what it says of it, the first line.
+        places: file and number of the lines that led there, the innermost last.
+    """
+
+    reason: str
+    places: tuple[tuple[str, int], ...]
+
+
+class Compiler:
+    """Compiles functions with Inductor, each for one layout of its arguments.
+
+    Args:
+        options: settings of Inductor, as `torch.compile(options=...)` takes them.
+
+    Attributes:
+        graphs: how many graphs Inductor was given so far, forward and backward of a function as one.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self.graphs = 0
+
+    def compiled(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+        """Return a function that is compiled in its first call.
+
+        It shares no compiled code with others that were compiled of the same function: dynamo keeps compiled code, and
+        a limit of recompilations, by code object, and this one gets a code object of its own.
+
+        Args:
+            function: what to compile.
+            whole: whether a graph break is an error.
+        """
+        own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, None)
+        made: Callable[..., Any] = torch.compile(own, backend=self._backend, dynamic=False, fullgraph=whole)
+        return made
+
+    def _backend(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return inductor()(graph, inputs, config_patches=self._options)
+
+    @contextmanager
+    def noting_breaks(self) -> Iterator[list[GraphBreak]]:
+        """Context that yields a list, in which the graph breaks of compilations in the context are at its end."""
+        dynamo: Any = importlib.import_module("torch._dynamo.output_graph")
+        reasons: list[Any] = private(dynamo, "graph_break_reasons")
+        known = len(reasons)
+        found: list[GraphBreak] = []
+        yield found
+        for reason in reasons[known:]:
+            places = tuple((frame.filename, frame.lineno or 0) for frame in reason.user_stack)
+            noted = GraphBreak(next(iter(reason.reason.strip().splitlines()), ""), places)
+            if noted not in found:
+                found.append(noted)
+
+
+def cause_of(error: Exception) -> Exception:
+    """Return the error that a backend raised, if torch.compile has raised this one because of it."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, Exception) else error
+
+
+def inductor() -> Callable[..., Any]:
+    """Return the function that compiles a graph with Inductor."""
+    compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")  # takes seconds
+    return compile_fx.compile_fx  # type: ignore[no-any-return]  # not annotated as it is called here
+
+
 def forget_compiled_code() -> None:
     """Empty what torch.compile keeps in memory: compiled code, by module and by source. Files stay on the disk."""
     if _nothing_was_compiled():
@@ -92,6 +179,16 @@ def cudagraphs_of_its_own(compiled: object) -> bool:
         parts += [part for module in compiled.modules() for part in (module, vars(module).get("_compiled_call_impl"))]
     configs = (part.get_compiler_config() for part in parts if hasattr(part, "get_compiler_config"))
     return any(config.get("triton.cudagraphs", False) for config in configs if config)
+
+
+def compiled_part(model: nn.Module, loss_fn: object) -> str:
+    """Return the name of what torch.compile has compiled already, "" if it has compiled nothing of the two."""
+    if hasattr(loss_fn, "get_compiler_config"):
+        return "loss_fn"
+    for name, module in model.named_modules():
+        if is_compiled(module) or is_compiled_in_place(module):
+            return f"model.{name}" if name else "model"
+    return ""
 
 
 def is_compiled(module: nn.Module) -> bool:

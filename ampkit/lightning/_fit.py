@@ -20,9 +20,9 @@ from .._capture.ranks import Ranks
 from .._capture.report import Report
 from .._errors import AmpkitWarning
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import why_not_capturable
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
+from .._step.optimizer_place import place_of
 from .._torch.optimizers import supports_amp_scaling
 from .._torch.tree import tree_flatten
 from ._gradient_reads import GradientUses
@@ -156,10 +156,8 @@ class Fit:
             or why_not_optimizer(optimizer)
             or why_not_parameters(self._module, optimizer, self.device)
         )
-        why_apart = why_not_capturable(optimizer)
-        if self._options.on_failure != "parts" or self._options.graph == "off":
-            problem, why_apart = problem or why_apart, ""
-        if problem:
+        not_with_optimizer, place = place_of(optimizer, self.scaler, self._options, Ranks(model, self.device))
+        if problem := problem or not_with_optimizer:
             self._leave_to_lightning(problem)
             self._give_up(f"{problem} Lightning trains without ampkit.")
             return
@@ -181,7 +179,7 @@ class Fit:
             clip=clip,
             options=self._options,
             observer=self._measurements.observer(self._module),
-            why_apart=why_apart,
+            place=place,
             give_up=lambda text: self._give_up(f"{text} Training goes on eagerly."),
         )
 

@@ -15,6 +15,7 @@ from .._capture.variation import Part
 from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer
+from .._step.optimizer_place import OptimizerPlace
 from .._step.training_step import PartOfStep, Phase, StepOutput, TrainingStep
 from .._step.window import NoStepError, Place, Window
 from .._torch.tree import tree_flatten
@@ -68,7 +69,7 @@ class TrainerStep:
         clip: how to clip.
         options: see `Options`.
         observer: measures some of the steps; None if nothing does.
-        why_apart: why the optimizer cannot be captured and steps eagerly behind each graph; "" if it can.
+        place: where the optimizer steps.
         give_up: called with the reason when no further call will be captured. It issues a warning, or raises.
 
     Attributes:
@@ -89,7 +90,7 @@ class TrainerStep:
         clip: Clip,
         options: Options,
         observer: Observer | None,
-        why_apart: str,
+        place: OptimizerPlace,
         give_up: Callable[[str], None],
     ) -> None:
         self._forward = forward
@@ -111,11 +112,11 @@ class TrainerStep:
             after_step=None,
             ranks=self._ranks,
             device=device,
-            capturable=not why_apart,
-            apart=bool(why_apart),
+            capturable=not place.behind,
+            place=place,
             observer=observer,
         )
-        self._engine = self._make_engine(device, options, why_apart)
+        self._engine = self._make_engine(device, options, place)
         self._log = _log_calls.LogForwarder(module, device)
         self._turn = self._engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
@@ -127,7 +128,7 @@ class TrainerStep:
         self.grad_norm: Tensor | None = None
         self.backward_done = False
 
-    def _make_engine(self, device: torch.device, options: Options, why_apart: str) -> Engine:
+    def _make_engine(self, device: torch.device, options: Options, place: OptimizerPlace) -> Engine:
         return Engine(
             self._step,
             self._step.state({"model": self._module}),
@@ -138,7 +139,7 @@ class TrainerStep:
             name="AmpkitCallback",
             captured=self._step.captured,
             whole=self._step.whole,
-            why_apart=why_apart,
+            optimizer=place,
             watching=self._step.watching,
             one_argument=True,
         )

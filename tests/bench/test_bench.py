@@ -798,7 +798,8 @@ def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
     monkeypatch.setattr(_bench, "has_lightning", lambda: False)
     keys, notes = _bench.select(None, cuda)
-    assert keys == ["float32", "amp", "amp-fused", "compile", "reduce-overhead", "bare", "graphed", "graphed-compile"]
+    ours = ["graphed", "graphed-compile", "graphed-default"]
+    assert keys == ["float32", "amp", "amp-fused", "compile", "reduce-overhead", "bare", *ours]
     assert notes == ["Left out: Lightning with ampkit's callback, which needs pip install 'ampkit[lightning]'."]
     keys, notes = _bench.select(["graphed", "max-autotune", "amp"], cpu)
     assert keys == ["amp", "graphed"]

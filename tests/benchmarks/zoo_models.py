@@ -85,70 +85,33 @@ def images(side: int, batch: int = 4, *, frames: int = 0) -> Sample:
 
 # ----------------------------------------------------------------------------------------------------------------- timm
 
-SIZED: dict[str, Any] = {"img_size": 64}
+SIDE = 64  # of an image, where the model takes it
+SIZED: dict[str, Any] = {"img_size": SIDE}  # for models that are built for one size
+PLAIN = """
+    resnet18 resnext50_32x4d seresnet18 resnest14d res2net50_26w_4s skresnet18 convnext_atto convnextv2_atto
+    efficientnet_b0 tf_efficientnetv2_b0 mobilenetv2_050 mobilenetv3_small_050 mobilenetv4_conv_small mobilevit_xxs
+    regnetx_002 regnety_002 densenet121 vgg11 dla34 davit_tiny edgenext_xx_small efficientvit_b0 fastvit_t8
+    focalnet_tiny_srf ghostnet_100 hgnetv2_b0 hrnet_w18_small inception_next_atto mambaout_femto eca_nfnet_l0
+    nf_regnet_b0 poolformer_s12 pvt_v2_b0 repvgg_a0 rexnet_100 xception41
+"""
+OF_A_SIZE = """
+    vit_tiny_patch16_224 vit_relpos_small_patch16_224 swin_tiny_patch4_window7_224 swinv2_tiny_window8_256
+    coat_lite_tiny convit_tiny hiera_tiny_224 levit_128s maxvit_rmlp_pico_rw_256 mixer_s32_224 mvitv2_tiny
+    resmlp_12_224 sequencer2d_s twins_svt_small volo_d1_224 xcit_nano_12_p16_224
+"""
 TIMM: dict[str, tuple[int, dict[str, Any]]] = {  # the side of an image, and what is not the default
-    "resnet18": (64, {}),
-    "resnext50_32x4d": (64, {}),
-    "seresnet18": (64, {}),
-    "resnest14d": (64, {}),
-    "res2net50_26w_4s": (64, {}),
-    "skresnet18": (64, {}),
-    "convnext_atto": (64, {}),
-    "convnextv2_atto": (64, {}),
-    "vit_tiny_patch16_224": (64, SIZED),
-    "vit_relpos_small_patch16_224": (64, SIZED),
-    "vit_small_patch16_dinov3": (64, {**SIZED, "depth": 4}),
-    "deit3_small_patch16_224": (64, {**SIZED, "depth": 4}),
-    "swin_tiny_patch4_window7_224": (64, SIZED),
-    "swinv2_tiny_window8_256": (64, SIZED),
-    "efficientnet_b0": (64, {}),
-    "tf_efficientnetv2_b0": (64, {}),
-    "mobilenetv2_050": (64, {}),
-    "mobilenetv3_small_050": (64, {}),
-    "mobilenetv4_conv_small": (64, {}),
-    "mobilevit_xxs": (64, {}),
-    "regnetx_002": (64, {}),
-    "regnety_002": (64, {}),
-    "densenet121": (64, {}),
-    "vgg11": (64, {}),
-    "dla34": (64, {}),
-    "beit_base_patch16_224": (64, {**SIZED, "depth": 3}),
-    "cait_xxs24_224": (64, {**SIZED, "depth": 6}),
-    "coat_lite_tiny": (64, SIZED),
-    "convit_tiny": (64, SIZED),
+    **dict.fromkeys(PLAIN.split(), (SIDE, {})),
+    **dict.fromkeys(OF_A_SIZE.split(), (SIDE, SIZED)),
+    "vit_small_patch16_dinov3": (SIDE, {**SIZED, "depth": 4}),
+    "deit3_small_patch16_224": (SIDE, {**SIZED, "depth": 4}),
+    "beit_base_patch16_224": (SIDE, {**SIZED, "depth": 3}),
+    "cait_xxs24_224": (SIDE, {**SIZED, "depth": 6}),
     "crossvit_9_240": (240, {}),
-    "davit_tiny": (64, {}),
-    "edgenext_xx_small": (64, {}),
     "efficientformer_l1": (224, {}),
-    "efficientvit_b0": (64, {}),
     "eva02_tiny_patch14_224": (56, {"img_size": 56}),
-    "fastvit_t8": (64, {}),
-    "focalnet_tiny_srf": (64, {}),
-    "ghostnet_100": (64, {}),
-    "hgnetv2_b0": (64, {}),
-    "hiera_tiny_224": (64, SIZED),
-    "hrnet_w18_small": (64, {}),
     "inception_v3": (96, {}),
-    "inception_next_atto": (64, {}),
-    "levit_128s": (64, SIZED),
-    "mambaout_femto": (64, {}),
-    "maxvit_rmlp_pico_rw_256": (64, SIZED),
-    "mixer_s32_224": (64, SIZED),
-    "mvitv2_tiny": (64, SIZED),
-    "eca_nfnet_l0": (64, {}),
-    "nf_regnet_b0": (64, {}),
     "pit_ti_224": (224, {}),
-    "poolformer_s12": (64, {}),
-    "pvt_v2_b0": (64, {}),
-    "repvgg_a0": (64, {}),
-    "resmlp_12_224": (64, SIZED),
-    "rexnet_100": (64, {}),
-    "sequencer2d_s": (64, SIZED),
     "tiny_vit_5m_224": (224, {}),
-    "twins_svt_small": (64, SIZED),
-    "volo_d1_224": (64, SIZED),
-    "xception41": (64, {}),
-    "xcit_nano_12_p16_224": (64, SIZED),
 }
 
 

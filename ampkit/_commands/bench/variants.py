@@ -236,8 +236,8 @@ def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
 # --------------------------------------------------------------------------------------------------------------- ampkit
 
 
-def _graphed(case: Case, setting: Setting, compiled: bool = False) -> Loop:
-    """`graphed_step` with scaling, clipping and schedule."""
+def _graphed(case: Case, setting: Setting, compiled: bool = False, compile: str | None = None) -> Loop:
+    """`graphed_step` with scaling, clipping and schedule; of a compiled model, or compiled by `compile=`."""
     policy, device = setting.policy, setting.device
     model = _model(case, setting)
     optimizer = case.optimizer(model.parameters(), fused=True)
@@ -252,6 +252,7 @@ def _graphed(case: Case, setting: Setting, compiled: bool = False) -> Loop:
         scheduler=_scheduler(optimizer, setting),
         on_failure="raise",
         graph="auto" if device.type == "cuda" else "emulate",
+        compile=compile,
     )
     return _loop(lambda *batch: step(*batch).loss, case, setting, lambda: step.report().to_dict())
 
@@ -371,6 +372,19 @@ VARIANTS: dict[str, Variant] = {
         functools.partial(_graphed, compiled=True),
         compiles=True,
         on_cpu="graphed_step + torch.compile, emulated",
+    ),
+    "graphed-default": Variant(
+        'graphed_step(compile="default")',
+        functools.partial(_graphed, compile="default"),
+        compiles=True,
+        on_cpu='graphed_step(compile="default"), emulated',
+    ),
+    "graphed-max": Variant(
+        'graphed_step(compile="max")',
+        functools.partial(_graphed, compile="max"),
+        needs_cuda=True,
+        default=False,
+        compiles=True,
     ),
     "lightning": Variant("Lightning, AmpkitCallback", _lightning, on_cpu="Lightning, AmpkitCallback, emulated"),
     "jax-jit": Variant("JAX, jit", _elsewhere, default=False, measure=_in_jax),

@@ -268,6 +268,7 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
     """Say what `graphed_step` captures of this loop, and what the step lacks to be captured whole."""
     in_the_way = [found.line or found.what for found in diagnosis.findings if found.severity == "high"]
     parts = f"forward and backward, with {type(trial.subject.optimizer).__name__} stepping eagerly behind the graph"
+    parts += ", or in it as long as all its numbers stay as they are" if trial.may_be_constant else ""
     possible = parts if trial.why_apart else "the whole step"
     diagnosis.figures["outcome"] = "eager" if in_the_way else "in parts" if trial.why_apart else "whole"
     if not in_the_way:

@@ -73,7 +73,8 @@ def optimizer_faults(trial: Trial) -> Iterator[Fault]:
     name, line = type(optimizer).__name__, trial.subject.origins.of(optimizer) or trial.subject.line
     if blocker := trial.why_apart:
         what, _, advice = blocker.partition(". ")
-        what = f"{what}: it steps eagerly behind the graph of forward and backward"
+        unless = ", unless all its numbers stay as they are" if trial.may_be_constant else ""
+        what = f"{what}: it steps eagerly behind the graph of forward and backward{unless}"
         yield Fault("medium", "optimizer", line, what, advice)
     elif not all(group.get("fused", True) for group in optimizer.param_groups):
         what = f"{name} without fused=True reads and writes the parameters several times per step"
@@ -132,6 +133,7 @@ def pinning_faults(trial: Trial) -> Iterator[Fault]:
 def blocking_faults(trial: Trial) -> Iterator[Fault]:
     """Yield what a graph cannot contain: waits for the device, copies, random numbers drawn on the host."""
     findings, in_optimizer = _preflight(trial)
+    trial.may_be_constant = trial.may_be_constant and not in_optimizer
     is_clean = len(findings) == len(in_optimizer)
     has_clean_branch = False
     if not is_clean and trial.subject.options.get("capturing", "auto") == "auto":  # the same look as graphed_step's

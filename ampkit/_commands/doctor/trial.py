@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._batches.prefetch import prefetch
 from ..._capture.inputs import Spec, read_batch
-from ..._optimizer.step_kind import why_not_capturable
+from ..._optimizer.step_kind import may_be_constant, why_not_capturable
 from ..._step.graphed_step import GraphedStep, graphed_step
 from ..._torch.tree import tree_flatten
 from ..._user_line import UserLineFinder
@@ -126,12 +126,15 @@ class Trial:
     records: dict[Any, list[list[TorchCall]]] = field(init=False, default_factory=dict)
     uncapturable_lines: set[str] = field(init=False, default_factory=set)
     why_apart: str = field(init=False)  # why the optimizer cannot be captured, "" if it can
+    may_be_constant: bool = field(init=False)  # whether it can all the same, as long as none of its numbers changes
     _seen: set[Any] = field(init=False, default_factory=set)
     _next: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.step = self._step(self.subject.options)
         self.why_apart = why_not_capturable(self.subject.optimizer)
+        scheduled = self.subject.options.get("scheduler") is not None
+        self.may_be_constant = bool(self.why_apart) and may_be_constant(self.subject.optimizer) and not scheduled
         self.device = next(self.subject.model.parameters()).device
         with self.subject.origins:
             for batch in itertools.islice(self.subject.batches, MOST_BATCHES):

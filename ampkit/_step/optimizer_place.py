@@ -1,0 +1,143 @@
+"""Where the optimizer steps: as a part of the graphs, or eagerly behind each of them."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .._capture.options import Options
+from .._capture.ranks import Ranks
+from .._capture.state import TrainingState
+from .._optimizer.scaled_step import IN_PLACE
+from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import can_be_undone, may_be_constant, why_not_capturable
+
+
+class OptimizerPlace:
+    """Decides whether the optimizer's step is a part of the graphs, where its code does not tell.
+
+    Such an optimizer steps behind the graphs at first, and these steps are watched. Once they are seen to change
+    nothing but tensors on the device, in place, it becomes a part of the graphs, which hold all its numbers as
+    constants. It steps behind the graphs again, for good, when one of these numbers changes, or if the step cannot be
+    captured with it.
+
+    Args:
+        optimizer: what steps.
+        scaler: steps it, and knows what its steps change.
+        why_behind: why it steps behind the graphs at first; "" if it is a part of them and stays one.
+        may_join: whether it may become a part.
+
+    Attributes:
+        why_behind: why it steps behind the graphs now; "" if it is a part of them.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, scaler: GradScaler, why_behind: str = "", *, may_join: bool = False
+    ) -> None:
+        self._optimizer = optimizer
+        self._changes = scaler.changes_of(optimizer) if may_join else None
+        self._is_undone = scaler.is_enabled() and can_be_undone(optimizer)
+        self.why_behind = why_behind
+        self._joined = self._moved = False
+        self._rates: list[Any] | None = None
+        self._steps = 0  # how many were watched
+        self._state: TrainingState | None = None
+        self._watch(may_join)
+
+    def _watch(self, wanted: bool) -> None:
+        self._watches = wanted
+        if self._changes is not None:
+            self._changes.wanted = wanted
+
+    @property
+    def stays_behind(self) -> bool:
+        """Whether it is known already that it will never be a part of the graphs."""
+        return self.behind and not self._watches
+
+    @property
+    def behind(self) -> bool:
+        """Whether it steps behind the graphs."""
+        return bool(self.why_behind)
+
+    def join_later(self, state: TrainingState) -> None:
+        """Take note of the state that the optimizer is to be a part of, as soon as its step is captured."""
+        self._state = state
+
+    def has_stepped(self) -> None:
+        """Decide, behind a step behind the graphs."""
+        if not self._watches:
+            return
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        if self._rates is not None and not all(map(_is_same, rates, self._rates)):
+            self._stay_behind(_text(self._optimizer, "its learning rate"))
+            return
+        self._rates, self._steps = rates, self._steps + 1
+        assert self._changes is not None
+        if self._changes.incomplete:
+            self._stay_behind(
+                f"{_name(self._optimizer)} {self._changes.incomplete}, which a graph would not do. {IN_PLACE}."
+            )
+        elif self._steps > 1 and (self._is_undone or self._changes.known(self._optimizer) is not None):
+            self._join()
+        elif self._steps == _PATIENCE:
+            self._stay_behind(self.why_behind)
+
+    def _stay_behind(self, why: str) -> None:
+        self._watch(False)
+        self.why_behind = why
+        assert self._state is not None  # made with the engine, before the first step
+        self._state.look_again()  # so that the engine says why, if there are graphs already
+
+    def _join(self) -> None:
+        self._watch(False)
+        assert self._state is not None  # made with the engine, before the first step
+        self._state.hold([self._optimizer])
+        self.why_behind, self._joined, self._moved = "", True, True
+
+    def leave(self, changed: str = "", *, problem: str = "") -> bool:
+        """Step behind the graphs from now on, if this optimizer may do so. Return whether it did not before.
+
+        Args:
+            changed: what has changed that a graph holds as a constant, or
+            problem: why the step cannot be captured.
+        """
+        if not self._joined:
+            return False
+        self._joined, self._moved = False, True
+        with_it = f"together with the step of {_name(self._optimizer)}, the training step could not be captured"
+        self.why_behind = _text(self._optimizer, changed) if changed else f"{with_it}: {problem}"
+        assert self._state is not None  # it has joined that
+        self._state.hold([])
+        return True
+
+    def has_moved(self) -> bool:
+        """Return whether it has joined the graphs, or left them, since this was called last."""
+        moved, self._moved = self._moved, False
+        return moved
+
+
+def place_of(optimizer: Optimizer, scaler: GradScaler, options: Options, ranks: Ranks) -> tuple[str, OptimizerPlace]:
+    """Return why nothing can be captured with this optimizer, "" if something can, and where it steps."""
+    why = why_not_capturable(optimizer)
+    if options.on_failure != "parts" or options.graph == "off" or not why:
+        return why, OptimizerPlace(optimizer, scaler)
+    # Each rank would decide by itself.
+    may_join = may_be_constant(optimizer) and not ranks.wrappers
+    return "", OptimizerPlace(optimizer, scaler, why, may_join=may_join)
+
+
+_PATIENCE = 16  # steps: the first one creates state, the next shows what a step changes, and some may be skipped
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _text(optimizer: Optimizer, changed: str) -> str:
+    can_fuse = all("fused" in group for group in optimizer.param_groups)
+    remedy = f"Write {_name(optimizer)}(..., fused=True)." if can_fuse else "Keep it constant."
+    return f"{_name(optimizer)} has numbers that a graph would hold as constants, and {changed} has changed. {remedy}"
+
+
+def _is_same(rate: Any, before: Any) -> bool:
+    """Return whether a learning rate is the same tensor or the same number. It does not wait for the device."""
+    return rate is before or (type(rate) in (int, float) and type(before) in (int, float) and rate == before)

@@ -1,0 +1,555 @@
+"""`graphed_step(compile=...)`: what is compiled, the same bits captured and uncaptured, and what follows a failure."""
+
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import (
+    ENGINES,
+    OPTIMIZERS,
+    allow_inductor_warnings,
+    assert_same,
+    boosted_loss,
+    deterministic,
+    make_batches,
+    make_net,
+    marked_line,
+    training_state,
+)
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ampkit
+from ampkit._torch import compile as torch_compile
+
+Engine = tuple[str, str]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU Inductor compiles C++, which takes seconds. AOTAutograd before it does all but that."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(
+            torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
+        )
+
+
+def trajectory(
+    engine: Engine,
+    graph: str,
+    *,
+    optimizer: str = "adamw",
+    sizes: tuple[int, ...] = (8,) * 5,
+    overflow_at: tuple[int, ...] = (),
+    schedule: bool = False,
+    dropout: float = 0.3,
+    loss_fn: Callable[..., Any] = boosted_loss,
+    compile: str | None = "default",
+    **options: Any,
+) -> tuple[list[Any], ampkit.GraphedStep]:
+    """Return what each step left and returned."""
+    model = make_net(engine[0], dropout=dropout)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    if schedule:
+        options["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
+    average = None
+    if options.pop("ema", False):
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        options["after_step"] = average.update_parameters
+    options = {"policy": "bfloat16", "on_failure": "raise", **options}
+    step = ampkit.graphed_step(loss_fn, model, made, graph=graph, compile=compile, **options)
+    torch.manual_seed(5)
+    history = []
+    for batch in make_batches(engine[0], list(sizes), overflow_at):
+        out = step(*batch)
+        history.append((out._asdict(), training_state(model, made, step.scaler)))
+    if average is not None:
+        history.append({name: value.clone() for name, value in average.state_dict().items()})
+    assert all(param.dtype is torch.float32 for param in model.parameters())
+    return history, step
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16, clip, schedule": {"max_norm": 0.1, "schedule": True},
+    "float16, overflow, clip": {"policy": "float16", "max_norm": 1.0, "overflow_at": (2, 4), "sizes": (8,) * 6},
+    "two layouts": {"sizes": (8, 8, 8, 8, 6, 6, 6, 6, 8, 6), "max_norm": 1.0},
+    "accumulate": {"accumulate": 2, "sizes": (8,) * 9, "max_norm": 1.0},
+    "average": {"ema": True},
+    "momentum": {"optimizer": "sgd", "schedule": True},
+    "autocast of the caller": {"policy": None},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("fast")
+@allow_inductor_warnings
+def test_captured_as_uncaptured(engine: Engine, case: str) -> None:
+    """R11: a captured compiled step has the bits of the same compiled step uncaptured, dropout included."""
+    with deterministic():
+        eager, plain = trajectory(engine, "off", **CASES[case])
+        graphed, step = trajectory(engine, engine[1], **CASES[case])
+    assert_same(eager, graphed)
+    assert (plain.replays, step.replays > 0) == (0, True)
+    for each in (plain, step):
+        compiled = [line for line in each.report().compiled if line.startswith("compiled")]
+        assert [part in text for part, text in zip(("forward", "update"), compiled, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("mode", "policy"),
+    [
+        ("default", "bfloat16"),
+        ("default", "float16"),
+        pytest.param("max", "bfloat16", marks=pytest.mark.cuda),
+        pytest.param("max", "float16", marks=pytest.mark.cuda),
+    ],
+)
+@pytest.mark.slow
+@allow_inductor_warnings
+def test_with_inductor(engine: Engine, mode: str, policy: str) -> None:
+    """R11: with Inductor's own kernels a captured step has the bits of the uncaptured one, and nearly eager's losses.
+
+    Compiled code rounds at other places. A bfloat16 has 8 bits, so that a rounding moves a logit by up to 2**-9 of
+    itself. The logits here are below 2, three layers round, and the loss has a slope of at most 2 in them: 2 * 2 * 3 *
+    2**-9 is below 0.03. Dropout is off, because Inductor draws other random numbers.
+    """
+    overflow_at = (3,) if policy == "float16" else ()
+    options: dict[str, Any] = {"max_norm": 1.0, "dropout": 0.0, "policy": policy, "overflow_at": overflow_at}
+    with deterministic():
+        eager, _ = trajectory(engine, "off", compile=mode, **options)
+        graphed, step = trajectory(engine, engine[1], compile=mode, **options)
+        uncompiled, _ = trajectory(engine, "off", compile=None, **options)
+    assert_same(eager, graphed)
+    assert step.replays == 2
+    assert step.report().compile_s > 0
+    for (ours, _), (theirs, _) in zip(graphed, uncompiled, strict=True):
+        assert ours["skipped"].item() == theirs["skipped"].item()
+        if ours["loss"].isfinite():
+            assert abs(ours["loss"].item() - theirs["loss"].item()) < 0.03
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_later_steps_compile_nothing(policy: str) -> None:
+    """R11: neither a scheduler that sets another rate in each step, nor a skipped step, costs a compilation."""
+    model = make_net("cpu")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    step = ampkit.graphed_step(
+        boosted_loss, model, optimizer, policy=policy, max_norm=1.0, scheduler=schedule, graph="off", compile="default"
+    )
+    graphs = []
+    for batch in make_batches("cpu", [8] * 8, overflow_at=(5,)):
+        step(*batch)
+        graphs.append(step._window._step.compiler.graphs)
+    assert graphs[0] == 0 < graphs[1], "the second call compiles"
+    assert graphs[1] == graphs[-1]
+    assert (step.skipped > 0) == (policy == "float16")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("fast")
+@allow_inductor_warnings
+def test_working_weights(engine: Engine) -> None:
+    """R11: compiled code gets the copies of weights: it casts no weight itself. The uncaptured step has them."""
+    seen: list[set[torch.dtype]] = []
+
+    def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Tensor:
+        seen.append({param.dtype for param in model.head.parameters()})
+        return F.cross_entropy(model(images), labels) * boost
+
+    for graph in ("off", engine[1]):
+        seen.clear()
+        trajectory(engine, graph, loss_fn=loss_fn)
+        assert seen[0] == {torch.float32}, "the first call is not compiled"
+        assert seen[1:], "the function was traced"
+        assert all(dtypes == {torch.bfloat16} for dtypes in seen[1:])
+
+
+class Scalar(nn.Module):
+    """A linear layer and a factor of shape (), in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3, dtype=torch.float64)
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor
+
+
+def groups_of(model: Scalar) -> list[dict[str, Any]]:
+    return [{"params": [model.factor], "lr": 3e-3, "weight_decay": 0.0}, {"params": list(model.layer.parameters())}]
+
+
+UPDATES: dict[str, Callable[[Scalar], torch.optim.Optimizer]] = {
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, weight_decay=0.1, maximize=True, fused=True),
+    "adam, not fused": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, betas=(0.8, 0.9)),
+    "adamw, two groups": lambda m: torch.optim.AdamW(groups_of(m), lr=1e-2, amsgrad=True, fused=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1, fused=True),
+    "sgd, nesterov": lambda m: torch.optim.SGD(groups_of(m), lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "sgd, dampening": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.usefixtures("fast")
+@allow_inductor_warnings
+def test_the_update_is_the_optimizers(engine: Engine, name: str, scaled: bool) -> None:
+    """R11: parameters, state and norm are the optimizer's own to 12 digits of float64, also in its first steps.
+
+    On CUDA a learning rate is a float32 tensor, which both read. Skipped steps leave all of it as it was.
+    """
+
+    def run(compile: str | None) -> list[Any]:
+        torch.manual_seed(0)
+        model = Scalar().to(engine[0])
+        optimizer = UPDATES[name](model)
+        step = ampkit.graphed_step(
+            lambda m, x, boost: m(x).square().mean() * boost,
+            model,
+            optimizer,
+            scaler=ampkit.GradScaler(engine[0], 4.0, growth_interval=3, enabled=scaled),
+            max_norm=0.5,
+            scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            graph=engine[1],
+            compile=compile,
+        )
+        made, history = torch.Generator().manual_seed(1), []
+        for i in range(9):
+            x = torch.randn(5, 6, generator=made, dtype=torch.float64).to(engine[0])
+            boost = torch.tensor(math.inf if scaled and i in (3, 7) else 1.0, device=engine[0])
+            out = step(x, boost)
+            kept = [value for param in model.parameters() for value in optimizer.state[param].values()]
+            history.append([*map(torch.clone, (*model.state_dict().values(), *kept, out.grad_norm))])
+        assert (step.report().compile_s or 0) > 0 or compile is None
+        assert [line for line in step.report().compiled if "not" in line] == []
+        return [history, step.scaler.state_dict(), optimizer.state_dict()["param_groups"]]
+
+    eager, compiled = run(None), run("default")
+    assert_same(eager[1:], compiled[1:])
+    for theirs, ours in zip(eager[0], compiled[0], strict=True):
+        for left, right in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(right, left, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "torch's": {"growth_interval": 2},
+    "smallest": {"init_scale": 2.0**-125, "backoff_factor": 0.25},
+    "largest": {"init_scale": 2.0**127, "growth_interval": 1},
+    "hysteresis": {"hysteresis": 2, "growth_interval": 2},
+    "bounds": {"min_scale": 2.0**9, "max_scale": 2.0**11, "init_scale": 2.0**10, "growth_interval": 1},
+    "constant": {"dynamic": False},
+    "odd factors": {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.usefixtures("fast")
+def test_the_loss_scale_moves_as_always(rule: str) -> None:
+    """R11: scale, tracker and counters have the bits of an uncompiled step's, for each kind of rule."""
+
+    def run(compile: str | None) -> list[Any]:
+        model = nn.Linear(4, 2)
+        scaler = ampkit.GradScaler("cpu", **{"init_scale": 2.0**8, **RULES[rule]})
+        step = ampkit.graphed_step(
+            lambda m, x, boost: m(x).mean() * boost,
+            model,
+            OPTIMIZERS["sgd"](model.parameters()),
+            scaler=scaler,
+            graph="off",
+            compile=compile,
+        )
+        history = []
+        for i in range(10):
+            out = step(torch.ones(3, 4), torch.tensor(math.inf if i in (1, 2, 6, 7) else 2.0**-20))
+            history.append((out.skipped, scaler.state_dict()))
+        return history
+
+    assert_same(run(None), run("default"))
+
+
+def broken_loss(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Tensor:
+    logits = model(images)
+    torch._dynamo.graph_break()  # HERE broken_loss
+    return F.cross_entropy(logits, labels) * boost
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("fast")
+@allow_inductor_warnings
+def test_a_graph_break_is_named(engine: Engine) -> None:
+    """R11: one warning has the line of a graph break, the report too, and the rest is compiled and captured."""
+    with deterministic():
+        with pytest.warns(ampkit.AmpkitWarning, match="a graph break: .*broken_loss") as caught:
+            eager, _ = trajectory(engine, "off", loss_fn=broken_loss)
+        with pytest.warns(ampkit.AmpkitWarning, match="a graph break"):
+            graphed, step = trajectory(engine, engine[1], loss_fn=broken_loss)
+    assert_same(eager, graphed)
+    assert len(caught) == 1
+    line = marked_line(__file__, "broken_loss")
+    assert line in str(caught[0].message)
+    assert any(entry.startswith(f"graph break: {line}") for entry in step.report().compiled)
+    assert step.replays == 2
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("no kernel for this GPU")
+
+
+def broken_inductor(parts: set[str]) -> Callable[[], Callable[..., Any]]:
+    """Return what takes the place of `inductor`, which cannot compile these parts of a step."""
+
+    def compile_fx(graph: Any, inputs: Any, config_patches: Any) -> Any:
+        part = "forward" if any(tensor.requires_grad for tensor in inputs if isinstance(tensor, Tensor)) else "update"
+        if part in parts:
+            refuse()
+        if part == "forward" and "backward" in parts:  # comes behind the forward
+            return aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=refuse)(graph, inputs)
+        return aot_eager(graph, inputs)
+
+    return lambda: compile_fx
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_failing_compilation_falls_back(engine: Engine, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: one warning says why, nothing of the failed call is left, and the steps have the bits of uncompiled ones."""
+    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({part, "update"}))
+    with deterministic():
+        eager, _ = trajectory(engine, "off", compile=None, on_failure="parts")
+        with pytest.warns(ampkit.AmpkitWarning, match=r"not compiled: .*no kernel for this GPU") as caught:
+            graphed, step = trajectory(engine, engine[1], on_failure="parts")
+    assert_same(eager, graphed)
+    said = [str(each.message) for each in caught]
+    assert [sum(name in text for text in said) for name in ("forward and backward", "update")] == [1, 1]
+    assert step.replays == 2
+    report = step.report()
+    assert len([line for line in report.compiled if "no kernel for this GPU" in line]) == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_forward_that_changes_a_weight_is_undone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: if the backward fails to compile, a weight that the loss function has halved is not halved twice."""
+    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({"backward", "update"}))
+
+    def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.conv.bias.mul_(0.5)
+        return F.cross_entropy(model(images), labels) * boost
+
+    with deterministic():
+        eager, _ = trajectory(engine, "off", compile=None, loss_fn=loss_fn)
+        with pytest.warns(ampkit.AmpkitWarning, match="no kernel for this GPU"):
+            graphed, _ = trajectory(engine, engine[1], loss_fn=loss_fn, on_failure="parts")
+    assert_same(eager, graphed)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_only_the_update_fails(engine: Engine, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: the rest stays compiled, and the optimizer steps on gradients in float32 as without compile=."""
+    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({"update"}))
+    histories = []
+    with deterministic():
+        for graph in ("off", engine[1]):
+            with pytest.warns(ampkit.AmpkitWarning, match=r"not compiled: update, .*no kernel for this GPU"):
+                history, step = trajectory(engine, graph, policy=policy, max_norm=1.0, on_failure="parts")
+            histories.append(history)
+    assert_same(*histories)
+    kinds = [line.partition(":")[0] for line in step.report().compiled]
+    assert kinds == ["compiled", "not compiled"]
+
+
+@pytest.mark.parametrize("part", ["forward", "backward", "update"])
+def test_a_failing_compilation_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: with on_failure="raise" it is a CaptureError, and the call that raises has done nothing."""
+    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({part}))
+    model = make_net("cpu")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step = ampkit.graphed_step(
+        boosted_loss, model, optimizer, policy="bfloat16", graph="emulate", compile="default", on_failure="raise"
+    )
+    batch = make_batches("cpu", [8])[0]
+    step(*batch)
+    if part == "update":
+        step(*batch)  # its forward and backward are done when the update is compiled
+    before = training_state(model, optimizer, step.scaler)
+    for _ in range(2):
+        with pytest.raises(ampkit.CaptureError, match="no kernel for this GPU"):
+            step(*batch)
+        assert_same(before, training_state(model, optimizer, step.scaler))
+
+
+@pytest.mark.usefixtures("fast")
+def test_an_error_of_the_loss_is_the_users() -> None:
+    """R11: an exception that the loss raises comes out as it is, without a warning, and the next call compiles."""
+    fails = []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        if fails:
+            raise KeyError("mine")
+        return model(x).square().mean()
+
+    model = nn.Linear(4, 4)
+    step = ampkit.graphed_step(
+        loss_fn, model, OPTIMIZERS["adamw"](model.parameters()), graph="emulate", compile="default"
+    )
+    x = torch.ones(2, 4)
+    step(x)
+    fails.append(1)
+    with pytest.raises(KeyError, match="mine"):
+        step(x)
+    fails.clear()
+    for _ in range(4):
+        step(x)
+    assert step.replays > 0
+    assert any(line.startswith("compiled: forward and backward") for line in step.report().compiled)
+
+
+@pytest.mark.usefixtures("fast")
+def test_verified() -> None:
+    """R11: `verify` compares replays with calls of the same compiled code, and finds no difference."""
+    _, step = trajectory(("cpu", "emulate"), "emulate", verify=2, sizes=(8,) * 6)
+    assert step.replays == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("fast")
+@allow_inductor_warnings
+def test_another_mode_another_parameter(engine: Engine) -> None:
+    """R11: eval mode and a parameter that is frozen or replaced are compiled by themselves, captured as uncaptured."""
+
+    def run(graph: str) -> list[Any]:
+        model = make_net(engine[0])
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        step = ampkit.graphed_step(boosted_loss, model, optimizer, policy="bfloat16", graph=graph, compile="default")
+        history = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)  # each change costs a warm-up
+            for i, batch in enumerate(make_batches(engine[0], [8] * 20)):
+                if i == 5:
+                    model.norm.eval()
+                if i == 10:
+                    model.norm.train()
+                    model.conv.weight.requires_grad_(False)
+                if i == 15:
+                    model.head.bias = nn.Parameter(model.head.bias.detach() + 1)
+                    optimizer.param_groups[0]["params"][-1] = model.head.bias
+                out = step(*batch)
+                history.append((out._asdict(), training_state(model, optimizer, step.scaler)))
+        return history
+
+    with deterministic():
+        assert_same(run("off"), run(engine[1]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["muon", "sgd, not fused", "rmsprop"])
+@pytest.mark.usefixtures("fast")
+@allow_inductor_warnings
+def test_other_optimizers_step_as_without(engine: Engine, name: str) -> None:
+    """R11: the report says why an update is not compiled, and forward and backward are compiled all the same."""
+
+    def run(graph: str) -> tuple[list[Any], Any]:
+        model = make_net(engine[0])
+        optimizer: torch.optim.Optimizer
+        if name == "muon":
+            optimizer = torch.optim.Muon([param for param in model.parameters() if param.dim() == 2], lr=0.02)
+        elif name == "rmsprop":
+            optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        history = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.AmpkitWarning)  # that it steps behind the graph, or by other kernels
+            step = ampkit.graphed_step(
+                boosted_loss, model, optimizer, policy="bfloat16", max_norm=1.0, graph=graph, compile="default"
+            )
+            for batch in make_batches(engine[0], [8] * 8):
+                out = step(*batch)
+                history.append((out._asdict(), training_state(model, optimizer, step.scaler)))
+        return history, step
+
+    with deterministic():
+        eager, _ = run("off")
+        graphed, step = run(engine[1])
+    assert_same(eager, graphed)
+    assert step.replays > 0
+    lines = step.report().compiled
+    assert lines[0].startswith("compiled: forward and backward")
+    assert [line for line in lines if line.startswith("not compiled: update, since ")]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_step_that_is_dropped_is_freed() -> None:
+    """R11: neither compiled code nor its step is in a cycle that would keep the graphs alive."""
+    _, step = trajectory(("cpu", "emulate"), "emulate")
+    reference = weakref.ref(step._window._step)
+    gc.collect()
+    gc.disable()
+    try:
+        del step
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("fast")
+def test_the_optimizers_checkpoint_goes_both_ways() -> None:
+    """R11: a compiled step goes on from the state of an uncompiled one, and the other way round."""
+
+    def run(first: str | None, then: str | None) -> Any:
+        model = make_net("cpu", dropout=0.0)
+        state: Any = None
+        for compile in (first, then):
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            if state is not None:
+                optimizer.load_state_dict(state)
+            step = ampkit.graphed_step(boosted_loss, model, optimizer, graph="off", compile=compile)
+            for batch in make_batches("cpu", [8] * 4):
+                step(*batch)
+            state = optimizer.state_dict()
+        return state
+
+    both, other, plain = run("default", None), run(None, "default"), run(None, None)
+    for state in (both, other):
+        assert state["param_groups"] == plain["param_groups"]
+        for i, entries in plain["state"].items():
+            for name, value in entries.items():
+                found = state["state"][i][name]
+                assert (found.shape, found.dtype) == (value.shape, value.dtype)
+                torch.testing.assert_close(found, value, rtol=0.05, atol=1e-3)
+
+
+@allow_inductor_warnings
+def test_wrong_arguments() -> None:
+    """R11: an impossible value, a model that is compiled already, and what is not supported: errors with a remedy."""
+    model = nn.Linear(4, 4)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+
+    def make(compile: Any, loss_fn: Any = boosted_loss, model: Any = model, **options: Any) -> None:
+        ampkit.graphed_step(loss_fn, model, optimizer, compile=compile, **options)
+
+    for value in ("fast", True, 3):
+        with pytest.raises(ValueError, match=r"graphed_step\(compile=.*expected one of 'default', 'max'"):
+            make(value)
+    with pytest.raises(ValueError, match="model is compiled already"):
+        make("default", model=torch.compile(model))
+    with pytest.raises(ValueError, match="loss_fn is compiled already"):
+        make("max", loss_fn=torch.compile(boosted_loss))
+    with pytest.raises(NotImplementedError, match="Pass compile=None while you measure"):
+        make("default", numerics=ampkit.debug.numerics(model))

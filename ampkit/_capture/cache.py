@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._torch.tree import tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
-from .inputs import StaticInputs
+from .inputs import Spec, StaticInputs
 from .report import GraphReport
 from .timing import Saving, Timing, combined
 from .variation import Key
@@ -39,7 +39,7 @@ class Captured:
         self.told = told
         self._outputs: Any = _NONE_YET
         self._tensors: list[Tensor] = []  # in the outputs
-        self._rebuilt: _Rebuild = next  # makes the same tree of other tensors
+        self._rebuilt: Rebuild = next  # makes the same tree of other tensors
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.
@@ -49,11 +49,11 @@ class Captured:
         """
         self.inputs.copy_(leaves)
         outputs = self._graph.replay()
-        if any(self.inputs.changed):
+        if self.inputs.any_changed:
             self.inputs.copy_back(leaves)
         if outputs is not self._outputs:  # an emulated graph returns new ones each time
             self._outputs, self._tensors = outputs, []
-            self._rebuilt = _rebuild(outputs, self._tensors)
+            self._rebuilt = rebuild(outputs, self._tensors)
         return self._rebuilt(map(Tensor.clone, self._tensors))
 
     def reset(self) -> None:
@@ -94,10 +94,10 @@ class Family:
 
 
 _NONE_YET = object()  # None may be what the step returns
-_Rebuild = Callable[[Iterator[Tensor]], Any]
+Rebuild = Callable[[Iterator[Tensor]], Any]
 
 
-def _rebuild(tree: Any, tensors: list[Tensor]) -> _Rebuild:
+def rebuild(tree: Any, tensors: list[Tensor]) -> Rebuild:
     """Return a function that makes the same tree of other tensors. Append the tensors of this tree to `tensors`.
 
     The function makes what `tree_unflatten` would make, in less time. A tuple of constants stays the same object: with
@@ -108,25 +108,25 @@ def _rebuild(tree: Any, tensors: list[Tensor]) -> _Rebuild:
         return next
     kind = type(tree)
     if kind is dict:
-        keys, values = list(tree), _rebuild(list(tree.values()), tensors)
+        keys, values = list(tree), rebuild(list(tree.values()), tensors)
         return lambda given: dict(zip(keys, values(given), strict=True))
     if kind is tuple and _CONSTANTS.issuperset(map(type, tree)):
         return lambda given: tree
     if kind is list or kind is tuple or (isinstance(tree, tuple) and hasattr(kind, "_make")):  # a named tuple
-        parts = [_rebuild(child, tensors) for child in tree]
+        parts = [rebuild(child, tensors) for child in tree]
         make = kind if kind in (list, tuple) else kind._make
         return lambda given: make([part(given) for part in parts])
     leaves, spec = tree_flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return lambda given: tree
-    parts = [_rebuild(leaf, tensors) for leaf in leaves]
+    parts = [rebuild(leaf, tensors) for leaf in leaves]
     return lambda given: tree_unflatten([part(given) for part in parts], spec)
 
 
 def copied(tree: Any) -> Any:
     """Return a tree with a copy of each tensor."""
     tensors: list[Tensor] = []
-    rebuilt = _rebuild(tree, tensors)
+    rebuilt = rebuild(tree, tensors)
     return rebuilt(map(Tensor.clone, tensors))
 
 
@@ -152,6 +152,7 @@ class Cache:
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
         self.families: OrderedDict[Key, Family] = OrderedDict()
         self._dropped = Saving(0, None, None)
+        self._last: tuple[Key, Captured] | None = None  # the most recently used one
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -159,19 +160,25 @@ class Cache:
     def __iter__(self) -> Iterator[tuple[Key, Captured]]:
         return iter(self._graphs.items())
 
-    def get(self, key: Key) -> Captured | None:
-        """Return the graph for this key as the most recently used one, or None."""
-        captured = self._graphs.get(key)
-        if captured is not None:
+    def get(self, spec: Spec, phase: Any, settings: int) -> Captured | None:
+        """Return the graph for the key of these three parts as the most recently used one, or None."""
+        if self._last is not None:  # to compute the hash of a key takes longer than all of this
+            key, captured = self._last
+            if key.spec is spec and key.settings == settings and key.phase == phase:
+                return captured
+        key = Key(spec, phase, settings)
+        found = self._graphs.get(key)
+        if found is not None:
             self._graphs.move_to_end(key)
-        return captured
+            self._last = key, found
+        return found
 
     def make_room(self) -> list[Key]:
         """Reset the least recently used graphs until one more may be kept; return their keys.
 
         Their memory stays in the pool, for the next graph.
         """
-        evicted = []
+        evicted, self._last = [], None
         while len(self._graphs) >= self.limit:
             key, captured = self._graphs.popitem(last=False)
             self._drop(captured)
@@ -180,6 +187,7 @@ class Cache:
 
     def drop(self, key: Key) -> None:
         """Reset one graph, if it is there."""
+        self._last = None  # before the graph is taken out, since an interrupt may come between the two
         if key in self._graphs:
             self._drop(self._graphs.pop(key))
 
@@ -203,6 +211,7 @@ class Cache:
     ) -> Captured:
         """Keep a graph that was captured. The pool had `pool_bytes_before` bytes before that."""
         captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, told)
+        self._last = None
         self._graphs[key] = captured
         return captured
 
@@ -212,6 +221,7 @@ class Cache:
 
     def clear(self) -> None:
         """Reset all graphs. The last one releases the pool."""
+        self._last = None
         while self.families:
             self.families.popitem()[1].reset()
         while self._graphs:

@@ -18,7 +18,7 @@ from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
-from .inputs import read_batch
+from .inputs import BatchReader
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
@@ -91,8 +91,9 @@ class Engine:
         # Two calls at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
         self._fn, self._whole = fn, whole or fn
-        self._state = state
+        self._state, self._watch = state, state.watch
         self._device = device
+        self._reader = BatchReader(device)
         self._options, self._ranks = options, ranks
         self._stream = capture_stream(device) if on_cuda else None
         if on_cuda:
@@ -139,13 +140,12 @@ class Engine:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own. To be called in this engine's `turn`."""
         start = self._mark_start() if self._starts_to_mark else None
-        spec, leaves = read_batch(args, kwargs, self._device)  # raises the same errors with and without graphs
+        spec, leaves = self._reader.read(args, kwargs)  # raises the same errors with and without graphs
         if self._fallback.refused or captures.recorded:
             return self._call_without_key(phase, args, kwargs)
-        if self._state.generation() is not self._surroundings.generation:
+        if self._watch.present() is not self._surroundings.generation:
             self._adapt()
-        key = Key(spec, phase, self._surroundings.number)
-        captured = self._cache.get(key)
+        captured = self._cache.get(spec, phase, self._surroundings.number)
         if captured is not None:
             if self._ranks.wrappers:
                 start = self._vote_before_replay(start)
@@ -154,6 +154,7 @@ class Engine:
             if self._unverified or captured.timing.replay.wanted:
                 return self._watched_replay(captured, phase, leaves, start)
             return captured.replay(leaves)
+        key = Key(spec, phase, self._surroundings.number)
         layout = self._layout(key)
         stage = self._agreed_stage(key, layout)
         if stage is Stage.COLD:
@@ -371,7 +372,7 @@ class Engine:
     def run(self, reason: str, fn: Callable[[], Any], context: AbstractContextManager[Any] | None = None) -> Any:
         """Return what `fn` returns, called eagerly in this context and counted under this reason."""
         self._eager[reason] += 1
-        self._state.refresh_rates()
+        self._watch.refresh_rates()
         return self._on_stream(fn, nullcontext() if context is None else context)
 
     def _leave_capture_stream(self) -> None:

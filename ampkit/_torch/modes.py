@@ -17,6 +17,7 @@ from .guard import private
 _push_function_mode, _pop_function_mode = (private(torch.overrides, name) for name in ("_push_mode", "_pop_mode"))
 # function_mode_stack(): the function modes that are entered, outermost first.
 function_mode_stack: Callable[[], list[Any]] = private(torch.overrides, "_get_current_function_mode_stack")
+function_mode_count: Callable[[], int] = private(torch._C, "_len_torch_function_stack")
 
 
 def function_modes() -> list[Any]:

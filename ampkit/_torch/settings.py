@@ -24,7 +24,7 @@ def settle_attention_priority(device: torch.device) -> None:
 def _settings() -> dict[str, Callable[[], Any]]:
     """Return a function to read each setting that decides which kernels run, by the setting's public name.
 
-    Every call of a step reads them all, so they are C functions where torch has one: 1.9 us together.
+    Every call of a step looks at them all, so they are C functions where torch has one.
 
     `allow_tf32` and `torch.get_float32_matmul_precision` are not among them: reading them raises an error once
     `fp32_precision` was set, and what they set shows in `fp32_precision`.
@@ -83,10 +83,15 @@ if torch.version.hip is not None:
     _OPTIONAL_BINDINGS["torch.backends.miopen.immediate"] = "_get_miopen_immediate"
 _read_settings = _settings()
 SETTINGS: tuple[str, ...] = tuple(_read_settings)
-# A function that reads each of them, most of them in C. Every call of a step calls them all.
-SETTINGS_READERS: tuple[Callable[[], Any], ...] = tuple(_read_settings.values())
+# Every call of a step looks at them all. To compare the enums of torch's C++ code takes longer than to read all other
+# settings, so a caller compares their numbers.
+_ENUMS = ("torch.backends.cuda.preferred_blas_library()", "torch.backends.cuda.preferred_linalg_library()")
+ENUM_READERS: tuple[Callable[[], Any], ...] = tuple([_read_settings[name] for name in _ENUMS])
+PLAIN_READERS: tuple[Callable[[], Any], ...] = tuple(
+    [read for name, read in _read_settings.items() if name not in _ENUMS]
+)
 
 
 def settings() -> list[Any]:
     """Return the values of all settings that decide which kernels run, in the order of `SETTINGS`."""
-    return [read() for read in SETTINGS_READERS]
+    return [read() for read in _read_settings.values()]

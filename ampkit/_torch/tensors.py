@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,3 +81,22 @@ def shares_storage_with_none(tensor: Tensor) -> bool:
 
 # is_functorch_wrapped(tensor): whether it stands for other tensors within torch.func (vmap, grad), and has no memory.
 is_functorch_wrapped: Callable[[Tensor], bool] = private(torch._C._functorch, "is_functorch_wrapped_tensor")
+
+
+_guards: Any = getattr(torch._C._dynamo, "guards", None)  # of torch.compile; another torch may lack it
+
+
+def layout_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Return a function that takes as many tensors and returns whether their layouts are those of the given ones.
+
+    It compares classes, shapes, strides, dtypes, devices, dispatch keys and `requires_grad` in one call of C. It may
+    return False for equal layouts too: if two tensors are one object, or if torch dispatches in another way, as in
+    inference mode. None if this version of torch has no such function.
+    """
+    try:
+        check: Callable[..., bool] = _guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+        return check if check(*tensors) else None
+    except (AttributeError, TypeError, RuntimeError):
+        return None

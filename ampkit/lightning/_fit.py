@@ -195,8 +195,9 @@ class Fit:
         if self._window_ended:
             self.read_statistics()
         self.backward_done = False
-        if not self.prepare_step():
-            self._window_ended = self.in_optimizer_step
+        # In an optimizer step the precision plugin has asked already.
+        if not self.in_optimizer_step and not self.prepare_step():
+            self._window_ended = False
             return self._lightning_step(*args)
         assert self._step is not None  # made by prepare_step
         trainer, steps_optimizer, samples = self._trainer, self.in_optimizer_step, _batch_size(args[0])
@@ -269,6 +270,11 @@ def _scaler_for(given: GradScaler | None, lightning: upstream.GradScaler | None,
 
 def _batch_size(batch: Any) -> int:
     """Return the samples in a batch: the first dimension of its first tensor that has one."""
+    found = batch
+    while type(found) in (list, tuple) and found:  # as most batches are; to flatten others takes longer
+        found = found[0]
+    if type(found) is Tensor and found.dim():
+        return found.shape[0]
     leaves = (leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
     first = next(leaves, None)
     return 1 if first is None else first.shape[0]

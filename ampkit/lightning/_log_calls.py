@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._capture.cache import rebuild
 from .._errors import AmpkitWarning
-from .._torch.tree import tree_flatten, tree_unflatten
 from .._undo import Undo
 
 
@@ -26,28 +26,24 @@ class LogCall(NamedTuple):
 
 
 class Template:
-    """A pytree without its tensors, to be filled with those of another replay. A dict key, compared by identity."""
+    """A pytree without its tensors, to be filled with those of another replay. A dict key, compared by identity.
+
+    Attributes:
+        tensors: those of the pytree, until they are taken.
+        filled: `filled(iterator)` returns the pytree with the iterator's tensors at the places of its own.
+    """
 
     def __init__(self, tree: Any) -> None:
-        leaves, self._tree = tree_flatten(tree)
-        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.tensors: list[Tensor] = []
+        self.filled = rebuild(tree, self.tensors)
 
     def take_tensors(self) -> list[Tensor]:
         """Return the tensors and forget them: they are memory of a graph, which the template may outlive."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
-    def filled(self, tensors: list[Tensor]) -> Any:
-        """Return the pytree with these tensors at the places of its own."""
-        left = iter(tensors)
-        return tree_unflatten([next(left) if leaf is _TENSOR else leaf for leaf in self._leaves], self._tree)
-
     def __repr__(self) -> str:
         return "training_step"
-
-
-_TENSOR = object()  # the place of a tensor
 
 
 @contextmanager

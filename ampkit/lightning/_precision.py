@@ -5,8 +5,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
@@ -53,6 +54,7 @@ class StepPrecision(Precision):
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # as above
         """Call the on_before_optimizer_step hooks and the closure, which does the whole step."""
+        hooked = _is_hooked(model)
         if not self.fit.prepare_step():
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
             self.fit.first_step_by_lightning = False
@@ -67,6 +69,8 @@ class StepPrecision(Precision):
         try:  # twice, so that one interrupt at any moment leaves nothing behind
             try:
                 self.fit.in_optimizer_step = True
+                if not hooked:
+                    return closure()
                 optimizer.step = step
                 return Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
             finally:
@@ -122,6 +126,26 @@ def plugin_for(fit: FitProtocol, plugin: Precision) -> Precision:
     if isinstance(new, MixedPrecision) and fit.scaler.is_enabled():
         new.scaler = fit.scaler
     return new
+
+
+def _is_hooked(model: LightningModule) -> bool:
+    """Return whether anybody sees what Lightning does between backward and optimizer step: hooks, or a profiler.
+
+    Those of its hooks that nobody has overridden do nothing, but Lightning takes as long as a replay to call them.
+    """
+    trainer: Any = model.trainer
+    own = (model.on_before_optimizer_step, model.configure_gradient_clipping, model.clip_gradients)
+    if type(trainer.profiler) is not PassThroughProfiler or [getattr(hook, "__func__", None) for hook in own] != _NONE:
+        return True
+    hooks = (getattr(callback.on_before_optimizer_step, "__func__", None) for callback in trainer.callbacks)
+    return any(hook is not Callback.on_before_optimizer_step for hook in hooks)
+
+
+_NONE = [
+    LightningModule.on_before_optimizer_step,
+    LightningModule.configure_gradient_clipping,
+    LightningModule.clip_gradients,
+]
 
 
 def _put_back(optimizer: Any, replacement: Any, original: Any) -> None:

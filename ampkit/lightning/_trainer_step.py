@@ -181,7 +181,7 @@ class TrainerStep:
             self.grad_norm = out.grad_norm
         self.backward_done = True
         ((template, tensors),) = out.aux.items()
-        output, log_calls = template.filled(tensors)
+        output, log_calls = template.filled(iter(tensors))
         self._log(log_calls)
         return output
 
@@ -250,7 +250,7 @@ class TrainerStep:
         """Return which Python number was logged with two values for batches of equal shapes, "" if none was."""
         ((template, tensors),) = out.aux.items()
         shapes = tuple(leaf.shape for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
-        for name, value, _, _ in template.filled(tensors)[1]:
+        for name, value, _, _ in template.filled(iter(tensors))[1]:
             if not isinstance(value, (bool, int, float)):
                 continue
             before = self._logged_numbers.setdefault((name, shapes), value)

@@ -1,5 +1,6 @@
 """What counts as the same input; static buffers; the paths that messages use."""
 
+import operator
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 
 from ampkit import InputMismatch
 from ampkit._capture import inputs as _inputs
-from ampkit._capture.inputs import Spec, StaticInputs, paths, read_batch
+from ampkit._capture.inputs import BatchReader, Spec, StaticInputs, paths, read_batch
 from ampkit._torch.tree import tree_flatten
 
 CPU = torch.device("cpu")
@@ -164,3 +165,71 @@ def test_trees_that_vary_do_not_pile_up() -> None:
         assert spec.tree == tree_flatten((({f"key {i}": T},), {}))[1]
         assert leaves[0] is T
     assert len(_inputs._trees) <= _inputs._MAX_TREES
+
+
+def batches_like(x: torch.Tensor, y: torch.Tensor) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return batches with the two tensors in several containers."""
+    return {
+        "flat": ((x, y), {}),
+        "list": (([x, y],), {}),
+        "dict": (({"x": x, "y": y},), {}),
+        "keywords": ((x,), {"y": y}),
+    }
+
+
+@pytest.mark.parametrize("kind", ["flat", "list", "dict", "keywords"])
+def test_a_reader_knows_the_layout_of_the_batch_before(kind: str) -> None:
+    """From the third batch of a layout on, the very same spec comes back, with the leaves of the new batch."""
+    reader, specs = BatchReader(CPU), []
+    for step in range(5):
+        x, y = torch.full((2, 3), float(step)), torch.tensor([1, 2])
+        args, kwargs = batches_like(x, y)[kind]
+        spec, leaves = reader.read(args, kwargs)
+        assert spec == read_batch(args, kwargs, CPU)[0]
+        assert [leaf is given for leaf, given in zip(leaves, (x, y), strict=True)] == [True, True]
+        specs.append(spec)
+    assert all(spec is specs[1] for spec in specs[2:])
+
+
+def changed_batches() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    x, y = torch.zeros(2, 3), torch.tensor([1, 2])
+    return {
+        "dtype": ((x.double(), y), {}),
+        "shape": ((torch.zeros(2, 4), y), {}),
+        "strides": ((torch.zeros(3, 2).t(), y), {}),
+        "containers": (([x, y],), {}),
+        "one argument more": ((x, y, x.clone()), {}),
+        "a keyword": ((x,), {"y": y}),
+        "a constant": ((x, 3), {}),
+        "none": ((x, None), {}),
+        "no batch": ((), {}),
+        "one tensor twice": ((x, x), {}),
+    }
+
+
+@pytest.mark.parametrize("change", list(changed_batches()))
+def test_a_reader_sees_every_change_of_a_layout(change: str) -> None:
+    """What the quick way reads is what the long way reads, also when the first layout comes back."""
+    reader, usual = BatchReader(CPU), ((torch.zeros(2, 3), torch.tensor([1, 2])), {})
+    other = changed_batches()[change]
+    for args, kwargs in (usual, usual, usual, other, usual, other, other, other, usual):
+        spec, leaves = reader.read(args, kwargs)
+        expected, found = read_batch(args, kwargs, CPU)
+        assert spec == expected
+        assert all(map(operator.is_, leaves, found))
+
+
+def test_a_reader_refuses_what_cannot_be_an_input() -> None:
+    """The quick way accepts no tensor that the long way refuses; the next batch is read as before."""
+    reader, y = BatchReader(CPU), torch.tensor([1, 2])
+    for _ in range(3):
+        reader.read((torch.zeros(2, 3), y), {})
+    for wrong in (
+        torch.zeros(2, 3, requires_grad=True),
+        torch.zeros(2, 3, device="meta"),
+        torch.zeros(2, 3).as_subclass(OfItsOwn),
+        torch.zeros(2, 3).to_sparse(),
+    ):
+        with pytest.raises(InputMismatch):
+            reader.read((wrong, y), {})
+        assert reader.read((torch.zeros(2, 3), y), {})[0] == spec_of(torch.zeros(2, 3), y)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import GradScaler
+from ampkit._capture import watch as _watch
 from ampkit._capture.state import TrainingState
 
 
@@ -327,3 +328,62 @@ def test_the_look_at_the_state_is_no_operation() -> None:
         state.generation()
         state.generation()
     assert (mode.calls, operations.seen) == (0, 0)
+
+
+def changes() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]]:
+    """Return changes that only a look at this very place can find."""
+
+    def swap_keys(optimizer: torch.optim.Optimizer) -> None:
+        group = optimizer.param_groups[0]
+        group["other"] = group.pop("eps")
+
+    def move_between_groups(optimizer: torch.optim.Optimizer) -> None:
+        first, second = optimizer.param_groups
+        second["params"].insert(0, first["params"].pop())
+
+    return {
+        "other memory": lambda model, _: setattr(model.head.weight, "data", model.head.weight.data.clone()),
+        "a buffer's memory": lambda model, _: setattr(model.norm.running_mean, "data", torch.zeros(8)),
+        "requires_grad": lambda model, _: model.head.bias.requires_grad_(False),
+        "requires_grad of a buffer": lambda model, _: model.norm.running_var.requires_grad_(True),
+        "training": lambda model, _: model.norm.eval(),
+        "the class of a module": lambda model, _: setattr(model.norm, "__class__", type("Norm", (nn.BatchNorm2d,), {})),
+        "an option": lambda _, optimizer: optimizer.param_groups[1].update(weight_decay=0.25),
+        "a number in a list": lambda _, optimizer: optimizer.param_groups[0]["betas"].__setitem__(0, 0.5),
+        "an option's name": lambda _, optimizer: swap_keys(optimizer),
+        "an option more": lambda _, optimizer: optimizer.param_groups[0].update(new=1),
+        "an option less": lambda _, optimizer: optimizer.param_groups[0].pop("eps"),
+        "the group of a parameter": lambda _, optimizer: move_between_groups(optimizer),
+        "a hook": lambda _, optimizer: optimizer.register_step_pre_hook(swap_keys),
+        "a moment": lambda model, optimizer: optimizer.state.update({model.head.bias: {}}),
+        "a state that was copied": lambda _, optimizer: setattr(optimizer, "state", optimizer.state.copy()),
+    }
+
+
+@pytest.mark.parametrize("what", list(changes()))
+@pytest.mark.parametrize("by_id", [False, True], ids=["by addresses", "by id"])
+def test_a_call_sees_each_change(what: str, by_id: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls compare identities in one piece of memory, or one by one where the interpreter does not keep them so."""
+    if by_id:
+        monkeypatch.setattr(_watch, "_identities", _watch._ids)
+    model = make_net("cpu")
+    head = list(model.head.parameters())
+    body = [param for param in model.parameters() if not any(param is other for other in head)]
+    optimizer = torch.optim.AdamW([{"params": body, "betas": [0.9, 0.99]}, {"params": head}], fused=True)
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    state = TrainingState({"model": model}, [optimizer], GradScaler("cpu"))
+    before = state.generation()
+    assert state.generation() is before
+    changes()[what](model, optimizer)
+    after = state.generation()
+    assert after is not before
+    assert after != before
+    assert state.generation() is after
+
+
+def test_addresses_in_a_tuple_are_identities() -> None:
+    """In CPython the quick way is taken, and gives what `id` gives."""
+    objects = (None, True, 1.5, [], *map(object.__new__, [object] * 50))
+    assert _watch._pointers(objects) == _watch._ids(objects)
+    assert _watch._identities is _watch._pointers

@@ -34,7 +34,7 @@ LAYER = {entry: number for number, entries in enumerate(LAYERS) for entry in ent
 MOST_ENTRIES = 18  # of the package: more is no map
 GRAPH = "_capture/graph.py"
 MODULE = re.compile(r"ampkit(\.\w+)+")
-OPTIONAL = {"lightning", "matplotlib", "rich", "sklearn", "torchvision", "tqdm", "triton"}
+OPTIONAL = {"jax", "lightning", "matplotlib", "numpy", "optax", "rich", "sklearn", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 

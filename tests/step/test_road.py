@@ -5,7 +5,7 @@ from lightning_harness import quiet
 from road import Move, road_of_a_batch, road_of_a_call
 
 
-@pytest.mark.parametrize(("files", "moves"), [(8, 12)])
+@pytest.mark.parametrize(("files", "moves"), [(8, 11)])
 def test_a_replayed_call_crosses_few_files(files: int, moves: int) -> None:
     """With a debugger, one steps through these files, in this order."""
     road = road_of_a_call()
@@ -15,7 +15,7 @@ def test_a_replayed_call_crosses_few_files(files: int, moves: int) -> None:
 
 
 @quiet
-@pytest.mark.parametrize(("files", "moves"), [(12, 18)])
+@pytest.mark.parametrize(("files", "moves"), [(12, 17)])
 def test_a_batch_of_a_trainer_crosses_few_files(files: int, moves: int) -> None:
     """The same under Lightning, from the beginning of a batch to that of the next."""
     check(road_of_a_batch(), files, moves)

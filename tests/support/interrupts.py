@@ -46,7 +46,7 @@ IMPOSSIBLE = {
     ("_capture/pool.py", "with self._lock:"): _LOCK,
     ("_callables/shared_memory.py", "with _lock:"): _LOCK,
     ("_callables/graphed_callable.py", "with self._shared.call():"): _LOCK,
-    ("_capture/state.py", "with without_torch_function():"): _CONTEXT_IN_C,
+    ("_capture/watch.py", "with without_torch_function():"): _CONTEXT_IN_C,
     ("_capture/undeclared.py", "with without_torch_function():"): _CONTEXT_IN_C,
     ("_capture/reseeding.py", "with without_torch_function():"): _CONTEXT_IN_C,
     ("_torch/execution_trace.py", "with without_torch_function():"): _CONTEXT_IN_C,

@@ -18,7 +18,7 @@ from ..bench import plot as _bench_plot
 from ..bench import report as _bench_report
 from ..output import DONE, FOUND, Output, complain, exit_codes, json_file, output_file, policy, say
 from ..users_function import users_function
-from .cases import CASES, INPUTS, RETURNED, takes_batch_size, user_case
+from .cases import BATCH, BATCHES, CASES, INPUTS, RETURNED, takes_batch_size, user_case
 from .session import Plan
 from .variants import VARIANTS, Setting
 
@@ -46,7 +46,13 @@ def add_bench(commands: Any) -> None:
     )
     sizes = what.add_mutually_exclusive_group()
     sizes.add_argument(
-        "-b", "--batch", "--batch-size", nargs="+", type=_positive, metavar="N", help="batch sizes; default: 64"
+        "-b",
+        "--batch",
+        "--batch-size",
+        nargs="+",
+        type=_positive,
+        metavar="N",
+        help="batch sizes; default: 64, of mlp-small 256",
     )
     sizes.add_argument("--sweep", action="store_true", help="batch sizes 8, 16, ... 1024, as far as memory suffices")
     what.add_argument("--policy", type=policy, help="dtypes, see ampkit.Policy; default: float16, on a CPU bfloat16")
@@ -183,8 +189,8 @@ def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:
     quick = ["mlp", "resnet18-cifar"] if cuda else ["mlp"]
     quick = ["resnet18-cifar"] if args.input == "uint8" else quick
     models = args.model or (quick if args.quick else ["resnet18-cifar"])
-    batches = _SWEEP if args.sweep else sorted(args.batch or [64])
-    return [job for model in models for job in _jobs_of(model, batches)]
+    given = _SWEEP if args.sweep else sorted(args.batch or [])
+    return [job for model in models for job in _jobs_of(model, given or [BATCHES.get(model, BATCH)])]
 
 
 def _jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:

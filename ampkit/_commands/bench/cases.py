@@ -1,6 +1,7 @@
 """What the benchmark trains: models, losses, optimizers and batches, built in or made by the user's function."""
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ class Case:
             one. An example is `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         batches: used in order, again and again.
         decode: turns a batch on the device into the arguments of `loss_fn`; None if it needs no decoding.
+        widths: of an MLP with a ReLU behind each layer but the last, trained on (inputs, targets) with the mean
+            cross-entropy, from the input's to the output's. Then it can be trained in JAX too. () for other cases.
     """
 
     loss_fn: Callable[..., Tensor]
@@ -49,6 +52,7 @@ class Case:
     optimizer: Callable[..., torch.optim.Optimizer]
     batches: Sequence[Batch]
     decode: Callable[[Batch], Batch] | None = None
+    widths: tuple[int, ...] = ()
 
     @property
     def batch_size(self) -> int:
@@ -157,6 +161,21 @@ def _mlp() -> nn.Module:
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())), nn.Linear(512, 10))
 
 
+def _relu_mlp(widths: tuple[int, ...]) -> nn.Module:
+    parts: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        layer = nn.Linear(inputs, outputs)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # as in `_mlp`
+        parts += [layer, nn.ReLU()]
+    return nn.Sequential(*parts[:-1])
+
+
+def _trained_by_adamw(batch: int, *, widths: tuple[int, ...], seed: int = 0, count: int = 4) -> Case:
+    """Return a case that people train in JAX: a small MLP, and AdamW."""
+    case = _classifier(functools.partial(_relu_mlp, widths), widths[:1], 10, batch, seed=seed, count=count)
+    return replace(case, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), widths=widths)
+
+
 def _torchvision(name: str, classes: int) -> Any:
     try:
         import torchvision
@@ -249,11 +268,17 @@ def _language(batch: int, *, seed: int = 0, count: int = 4) -> Case:
 
 CASES: dict[str, Maker] = {
     "mlp": functools.partial(_classifier, _mlp, (512,), 10),
+    "mlp-tiny": functools.partial(_trained_by_adamw, widths=(32, 64, 64, 10)),
+    "mlp-small": functools.partial(_trained_by_adamw, widths=(64, 256, 256, 256, 10)),
+    "mlp-deep": functools.partial(_trained_by_adamw, widths=(512,) * 18),
     "resnet18-cifar": functools.partial(_classifier, _resnet18_cifar, (3, 32, 32), 10),
     "resnet50": functools.partial(_classifier, functools.partial(_imagenet, "resnet50"), (3, 224, 224), 1000),
     "vit_b_16": functools.partial(_classifier, functools.partial(_imagenet, "vit_b_16"), (3, 224, 224), 1000),
     "gpt2-like": _language,
 }
+
+BATCH = 64  # the batch size if none is given
+BATCHES = {"mlp-small": 256}  # the same for models that are usually trained on another one
 
 # -------------------------------------------------------------------------------------------------- the user's function
 

@@ -11,7 +11,8 @@ import torch
 
 from ..._text import ProgressBar
 from .cases import Case, CaseError, ready
-from .losses import TOLERANCE, Expectations
+from .jax_process import Measured, has_jax
+from .losses import TOLERANCE, Expectations, Expected
 from .process import Caches, clean_up, fast_kernels, little_garbage, pay_one_time_costs
 from .profile import host_time, profile
 from .report import OUT_OF_MEMORY, Figures, Result, Row, error_text, is_out_of_memory
@@ -126,6 +127,8 @@ def _profile_all(job: Job, result: Result, run: _Run) -> None:
     case, problem = _case_of(job, run.setting) if rows else (None, "")
     for row in result.rows:
         run.progress.show(f"{job.model}, batch {result.batch}: profile of {row.variant}")
+        if VARIANTS[row.variant].measure is not None:
+            continue  # the profiler of this process does not see another one
         if row in rows and case is not None:
             with run.caches.of(result.model, result.batch, row.variant):
                 problem = profile(row, case, run.setting)
@@ -156,6 +159,10 @@ def select(
     if "lightning" in wanted and not has_lightning():
         wanted.remove("lightning")
         notes.append("Left out: Lightning with ampkit's callback, which needs pip install 'ampkit[lightning]'.")
+    in_jax = [key for key in wanted if VARIANTS[key].measure is not None]
+    if in_jax and not has_jax():
+        wanted = [key for key in wanted if key not in in_jax]
+        notes.append(f"Left out: {', '.join(in_jax)}, which need jax and optax: pip install jax optax.")
     if device.type != "cuda":
         need = [VARIANTS[key].label for key in wanted if VARIANTS[key].needs_cuda]
         wanted = [key for key in wanted if not VARIANTS[key].needs_cuda]
@@ -210,6 +217,9 @@ def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: Expect
 def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:
     known = expected.of(variant.whole)  # before the variant is built, since this may train and frees all memory
     session = Session(case.batches, setting.device, plan)
+    if variant.measure is not None:
+        _fill(row, variant.measure(case, setting, plan), session, known)
+        return ""
     loop = variant.build(case, setting)
     loop.train(session.steps(), session.on_loss)
     row.ms, row.fastest, row.slowest = statistics.median(session.ms), min(session.ms), max(session.ms)
@@ -223,3 +233,14 @@ def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Pla
     except Exception as error:  # it may need more memory than the steps, whose times are valid
         return error_text(error)
     return ""
+
+
+def _fill(row: Row, measured: Measured, session: Session, known: Expected | None) -> None:
+    """Fill in the row with what another process measured."""
+    row.ms, row.fastest, row.slowest = statistics.median(measured.ms), min(measured.ms), max(measured.ms)
+    row.setup_s, row.peak_mib, row.report = measured.setup_s, measured.peak_mib, {**measured.versions}
+    length = session.ends.step
+    losses = [statistics.fmean(measured.losses[end - length : end]) for end in session.ends]
+    row.loss = losses[-1]
+    if known is not None:
+        known.judge(losses, row)

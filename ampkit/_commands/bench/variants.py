@@ -19,6 +19,8 @@ from ..._optimizer.scaler import GradScaler
 from ..._precision.policy import Policy
 from ..._step.graphed_step import graphed_step
 from .cases import Batch, Case
+from .jax_process import Measured, measure_jax
+from .session import Plan
 
 MAX_NORM = 1.0
 # The first step must not overflow: torch's fused SGD would leave its momentum uninitialised (see seed_momentum).
@@ -71,6 +73,7 @@ class Variant:
         quick: whether `--quick` measures it.
         compiles: whether it uses torch.compile.
         on_cpu: its name in tables without a CUDA device, "" if that is the label.
+        measure: measures the step in a process of its own, in place of `build`; None if it runs in this process.
     """
 
     label: str
@@ -81,6 +84,7 @@ class Variant:
     quick: bool = False
     compiles: bool = False
     on_cpu: str = ""
+    measure: Callable[[Case, Setting, Plan], Measured] | None = None
 
     def label_on(self, device: torch.device) -> str:
         """Return its name in tables of this device."""
@@ -320,6 +324,28 @@ def lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
     return {"precision": name}
 
 
+# ------------------------------------------------------------------------------------------------------------------ JAX
+
+
+def _in_jax(case: Case, setting: Setting, plan: Plan, steps_per_call: int = 0) -> Measured:
+    return measure_jax(
+        case,
+        plan,
+        policy=setting.policy,
+        device=setting.device,
+        source=setting.source,
+        schedule=setting.schedule,
+        max_norm=MAX_NORM,
+        steps_per_call=steps_per_call,
+    )
+
+
+def _elsewhere(case: Case, setting: Setting) -> Loop:
+    raise ValueError("it is measured in a process of its own")
+
+
+_JAX_SCAN = 100  # steps per call
+
 VARIANTS: dict[str, Variant] = {
     "float32": Variant("float32 with TF32, eager", _float32, on_cpu="float32, eager"),
     "amp": Variant("torch AMP, eager", torch_amp, quick=True),
@@ -361,4 +387,11 @@ VARIANTS: dict[str, Variant] = {
         compiles=True,
     ),
     "lightning": Variant("Lightning, AmpkitCallback", _lightning, on_cpu="Lightning, AmpkitCallback, emulated"),
+    "jax-jit": Variant("JAX, jit", _elsewhere, default=False, measure=_in_jax),
+    "jax-scan": Variant(
+        f"JAX, lax.scan of {_JAX_SCAN}",
+        _elsewhere,
+        default=False,
+        measure=functools.partial(_in_jax, steps_per_call=_JAX_SCAN),
+    ),
 }

@@ -1,0 +1,370 @@
+"""What every call looks at to see whether the training state is as it was: it compares, and builds nothing."""
+
+import ctypes
+import gc
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .._torch.modes import DeviceContext, function_mode_count, function_modes, without_torch_function
+from .._torch.modules import module_tables
+from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
+from .._torch.settings import ENUM_READERS, PLAIN_READERS
+
+_G = TypeVar("_G")
+
+
+class Rates(Protocol):
+    """The tensors that a captured optimizer reads its learning rates from."""
+
+    def refresh(self) -> None:
+        """Bring them up to date with `group["lr"]`. Sync: none."""
+
+
+class Scaler(Protocol):
+    """What training state asks of a gradient scaler."""
+
+    def is_enabled(self) -> bool:
+        """Return whether it scales at all."""
+
+    def rule(self) -> dict[str, Any]:
+        """Return the host values that decide how the scale moves, by name."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return scale and counters by name, {} before they are made."""
+
+    def is_undecided(self) -> bool:
+        """Return whether the last step waited for the device as later ones will not."""
+
+
+class Objects:
+    """A list of objects, compared by identity. It keeps them alive, so that no other object gets the same identity."""
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self.objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Objects) and self.are(other.objects)
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.objects)))
+
+    def are(self, others: Sequence[Any]) -> bool:
+        """Return whether the others are the very same objects. It uses no `==`, which waits for the device."""
+        return len(self.objects) == len(others) and all(map(operator.is_, self.objects, others))
+
+
+class Walk:
+    """The modules below some roots with everything in them, kept as long as no table of any of them changes.
+
+    Attributes:
+        modules: the modules, each once.
+        tables: the dictionaries in which they keep parameters, buffers and children.
+        tensors: the parameters and buffers.
+        training: reads `training` of each module.
+    """
+
+    def __init__(self, roots: dict[str, nn.Module]) -> None:
+        self.modules = list(roots.values())
+        self._roots = roots
+        seen = set(self.modules)  # a module may be registered under two names
+        for module in self.modules:  # grows below
+            for child in module_tables(module)[2].values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    self.modules.append(child)
+        self.tables = tuple([table for module in self.modules for table in module_tables(module)])
+        # These keep the objects alive, so that no other object gets the same identity.
+        self._objects = Objects(gc.get_referents(*self.tables))
+        self.tensors = [found for found in self._objects.objects if isinstance(found, Tensor)]
+        self.training = _training_of(self.modules)
+        self._names = self._paths()  # now, because the tables may change
+
+    def is_current(self) -> bool:
+        """Return whether every table still has the very same objects in it."""
+        return self._objects.are(gc.get_referents(*self.tables))  # all values of all tables, in one call of C
+
+    def flags(self) -> list[bool]:
+        """Return what may change in place: requires_grad per tensor, training per module."""
+        return [*map(_requires_grad, self.tensors), *self.training()]
+
+    def first_change(self, new: "Walk") -> str:
+        """Return in words the first difference from a walk of the same roots."""
+        pairs = zip(self._names, self._objects.objects, new._names, new._objects.objects, strict=False)
+        for old_name, old, new_name, now in pairs:
+            if old_name != new_name:
+                return f"{new_name} was added or {old_name} removed"
+            if old is not now:
+                return f"{new_name} was replaced"
+        return "a parameter, buffer or module was added or removed"
+
+    def _paths(self) -> list[str]:
+        paths = {module: path for root, top in self._roots.items() for path, module in top.named_modules(prefix=root)}
+        owners = (paths.get(module, "?") for module in self.modules for _ in range(3))  # three tables each
+        return [f"{owner}.{key}" for owner, table in zip(owners, self.tables, strict=True) for key in table]
+
+
+def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:
+    """Return a function that reads `training` of the modules.
+
+    It reads the `__dict__` of the modules, in a third of the time, if `training` is there and no class defines it.
+    """
+    tables = list(map(vars, modules))
+    if all("training" in table and not hasattr(type(m), "training") for m, table in zip(modules, tables, strict=True)):
+        return lambda: map(operator.itemgetter("training"), tables)
+    return lambda: map(operator.attrgetter("training"), modules)
+
+
+class _Group(NamedTuple):
+    """A param group, as it is looked at.
+
+    Attributes:
+        entries: the group.
+        frozen: reads the values of the entries that a graph cannot follow.
+    """
+
+    entries: dict[str, Any]
+    frozen: Callable[[dict[str, Any]], tuple[Any, ...]]
+
+
+class Look:
+    """What one call has seen of the state, and how the next call sees whether anything is different.
+
+    Everything that has an identity is in one tuple of objects: modules, tensors, flags, types, param groups and their
+    entries. It is compared with that of the next call by addresses, in one call of C. If a hyperparameter is another
+    object of the same value, the state is read anew, which compares the values.
+
+    Args:
+        walk: the modules.
+        optimizers: see `TrainingState`.
+        scaler: see `TrainingState`.
+        finds_gradients: see `TrainingState`.
+        held: whether graphs hold all numbers of the optimizers as constants.
+
+    Attributes:
+        walk, optimizers, scaler, held: as given.
+        followed: the entries of a param group whose changes graphs follow.
+        addresses: of parameters and buffers.
+        gradients: addresses of gradients, [] if there are none.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: Scaler | None,
+        *,
+        finds_gradients: bool,
+        held: bool,
+    ) -> None:
+        self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
+        self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
+        self._finds_gradients = finds_gradients
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._groups = [_Group(group, _getter([key for key in group if key not in self.followed])) for group in groups]
+        # The params are a list, and betas out of a JSON file, too. What is in them may change in place.
+        lists = [value for group in groups for value in group.values() if type(value) is list]
+        self._tables: tuple[Any, ...] = (
+            *walk.tables,
+            *[part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)],
+            *lists,
+        )
+        self._lists = lists
+        self._lengths = list(map(len, lists))
+        self._objects = self._read_objects()  # kept, so that no other object gets the same identity
+        self._identities = _identities(self._objects)
+        self.addresses = list(map(Tensor.data_ptr, walk.tensors))
+        self.gradients = gradient_addresses(walk.tensors) if finds_gradients else []
+        self._settings = self._read_settings()
+
+    def is_current(self) -> bool:
+        """Return whether the state is still what was seen."""
+        try:
+            objects = self._read_objects()
+        except KeyError:  # an entry of a param group is gone
+            return False
+        return (
+            _identities(objects) == self._identities
+            and list(map(Tensor.data_ptr, self.walk.tensors)) == self.addresses
+            and self._read_settings() == self._settings
+            and list(map(len, self._lists)) == self._lengths
+            and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
+        )
+
+    def _read_settings(self) -> list[Any]:
+        return [*[read() for read in PLAIN_READERS], *[int(read()) for read in ENUM_READERS]]
+
+    def _read_objects(self) -> tuple[Any, ...]:
+        walk = self.walk
+        found: list[Any] = gc.get_referents(*self._tables)  # all values of all tables and lists, in one call of C
+        found += map(_requires_grad, walk.tensors)
+        found += walk.training()
+        found += map(type, walk.modules)
+        for optimizer in self.optimizers:
+            hooks = hooks_of_one(optimizer)
+            found += optimizer.state, optimizer.param_groups
+            if any((*HOOKS_OF_ALL, *hooks)):
+                found += step_hooks(optimizer)
+            if self.held:
+                found += own_values(optimizer)
+        for group, frozen in self._groups:
+            found += group
+            found += frozen(group)
+        if function_mode_count():
+            modes = function_modes()
+            found += map(type, modes)
+            found += default_devices(modes)
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            found += autocast()
+        if self.scaler is not None and self.scaler.is_enabled():
+            found += self.scaler.rule().values()
+        return tuple(found)
+
+
+def _getter(keys: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Return what reads these entries of a dict. It raises a `KeyError` if one is missing."""
+    read: Any = operator.itemgetter(*keys)  # "params" is one of them
+    return read if len(keys) > 1 else lambda group: (read(group),)
+
+
+class StateWatch(Generic[_G]):
+    """Notices when the training state is no longer what it was in the call before.
+
+    Args:
+        modules: see `TrainingState`.
+        optimizers: see `TrainingState`.
+        scaler: see `TrainingState`.
+        finds_gradients: see `TrainingState`.
+        rates: see `TrainingState`.
+        describe: `describe(look)` returns what stands for the state that was looked at.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: Scaler | None,
+        *,
+        finds_gradients: bool,
+        rates: Sequence[Rates],
+        describe: Callable[[Look], _G],
+    ) -> None:
+        self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
+        self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
+        self._held = False  # whether graphs hold all numbers of the optimizers as constants
+        self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
+        self._walk: Walk | None = None
+        self._walked = 0
+        self._seen: tuple[Look, _G] | None = None
+
+    def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
+        self._optimizers, self._rates, self._held = optimizers, (), True
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Have the next call look anew at everything, so that another object stands for the state."""
+        self._seen = None
+
+    def refresh_rates(self) -> None:
+        """Bring the tensors that optimizers read their learning rates from up to date.
+
+        It launches one kernel per rate that changed. Sync: none.
+        """
+        now = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
+        # A rate that is a tensor may have been written to. A number that is the same object is unchanged.
+        if len(now) == len(self._filled) and all(map(operator.is_, now, self._filled)):
+            return
+        for rates in self._rates:
+            rates.refresh()
+        self._filled = now if _NUMBERS.issuperset(map(type, now)) else [_NOT_FILLED]
+
+    def present(self) -> _G:
+        """Return what stands for the present state: the same object as before if nothing has changed since.
+
+        Learning rates, which graphs read from tensors, are brought up to date. Every call does this. Sync: none.
+        """
+        self.refresh_rates()
+        if self._seen is None or len(self._modules) != self._walked:
+            return self._look()
+        with without_torch_function():
+            is_current = self._seen[0].is_current()
+        return self._seen[1] if is_current else self._look()
+
+    def _look(self) -> _G:
+        self._seen = None
+        if self._walk is None or len(self._modules) != self._walked or not self._walk.is_current():
+            self._walk, self._walked = Walk(self._modules), len(self._modules)
+        with without_torch_function():
+            look = Look(
+                self._walk,
+                self._optimizers,
+                self._scaler,
+                finds_gradients=self._finds_gradients,
+                held=self._held,
+            )
+            now = self._describe(look)
+        self._seen = look, now
+        return now
+
+
+_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+_gradient: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+
+
+def gradient_addresses(tensors: list[Tensor]) -> list[int]:
+    """Return [] if there is no gradient, else an address per tensor, 0 for a tensor without gradient."""
+    found = list(map(_gradient, tensors))
+    if not any(map(operator.is_not, found, repeat(None))):
+        return []
+    return [0 if gradient is None else gradient.data_ptr() for gradient in found]
+
+
+def own_values(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return what the optimizer's attributes and the state of each parameter hold."""
+    kept = [value for name, value in vars(optimizer).items() if name not in _OTHERS]
+    return [*kept, *chain.from_iterable(map(operator.methodcaller("values"), optimizer.state.values()))]
+
+
+def default_devices(modes: list[Any]) -> tuple[torch.device, ...]:
+    """Return the devices that these function modes have set as default device, the innermost one last."""
+    return tuple([mode.device for mode in modes if type(mode) is DeviceContext])
+
+
+def autocast() -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the dtypes of the caller's autocast on CUDA and on the CPU, None where it is off."""
+    on_cuda = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return on_cuda, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+# ---------------------------------------------------------------------------------------------------------- identities
+
+
+def _ids(objects: tuple[Any, ...]) -> bytes:
+    """Return the identities of some objects."""
+    return b"".join([id(found).to_bytes(_POINTER, sys.byteorder) for found in objects])
+
+
+def _pointers(objects: tuple[Any, ...]) -> bytes:
+    """Return what `_ids` does, in a fraction of the time: in CPython a tuple is an array of them."""
+    return ctypes.string_at(id(objects) + _HEAD, _POINTER * len(objects))
+
+
+def _reads_tuples() -> bool:
+    """Return whether `_pointers` works in this interpreter."""
+    tuples: list[tuple[Any, ...]] = [(), (None,), (True, _ids, "", 1.5), tuple(map(object.__class__, range(100)))]
+    return sys.implementation.name == "cpython" and all(_pointers(objects) == _ids(objects) for objects in tuples)
+
+
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
+_HEAD = tuple.__basicsize__  # bytes in front of the items
+_identities = _pointers if _reads_tuples() else _ids
+_NOT_FILLED = object()
+_NUMBERS = frozenset((float, int, type(None)))
+# The attributes of an optimizer that are looked at by themselves, or that torch and ampkit set for a step.
+_OTHERS = frozenset(("state", "param_groups", "step", "found_inf", "grad_scale", "_opt_called"))

@@ -718,7 +718,7 @@ def test_events_of_the_profiler_have_what_is_read() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("nope", "'nope': expected module:function.* Models: mlp, resnet18-cifar, "),
+        ("nope", "'nope': expected module:function.* Models: mlp, mlp-tiny, "),
         ("mine:other", "module 'mine' has no attribute 'other'"),
         ("mine:number", r"'mine:number' is int, expected a function that returns \(loss_fn, model, optimizer"),
         ("no_such_module:f", "No module named 'no_such_module'"),

@@ -216,7 +216,7 @@ def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: Expect
 
 def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:
     known = expected.of(variant.whole)  # before the variant is built, since this may train and frees all memory
-    session = Session(case.batches, setting.device, plan)
+    session = Session(case.batches, setting.device, plan, variant.together)
     if variant.measure is not None:
         _fill(row, variant.measure(case, setting, plan), session, known)
         return ""

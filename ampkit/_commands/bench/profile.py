@@ -15,6 +15,7 @@ from ..._capture.graph import CudaGraph
 from .cases import Batch, Case
 from .process import clean_up
 from .report import Row, error_text
+from .session import stacks
 from .variants import VARIANTS, Setting, feed
 
 PROFILED_STEPS = 10
@@ -80,7 +81,9 @@ def profile(row: Row, case: Case, setting: Setting) -> str:
     """
     events: list[Any] = []
     try:
-        steps = _profiled_steps(case.batches, setting.device, events)
+        together = VARIANTS[row.variant].together
+        batches = case.batches if together == 1 else stacks(case.batches, together)
+        steps = _profiled_steps(batches, setting.device, events)
         VARIANTS[row.variant].build(case, setting).train(steps, lambda loss: None)
     except Exception as error:
         return error_text(error)
@@ -89,7 +92,8 @@ def profile(row: Row, case: Case, setting: Setting) -> str:
     work = device_work(events)
     if not work.kernels:
         return "torch.profiler saw no kernel"
-    row.busy_ms, row.kernels = work.busy_us / ALL_STEPS / 1e3, work.kernels / ALL_STEPS
+    steps_profiled = ALL_STEPS * together
+    row.busy_ms, row.kernels = work.busy_us / steps_profiled / 1e3, work.kernels / steps_profiled
     row.idle_share, row.between_share, row.copy_share = work.idle_share, work.between_share, work.copy_share
     return ""
 

@@ -35,6 +35,12 @@ class Session:
 
     A loop asks for the next batch after its step. So everything in the loop is measured, whoever wrote the loop.
 
+    Args:
+        batches: of the case.
+        device: where the steps compute.
+        plan: how thoroughly to measure.
+        together: how many batches are yielded at a time, stacked, for a loop that does that many steps per call.
+
     Attributes:
         ms: milliseconds per step, one number per repeat.
         setup_s: see `Row`.
@@ -42,8 +48,10 @@ class Session:
         setup_peak_mib: see `Row`. None without CUDA.
     """
 
-    def __init__(self, batches: Sequence[Batch], device: torch.device, plan: Plan) -> None:
-        self._batches = batches
+    def __init__(self, batches: Sequence[Batch], device: torch.device, plan: Plan, together: int = 1) -> None:
+        self._batches = batches if together == 1 else stacks(batches, together)
+        self._together = together
+        self._length = len(batches)
         self._device = device
         self._plan = plan
         self._losses: list[Tensor] = []
@@ -55,14 +63,18 @@ class Session:
         self.setup_peak_mib: float | None = None
 
     def on_loss(self, loss: Tensor) -> None:
-        """Take the loss of a step."""
+        """Take the loss of a step, or of the steps that are done together."""
         if len(self._losses) < self._plan.checked:
-            self._losses.append(loss.detach().clone())  # the next replay may overwrite the loss
+            losses = [loss] if self._together == 1 else loss.unbind()[: self._plan.checked - len(self._losses)]
+            self._losses += [each.detach().clone() for each in losses]  # the next replay may overwrite them
 
     def steps(self) -> Iterator[Batch]:
         """Yield the batches of the checked steps, of a warm-up, and of the timed blocks."""
         times = [self._now()]
-        for batch in self._take(self._plan.checked):
+        checked = self._plan.checked
+        if self._together > 1:  # the first ones warm up and capture, one by one and then together
+            checked = max(_SETTLED, -(-checked // self._together))
+        for batch in self._take(checked):
             yield batch
             times.append(self._now())
         steps = [after - before for before, after in itertools.pairwise(times)]
@@ -76,13 +88,13 @@ class Session:
         for _ in range(self._plan.repeats):
             start = self._now()
             yield from self._take(n)
-            self.ms.append((self._now() - start) / n * 1e3)
+            self.ms.append((self._now() - start) / (n * self._together) * 1e3)
         self.peak_mib = self._memory.peak_mib()
 
     @property
     def ends(self) -> range:
         """The last step of each checked pass over the batches; of each half of the steps if one pass is longer."""
-        n = max(1, min(len(self._batches), self._plan.checked // 2))
+        n = max(1, min(self._length, self._plan.checked // 2))
         return range(n + self._plan.checked % n, self._plan.checked + 1, n)
 
     @property
@@ -102,6 +114,17 @@ class Session:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+_SETTLED = 6  # stacks
+
+
+def stacks(batches: Sequence[Batch], together: int) -> list[Batch]:
+    """Return as many stacks as there are batches, which go round the batches in order. Their tensors are new ones."""
+    order = (batches[i % len(batches)] for i in itertools.count())
+    return [
+        tuple(torch.stack(leaves) for leaves in zip(*itertools.islice(order, together), strict=True)) for _ in batches
+    ]
 
 
 class _Memory:

@@ -73,6 +73,7 @@ class Variant:
         quick: whether `--quick` measures it.
         compiles: whether it uses torch.compile.
         on_cpu: its name in tables without a CUDA device, "" if that is the label.
+        together: how many steps its loop does per call, on batches that are stacked.
         measure: measures the step in a process of its own, in place of `build`; None if it runs in this process.
     """
 
@@ -84,6 +85,7 @@ class Variant:
     quick: bool = False
     compiles: bool = False
     on_cpu: str = ""
+    together: int = 1
     measure: Callable[[Case, Setting, Plan], Measured] | None = None
 
     def label_on(self, device: torch.device) -> str:
@@ -236,8 +238,18 @@ def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
 # --------------------------------------------------------------------------------------------------------------- ampkit
 
 
-def _graphed(case: Case, setting: Setting, compiled: bool = False, compile: str | None = None) -> Loop:
-    """`graphed_step` with scaling, clipping and schedule; of a compiled model, or compiled by `compile=`."""
+def _graphed(
+    case: Case, setting: Setting, compiled: bool = False, compile: str | None = None, scan: bool = False
+) -> Loop:
+    """`graphed_step` with scaling, clipping and schedule.
+
+    Args:
+        case: the case to train.
+        setting: see `Setting`.
+        compiled: whether the model is compiled.
+        compile: as `graphed_step` takes it.
+        scan: whether each batch is a stack of batches, for `scan`.
+    """
     policy, device = setting.policy, setting.device
     model = _model(case, setting)
     optimizer = case.optimizer(model.parameters(), fused=True)
@@ -254,6 +266,9 @@ def _graphed(case: Case, setting: Setting, compiled: bool = False, compile: str 
         graph="auto" if device.type == "cuda" else "emulate",
         compile=compile,
     )
+    if scan:
+        loop = _loop(lambda *stacked: step.scan(*stacked).loss, case, setting, lambda: step.report().to_dict())
+        return loop._replace(step=None)  # what a call takes on the host is no time of a step
     return _loop(lambda *batch: step(*batch).loss, case, setting, lambda: step.report().to_dict())
 
 
@@ -345,6 +360,7 @@ def _elsewhere(case: Case, setting: Setting) -> Loop:
 
 
 _JAX_SCAN = 100  # steps per call
+_SCAN = 96  # steps per call, in launches of 16
 
 VARIANTS: dict[str, Variant] = {
     "float32": Variant("float32 with TF32, eager", _float32, on_cpu="float32, eager"),
@@ -385,6 +401,24 @@ VARIANTS: dict[str, Variant] = {
         needs_cuda=True,
         default=False,
         compiles=True,
+    ),
+    "scan": Variant(
+        f"graphed_step, scan of {_SCAN}", functools.partial(_graphed, scan=True), default=False, together=_SCAN
+    ),
+    "scan-default": Variant(
+        f'graphed_step(compile="default"), scan of {_SCAN}',
+        functools.partial(_graphed, compile="default", scan=True),
+        default=False,
+        compiles=True,
+        together=_SCAN,
+    ),
+    "scan-max": Variant(
+        f'graphed_step(compile="max"), scan of {_SCAN}',
+        functools.partial(_graphed, compile="max", scan=True),
+        needs_cuda=True,
+        default=False,
+        compiles=True,
+        together=_SCAN,
     ),
     "lightning": Variant("Lightning, AmpkitCallback", _lightning, on_cpu="Lightning, AmpkitCallback, emulated"),
     "jax-jit": Variant("JAX, jit", _elsewhere, default=False, measure=_in_jax),

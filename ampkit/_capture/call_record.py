@@ -169,6 +169,9 @@ _MADE_WITHIN = ("aten::empty", "aten::scalar_tensor", "aten::fill_", "aten::zero
 _RANDOM_STATE = ("philox_seed", "philox_offset", "rng_state", "unused")
 # Entries of torch's that say nothing about the step. Those of communication have another number in each call.
 _SKIPPED = ("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_comms", "[pytorch|profiler|")
+# Compiled code detaches the inputs that it saves for its backward if they are views (torch/_functorch/_aot_autograd/
+# runtime_wrappers.py). The batch of an eager call may consist of views, the buffers of a graph never do.
+_WITHOUT_EFFECT = frozenset(("aten::detach", "detach"))
 _NUMBERED = ("nccl:", "gloo:", "c10d::", "ProcessGroup")
 
 
@@ -208,6 +211,8 @@ def _parsed(written: list[Any], calls: list[_PythonCall], lenient: bool) -> Reco
     threads: dict[int, list[Operation]] = {thread: [] for thread in (main, *autograds)}
     for i in ordered:
         entry = entries[i]
+        if entry.name in _WITHOUT_EFFECT:
+            continue
         if entry.thread in threads and entry.scope != _USER and not entry.name.startswith(_SKIPPED):
             within = (
                 entry.parent in entries and entries[entry.parent].scope == _FUNCTION

@@ -139,3 +139,22 @@ def test_a_compilation_within_the_capture_is_refused() -> None:
     with pytest.warns(ampkit.CaptureWarning, match="torch.compile had not compiled"):
         step(x)
     assert step.report().eager["capture failed"] == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("fresh_dynamo")
+@allow_inductor_warnings
+def test_batches_that_are_views(engine: tuple[str, str]) -> None:
+    """R11: compiled code detaches views that it saves for its backward, unlike the buffers of a graph."""
+    images, labels = torch.randn(8, 4, 3), torch.randint(0, 5, (8, 4))
+    results = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 5).to(engine[0])
+        loss = torch.compile(lambda model, x, y: F.cross_entropy(model(x), y), backend="aot_eager")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        step = ampkit.graphed_step(loss, model, optimizer, graph=graph, on_failure="raise")
+        stacked = images.to(engine[0]), labels.to(engine[0])
+        results.append([step(*batch).loss for batch in zip(*stacked, strict=True)])
+    assert_same(*results)
+    assert (step.replays, step.report().eager) == (5, {"warm-up": 3})

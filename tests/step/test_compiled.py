@@ -105,16 +105,18 @@ def test_captured_as_uncaptured(engine: Engine, case: str) -> None:
         assert [part in text for part, text in zip(("forward", "update"), compiled, strict=True)] == [True, True]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    ("mode", "policy"),
-    [
-        ("default", "bfloat16"),
-        ("default", "float16"),
-        pytest.param("max", "bfloat16", marks=pytest.mark.cuda),
-        pytest.param("max", "float16", marks=pytest.mark.cuda),
-    ],
-)
+ON_GPU = pytest.mark.cuda
+INDUCTOR = [  # Inductor has no kernels to choose from on a CPU
+    pytest.param(("cpu", "emulate"), "default", "bfloat16"),
+    pytest.param(("cpu", "emulate"), "default", "float16"),
+    pytest.param(("cuda", "auto"), "default", "bfloat16", marks=ON_GPU),
+    pytest.param(("cuda", "auto"), "default", "float16", marks=ON_GPU),
+    pytest.param(("cuda", "auto"), "max", "bfloat16", marks=ON_GPU),
+    pytest.param(("cuda", "auto"), "max", "float16", marks=ON_GPU),
+]
+
+
+@pytest.mark.parametrize(("engine", "mode", "policy"), INDUCTOR)
 @pytest.mark.slow
 @allow_inductor_warnings
 def test_with_inductor(engine: Engine, mode: str, policy: str) -> None:

@@ -37,21 +37,13 @@ def global_state() -> dict[str, Any]:
     return state
 
 
-# Lightning's launchers set these and leave them; accelerate takes them for those of a process of several.
-RENDEZVOUS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     before, rng = global_state(), torch.get_rng_state()
     cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    environment = {name: os.environ.get(name) for name in RENDEZVOUS}
     torch.manual_seed(0)
     yield
     torch.set_rng_state(rng)
-    for name, value in environment.items():
-        os.environ.pop(name, None)
-        os.environ.update({} if value is None else {name: value})
     if cuda_rng:
         torch.cuda.set_rng_state_all(cuda_rng)
     after = global_state()

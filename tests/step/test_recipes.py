@@ -201,6 +201,7 @@ def accelerated(device: str, graph: str, precision: str) -> tuple[dict[str, Any]
     from accelerate.state import AcceleratorState
     from torch.utils.data import DataLoader
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a Trainer of transformers that was tested before
     loss_fn = recipe("Accelerate")["loss_fn"]
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2, cpu=device == "cpu")

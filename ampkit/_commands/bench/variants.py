@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -267,9 +267,16 @@ def _graphed(
         compile=compile,
     )
     if scan:
-        loop = _loop(lambda *stacked: step.scan(*stacked).loss, case, setting, lambda: step.report().to_dict())
+        decoding = case if case.decode is None else replace(case, decode=functools.partial(_decode_each, case.decode))
+        loop = _loop(lambda *stacked: step.scan(*stacked).loss, decoding, setting, lambda: step.report().to_dict())
         return loop._replace(step=None)  # what a call takes on the host is no time of a step
     return _loop(lambda *batch: step(*batch).loss, case, setting, lambda: step.report().to_dict())
+
+
+def _decode_each(decode: Callable[[Batch], Batch], stacked: Batch) -> Batch:
+    """Return a stack of decoded batches."""
+    batches = [decode(batch) for batch in zip(*stacked, strict=True)]
+    return tuple(torch.stack(leaves) for leaves in zip(*batches, strict=True))
 
 
 def has_lightning() -> bool:

@@ -92,8 +92,7 @@ class Engine:
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
         self._fn, self._whole = fn, whole or fn
         self._state, self._watch = state, state.watch
-        self._device = device
-        self._reader = BatchReader(device)
+        self._device, self._reader = device, BatchReader(device)
         self._options, self._ranks = options, ranks
         self._stream = capture_stream(device) if on_cuda else None
         if on_cuda:

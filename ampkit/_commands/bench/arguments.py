@@ -36,7 +36,28 @@ def add_bench(commands: Any) -> None:
         epilog=f"{exit_codes('no variant could be measured')} If only some variants failed, the code is {DONE}, and a "
         "line on standard error says so. After Ctrl-C or an error, the figures so far are printed and written.",
     )
-    what = bench.add_argument_group("what to train")
+    _add_subject(bench.add_argument_group("what to train"))
+    how = bench.add_argument_group("how to measure")
+    how.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"some of {', '.join(VARIANTS)}"
+    )
+    how.add_argument("--quick", action="store_true", help="small models, few variants and repeats; takes at most 90 s")
+    how.add_argument("--repeats", type=_positive, metavar="N", help="number of timed blocks per variant; default: 7")
+    how.add_argument("--seconds", type=_seconds, metavar="S", help="approximate length of a block; default: 0.3")
+    how.add_argument(
+        "--no-profile", action="store_true", help="do not measure GPU time, so each variant is built only once"
+    )
+    how.add_argument(
+        "--curves",
+        type=_positive,
+        metavar="STEPS",
+        help="measure no times; compare the losses of this many steps, eager and captured",
+    )
+    _add_results(bench.add_argument_group("results"))
+    bench.set_defaults(run=_run_bench, parser=bench)
+
+
+def _add_subject(what: Any) -> None:
     what.add_argument(
         "--model",
         nargs="+",
@@ -61,24 +82,6 @@ def add_bench(commands: Any) -> None:
         choices=INPUTS,
         help=f"{'; '.join(f'{name}: {text}' for name, text in INPUTS.items())}; default: prefetch",
     )
-    how = bench.add_argument_group("how to measure")
-    how.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"some of {', '.join(VARIANTS)}"
-    )
-    how.add_argument("--quick", action="store_true", help="small models, few variants and repeats; takes at most 90 s")
-    how.add_argument("--repeats", type=_positive, metavar="N", help="number of timed blocks per variant; default: 7")
-    how.add_argument("--seconds", type=_seconds, metavar="S", help="approximate length of a block; default: 0.3")
-    how.add_argument(
-        "--no-profile", action="store_true", help="do not measure GPU time, so each variant is built only once"
-    )
-    how.add_argument(
-        "--curves",
-        type=_positive,
-        metavar="STEPS",
-        help="measure no times; compare the losses of this many steps, eager and captured",
-    )
-    _add_results(bench.add_argument_group("results"))
-    bench.set_defaults(run=_run_bench, parser=bench)
 
 
 def _add_results(out: Any) -> None:

@@ -211,9 +211,8 @@ def _parsed(written: list[Any], calls: list[_PythonCall], lenient: bool) -> Reco
     threads: dict[int, list[Operation]] = {thread: [] for thread in (main, *autograds)}
     for i in ordered:
         entry = entries[i]
-        if entry.name in _WITHOUT_EFFECT:
-            continue
-        if entry.thread in threads and entry.scope != _USER and not entry.name.startswith(_SKIPPED):
+        skipped = entry.name in _WITHOUT_EFFECT or entry.name.startswith(_SKIPPED)
+        if entry.thread in threads and entry.scope != _USER and not skipped:
             within = (
                 entry.parent in entries and entries[entry.parent].scope == _FUNCTION
             )  # an operation that raised has no entry

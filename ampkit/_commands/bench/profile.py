@@ -82,8 +82,7 @@ def profile(row: Row, case: Case, setting: Setting) -> str:
     events: list[Any] = []
     try:
         together = VARIANTS[row.variant].together
-        batches = case.batches if together == 1 else stacks(case.batches, together)
-        steps = _profiled_steps(batches, setting.device, events)
+        steps = _profiled_steps(stacks(case.batches, together), setting.device, events)
         VARIANTS[row.variant].build(case, setting).train(steps, lambda loss: None)
     except Exception as error:
         return error_text(error)

@@ -49,9 +49,8 @@ class Session:
     """
 
     def __init__(self, batches: Sequence[Batch], device: torch.device, plan: Plan, together: int = 1) -> None:
-        self._batches = batches if together == 1 else stacks(batches, together)
+        self._batches = stacks(batches, together)
         self._together = together
-        self._length = len(batches)
         self._device = device
         self._plan = plan
         self._losses: list[Tensor] = []
@@ -94,7 +93,7 @@ class Session:
     @property
     def ends(self) -> range:
         """The last step of each checked pass over the batches; of each half of the steps if one pass is longer."""
-        n = max(1, min(self._length, self._plan.checked // 2))
+        n = max(1, min(len(self._batches), self._plan.checked // 2))
         return range(n + self._plan.checked % n, self._plan.checked + 1, n)
 
     @property
@@ -119,8 +118,10 @@ class Session:
 _SETTLED = 6  # stacks
 
 
-def stacks(batches: Sequence[Batch], together: int) -> list[Batch]:
-    """Return as many stacks as there are batches, which go round the batches in order. Their tensors are new ones."""
+def stacks(batches: Sequence[Batch], together: int) -> Sequence[Batch]:
+    """Return as many stacks as there are batches, going round these in order. One at a time are the batches."""
+    if together == 1:
+        return batches
     order = (batches[i % len(batches)] for i in itertools.count())
     return [
         tuple(torch.stack(leaves) for leaves in zip(*itertools.islice(order, together), strict=True)) for _ in batches

@@ -369,6 +369,19 @@ def _elsewhere(case: Case, setting: Setting) -> Loop:
 _JAX_SCAN = 100  # steps per call
 _SCAN = 96  # steps per call, in launches of 16
 
+
+def _scan(compile: str | None = None) -> Variant:
+    called = "graphed_step" if compile is None else f'graphed_step(compile="{compile}")'
+    return Variant(
+        f"{called}, scan of {_SCAN}",
+        functools.partial(_graphed, compile=compile, scan=True),
+        needs_cuda=compile == "max",
+        default=False,
+        compiles=compile is not None,
+        together=_SCAN,
+    )
+
+
 VARIANTS: dict[str, Variant] = {
     "float32": Variant("float32 with TF32, eager", _float32, on_cpu="float32, eager"),
     "amp": Variant("torch AMP, eager", torch_amp, quick=True),
@@ -409,24 +422,9 @@ VARIANTS: dict[str, Variant] = {
         default=False,
         compiles=True,
     ),
-    "scan": Variant(
-        f"graphed_step, scan of {_SCAN}", functools.partial(_graphed, scan=True), default=False, together=_SCAN
-    ),
-    "scan-default": Variant(
-        f'graphed_step(compile="default"), scan of {_SCAN}',
-        functools.partial(_graphed, compile="default", scan=True),
-        default=False,
-        compiles=True,
-        together=_SCAN,
-    ),
-    "scan-max": Variant(
-        f'graphed_step(compile="max"), scan of {_SCAN}',
-        functools.partial(_graphed, compile="max", scan=True),
-        needs_cuda=True,
-        default=False,
-        compiles=True,
-        together=_SCAN,
-    ),
+    "scan": _scan(),
+    "scan-default": _scan("default"),
+    "scan-max": _scan("max"),
     "lightning": Variant("Lightning, AmpkitCallback", _lightning, on_cpu="Lightning, AmpkitCallback, emulated"),
     "jax-jit": Variant("JAX, jit", _elsewhere, default=False, measure=_in_jax),
     "jax-scan": Variant(

@@ -19,6 +19,7 @@ from .capture_query import answered, captures
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
 from .inputs import BatchReader
+from .kernel_names import KernelNames, KernelTable
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
@@ -104,7 +105,8 @@ class Engine:
             name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
         )
         self._cache = Cache(options.max_graphs, options.memory_budget)
-        self._layouts = Layouts(self._warmup, lenient=device.type == "cpu", told=options.capturing is True)
+        names = KernelNames(state.modules) if options.annotate else None
+        self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, names)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
         self._warm_up_call = WarmUp(
@@ -230,12 +232,7 @@ class Engine:
         elif len(self._cache):
             self._say_behind()
         change = self._surroundings.observe()
-        if (
-            change is not None
-            and self._optimizer is not None
-            and change.of_optimizer
-            and self._optimizer.leave(change.reason)
-        ):
+        if change is not None and change.of_optimizer and self._optimizer.leave(change.reason):
             self._adapt()
             return
         if change is None:
@@ -430,6 +427,10 @@ class Engine:
                 scanned=self.series.parts,
                 eager_optimizer=None if self._fallback.refused else self._optimizer.why_behind or None,
             )
+
+    def kernel_tables(self) -> list[KernelTable] | None:
+        """Return the names of the kernels of all graphs so far; None if nobody wanted them (`annotate`)."""
+        return None if self._layouts.names is None else list(self._layouts.names.tables)
 
     def close_in_turn(self) -> None:
         """Close when no other thread is in a call."""

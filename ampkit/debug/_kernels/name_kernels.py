@@ -42,7 +42,7 @@ def name_kernels(trace: str | os.PathLike[str] | dict[str, Any], step: Annotated
     Args:
         trace: the file that `export_chrome_trace` wrote (.json or .json.gz), or what is in it. It is not changed.
             Profile the CPU too: otherwise the trace does not show which graph a launch belongs to, and kernels get
-            names only if they are the same, in the same order, as those of exactly one graph.
+            names only if exactly one graph has these very kernels.
         step: what `graphed_step` or `graphed` returned, made with `annotate=True`, or such an `AmpkitCallback`.
 
     Returns:
@@ -62,7 +62,8 @@ def name_kernels(trace: str | os.PathLike[str] | dict[str, Any], step: Annotated
     calls = ProfiledCalls(events)
     by_mark = {table.mark: table for table in tables}
     found = [(call, by_mark[call.mark]) for call in calls.marked(GRAPH_MARK) if call.mark in by_mark]
-    found += [(call, _table_of(call, tables)) for call in calls.unmarked_graphs(GRAPH_MARK) if not found]
+    if not found:
+        found = [(call, _table_of(call, tables)) for call in calls.unmarked_graphs(GRAPH_MARK)]
     if not found:
         raise ValueError(
             "name_kernels(trace): it has no replay of this step in it. Profile a call that is a replay: "

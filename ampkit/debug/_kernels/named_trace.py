@@ -100,13 +100,17 @@ class NamedTrace:
             cells.append(_cells(f"{len(rest)} more", "", ModuleTime("", "", kernels, us, share)))
         return "\n".join(grid(cells, 2))
 
-    def to_json(self) -> str:
-        """Return the table as JSON: rows of all modules, and what could not be matched."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table for JSON: rows of all modules, and what could not be matched."""
         rows = [row._asdict() for row in self.rows()]
-        figures = {"replays": len(self.replays), "named_share": self.named_share, "problems": self.problems}
-        return json.dumps({**figures, "unmatched": len(self.unmatched), "modules": rows}, indent=1)
+        figures = {"replays": len(self.replays), "named_share": self.named_share, "problems": list(self.problems)}
+        return {**figures, "unmatched": len(self.unmatched), "modules": rows}
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, depth: int = 1) -> str:
+        """Return what is printed, with so many parts of each module's path."""
         number = len(self.replays)
         whole = sum(kernel.us for replay in self.replays for kernel in replay) / max(1, number)
         kernels = sum(map(len, self.replays)) / max(1, number)
@@ -115,7 +119,7 @@ class NamedTrace:
             f"{self.named_share:.1%} of the time has a name"
         )
         left = [f"{len(self.unmatched)} kernels unmatched"] if self.unmatched else []
-        return "\n".join([head, self.table(), *left, *(f"not matched: {text}" for text in self.problems)])
+        return "\n".join([head, self.table(depth), *left, *(f"not matched: {text}" for text in self.problems)])
 
 
 def _cells(phase: str, module: str, row: ModuleTime) -> tuple[str, str, str, str, str]:

@@ -23,7 +23,7 @@ from .profiled_trace import read_trace
 
 GRAPH_MARK = "ampkit: graph "
 ROOT = "(model)"  # the path of a module that no other one contains
-_CALL = "ampkit: call under the profiler"
+_CALL = "ampkit: under the profiler"
 _KEPT = 256  # tables; of as many graphs as a step may have layouts
 _numbers = itertools.count(1)  # of graphs, in one process: a trace may show those of several steps
 
@@ -197,10 +197,10 @@ def _exit_all(marks: list[Any]) -> None:
 
 
 def _paths(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
-    """Return the path of each module; where there is more than one outermost module, behind that one's name."""
+    """Return the path of each module. If there are several outermost ones, paths begin with the names of these."""
     paths: dict[nn.Module, str] = {}
     for name, root in modules.items():
-        prefix = "" if name == "model" else f"{name}."
+        prefix = "" if name == "model" or len(modules) == 1 else f"{name}."
         for path, module in root.named_modules():
             paths.setdefault(module, f"{prefix}{path}" if path else prefix.removesuffix(".") or ROOT)
     return paths

@@ -18,7 +18,10 @@ _HOST_KINDS = frozenset(("cpu_op", "user_annotation"))
 _GRAPH_LAUNCH = "GraphLaunch"  # in cudaGraphLaunch and cuGraphLaunch
 _NODE = "autograd::engine::evaluate_function: "
 _OPTIMIZER_STEP = "Optimizer.step#"
-_OWN, _PROFILERS = "ampkit: ", "profiler::"
+_COMPILED = "Torch-Compiled Region: "
+_OWN = "ampkit: "
+# The profiler's own, and the reads of step counts in fused optimizers on the CPU, which have the work around them.
+_NO_WORK = ("profiler::", "aten::item", "aten::_local_scalar_dense")
 
 
 class Kernel(NamedTuple):
@@ -153,13 +156,12 @@ class ProfiledCalls:
 
     def _operations(self, mark: Any, threads: set[Any]) -> Iterator[Kernel]:
         """Yield the innermost operations on the CPU within a mark."""
-        parents = set(self._parents.values())
+        seen = {i for i in self._parents if not self._events[i]["name"].startswith(_NO_WORK)}
+        parents = {self._parents[i] for i in seen}
         for thread in threads:
             for i in self._threads[thread].places:
                 event = self._events[i]
-                if event["cat"] != "cpu_op" or event["name"].startswith(_PROFILERS) or not _during(event, mark):
-                    continue
-                if i not in parents:
+                if i in seen and i not in parents and event["cat"] == "cpu_op" and _during(event, mark):
                     start = float(event["ts"])
                     yield Kernel(event["name"], f"thread {thread[1]}", start, float(event["dur"]), i, i, start)
 
@@ -195,8 +197,9 @@ class ProfiledCalls:
         return OPTIMIZER if stepping else "", module, operations[0] if operations else ""
 
     def _module(self, chain: Sequence[int]) -> str:
-        """Return the innermost module around, or the innermost scope of the user's if there is no module."""
-        names = [self._events[i]["name"] for i in chain if self._events[i]["cat"] == "user_annotation"]
+        """Return the innermost module around; if there is none, the innermost compiled region or scope of the user's."""
+        events = [self._events[i] for i in chain]
+        names = [e["name"] for e in events if e["cat"] == "user_annotation" or e["name"].startswith(_COMPILED)]
         modules = [name.removeprefix(MODULE_MARK) for name in names if name.startswith(MODULE_MARK)]
         scopes = [name for name in names if not name.startswith((_OWN, _OPTIMIZER_STEP, "Optimizer.", "ProfilerStep"))]
         return next(iter(modules or scopes), "")

@@ -1,7 +1,7 @@
 """What an exported profiler trace says of marked calls: the kernels that each launched, and whose kernels they are.
 
-The traces are those of `torch.profiler.profile.export_chrome_trace`. Where no GPU took part, the innermost operations
-on the CPU stand in for kernels.
+The traces are those of `torch.profiler.profile.export_chrome_trace`. Where no GPU took part, operations on the CPU
+stand in for kernels.
 """
 
 import bisect
@@ -20,8 +20,7 @@ _NODE = "autograd::engine::evaluate_function: "
 _OPTIMIZER_STEP = "Optimizer.step#"
 _COMPILED = "Torch-Compiled Region: "
 _OWN = "ampkit: "
-# The profiler's own, and the reads of step counts in fused optimizers on the CPU, which have the work around them.
-_NO_WORK = ("profiler::", "aten::item", "aten::_local_scalar_dense")
+_AROUND_OPERATIONS = ("autograd::", "torch::autograd::", "profiler::")
 
 
 class Kernel(NamedTuple):
@@ -124,24 +123,29 @@ class ProfiledCalls:
             if event.get("cat") == "cpu_op" and event["name"].startswith(_NODE) and _during(event, mark)
         }
         threads = {_thread_of(mark), *nodes}
-        launches = [
-            i for i in self._launches if _during(event := self._events[i], mark) and _thread_of(event) in threads
-        ]
-        graphs = [i for i in launches if _GRAPH_LAUNCH in self._events[i]["name"]]
+        launches = [i for i in self._launches if _during(self._events[i], mark)]
+        graphs = [i for i in launches if _GRAPH_LAUNCH in self._events[i]["name"] and _within(self._events[i], mark)]
         if graphs:
             return Call(mark["name"], self._of_graphs(graphs), True)
+        # What other threads launch meanwhile, such as a loader's, is no part of the call.
         kernels = [
-            self._kernel(place, i) for i in launches for place in self._on_device.get(_correlation(self._events[i]), ())
+            kernel
+            for i in launches
+            for kernel in self._launched(i)
+            if any(_thread_of(self._events[j]) in threads for j in (i, kernel.launch) if j >= 0)
         ]
         if not kernels:
             kernels = list(self._operations(mark, threads))
         return Call(mark["name"], tuple(sorted(kernels, key=lambda kernel: kernel.launched)), False)
 
     def _of_graphs(self, launches: Sequence[int]) -> tuple[Kernel, ...]:
-        kernels = [
-            self._kernel(place, i) for i in launches for place in self._on_device.get(_correlation(self._events[i]), ())
-        ]
+        kernels = [kernel for i in launches for kernel in self._launched(i)]
         return tuple(sorted(kernels, key=lambda kernel: (kernel.launched, kernel.start)))
+
+    def _launched(self, i: int) -> Iterator[Kernel]:
+        """Yield what a launch ran on the GPU."""
+        for place in self._on_device.get(_correlation(self._events[i]), ()):
+            yield self._kernel(place, i)
 
     def _kernel(self, place: int, launch: int) -> Kernel:
         event, launched = self._events[place], self._events[launch]
@@ -155,13 +159,15 @@ class ProfiledCalls:
         return Kernel(event["name"], stream, start, duration, place, owner, float(launched["ts"]))
 
     def _operations(self, mark: Any, threads: set[Any]) -> Iterator[Kernel]:
-        """Yield the innermost operations on the CPU within a mark."""
-        seen = {i for i in self._parents if not self._events[i]["name"].startswith(_NO_WORK)}
-        parents = {self._parents[i] for i in seen}
+        """Yield the operations on the CPU within a mark, without those that are parts of others."""
         for thread in threads:
+            inside: set[int] = set()
             for i in self._threads[thread].places:
                 event = self._events[i]
-                if i in seen and i not in parents and event["cat"] == "cpu_op" and _during(event, mark):
+                if self._parents[i] in inside:
+                    inside.add(i)
+                elif _is_operation(event) and _during(event, mark):
+                    inside.add(i)
                     start = float(event["ts"])
                     yield Kernel(event["name"], f"thread {thread[1]}", start, float(event["dur"]), i, i, start)
 
@@ -197,7 +203,7 @@ class ProfiledCalls:
         return OPTIMIZER if stepping else "", module, operations[0] if operations else ""
 
     def _module(self, chain: Sequence[int]) -> str:
-        """Return the innermost module around; if there is none, the innermost compiled region or scope of the user's."""
+        """Return the innermost module around, or without one the innermost compiled region or scope of the user's."""
         events = [self._events[i] for i in chain]
         names = [e["name"] for e in events if e["cat"] == "user_annotation" or e["name"].startswith(_COMPILED)]
         modules = [name.removeprefix(MODULE_MARK) for name in names if name.startswith(MODULE_MARK)]
@@ -280,6 +286,12 @@ def _correlation(event: Any) -> Any:
 
 
 _NONE = object()
+
+
+def _is_operation(event: Any) -> bool:
+    """Return whether an event is an operation. Autograd nodes and compiled regions are around operations."""
+    name = event["name"]
+    return event["cat"] == "cpu_op" and "::" in name and not name.startswith(_AROUND_OPERATIONS)
 
 
 def _end(event: Any) -> float:

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from .._torch.optimizers import init_optimizer_state
 from .._torch.tensors import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, foreach_sub_
 from .._undo import Undo
+from .sharded import OverRanks
 from .step_kind import gradients, parameters, scales_in_kernel, torch_class
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
@@ -62,7 +63,11 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def step_clipped(
-    optimizer: Optimizer, max_norm: float | None, norm_type: float, step: Callable[[], Any]
+    optimizer: Optimizer,
+    max_norm: float | None,
+    norm_type: float,
+    step: Callable[[], Any],
+    over_ranks: OverRanks,
 ) -> tuple[Any, Tensor | None]:
     """Clip the norm over all gradients to `max_norm` and step. A fused optimizer clips in its own kernel.
 
@@ -71,6 +76,7 @@ def step_clipped(
         max_norm: None does not clip.
         norm_type: of the p-norm.
         step: steps the optimizer.
+        over_ranks: makes the norm of all ranks' gradients.
 
     Returns:
         What `step` returned, and the norm before clipping (None without `max_norm`).
@@ -85,9 +91,13 @@ def step_clipped(
         return step(), None
     if not scales_in_kernel(optimizer) or any(grad.dtype in _DOUBLES for grad in grads):
         # Also for gradients in float64, since a kernel takes a divisor in float32 only.
-        norm = torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
+        if over_ranks:
+            norm = over_ranks.norm(total_norm(grads, grads[0].device, norm_type), norm_type)
+            torch.nn.utils.clip_grads_with_norm_(parameters(optimizer), max_norm, norm)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
         return step(), norm
-    norm = total_norm(grads, grads[0].device, norm_type)
+    norm = over_ranks.norm(total_norm(grads, grads[0].device, norm_type), norm_type)
     with kernel_scaling(optimizer, clip_coefficient(norm, max_norm).reciprocal(), None):
         return step(), norm
 

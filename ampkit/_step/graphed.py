@@ -13,8 +13,9 @@ from .._arguments import read_all
 from .._capture.engine import Engine
 from .._capture.inputs import flatten
 from .._capture.options import Options
-from .._capture.ranks import Ranks, why_not_sharded
+from .._capture.ranks import Ranks
 from .._capture.report import Report
+from .._capture.shards import why_not_sharded
 from .._capture.sparse_gradients import why_not_dense
 from .._capture.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups

@@ -12,8 +12,9 @@ from .._arguments import check_at_least, check_callable, check_instance, read_po
 from .._batches.buckets import Buckets
 from .._capture.engine import Engine
 from .._capture.options import Options
-from .._capture.ranks import Ranks, why_not_sharded
+from .._capture.ranks import Ranks
 from .._capture.report import Report
+from .._capture.shards import why_not_sharded
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
@@ -132,7 +133,8 @@ def graphed_step(
 
     Raises:
         ValueError: an argument that cannot work; the message says what to pass.
-        NotImplementedError: a model whose parameters are sharded over processes (`fully_shard`), unless `graph="off"`.
+        NotImplementedError: `fully_shard` has split the parameters over a mesh of more than one dimension, or has a
+            setting that a graph cannot follow, unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
 
     Sync: only the call that captures a graph waits for the device.
@@ -203,7 +205,8 @@ class GraphedStep:
         self._engine = engine
         self._turn = engine.turn
         self._compiled = step.compiled
-        self._window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
+        call = step.gathering(engine)
+        self._window = Window(call, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
         self._scan = Scan(engine, step, self._window, accumulate, optimizer, scheduler, buckets)
         self._buckets = buckets
 

@@ -150,7 +150,7 @@ class LayoutCapture:
             disagree on it.
         """
         difference = layout.rehearsal.difference()
-        if self._layouts.lenient and self._ranks.several:
+        if self._layouts.lenient and self._ranks.wrappers:
             return None  # on a CPU, DistributedDataParallel does its part when gloo's threads are done with theirs
         if difference is None and not self._ranks.several:  # not recorded: once more, behind another rehearsal
             self._cache.drop(key)

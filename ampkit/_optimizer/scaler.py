@@ -279,7 +279,7 @@ class GradScaler(upstream.GradScaler):
         if preset is not None:
             preset = preset.reshape(()).to(scale.device, non_blocking=True)
             divisor = preset if divisor is None else divisor * preset
-        norm = over_ranks.norm(total_norm(grads, scale.device, norm_type), norm_type)
+        norm = total_norm(grads, scale.device, norm_type, over_ranks)
         self.grad_norm = norm if divisor is None else norm / divisor
         if unscaled:
             self.found_inf = any_found(state["found_inf_per_device"].values(), scale.device)

@@ -18,10 +18,10 @@ _ELEMENTWISE = (Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAd
 
 
 class OverRanks:
-    """The norm of all ranks' shards, made of the norms of each.
+    """What makes the norms of whole gradients of the norms of their shards.
 
     Args:
-        group: the process group; None if parameters are not split, or if torch computes with DTensors.
+        group: the ranks that have the shards; None if gradients are not split, or if torch computes with DTensors.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -30,24 +30,30 @@ class OverRanks:
     def __bool__(self) -> bool:
         return self._group is not None
 
-    def norm(self, norm: Tensor, norm_type: float) -> Tensor:
-        """Return the norm over the ranks, the same bits on each of them. Not finite if that of one rank is not.
+    def norms(self, norms: Tensor, norm_type: float) -> Tensor:
+        """Return the norms over all ranks, the same bits on each of them. One is not finite if it is not on some rank.
+
+        They have the bits of torch.nn.utils.clip_grad_norm_, which computes them in the same way.
 
         Args:
-            norm: of this rank's shards, shape (), float32 or float64.
-            norm_type: of the p-norm; inf is the largest magnitude.
+            norms: the norm of each gradient's shard on this rank, shape (n,), float32 or float64.
+            norm_type: of the p-norms; inf is the largest magnitude.
 
-        Sync: none. One all_reduce of one number.
+        Sync: none. One all_reduce of n numbers.
         """
         if self._group is None:
-            return norm
+            return norms
         if norm_type == torch.inf:
-            largest = torch.where(norm < torch.inf, norm, torch.inf)  # a maximum may leave out nan
+            largest = torch.where(norms < torch.inf, norms, torch.inf)  # a maximum may leave out nan
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self._group)
             return largest
-        power = norm**norm_type
-        torch.distributed.all_reduce(power, group=self._group)
-        return power ** (1.0 / norm_type)
+        powers = norms**norm_type
+        torch.distributed.all_reduce(powers, group=self._group)
+        result: Tensor = powers ** (1.0 / norm_type)
+        return result
+
+
+ONE_RANK = OverRanks()
 
 
 @contextmanager
@@ -59,11 +65,11 @@ def on_shards(optimizer: Optimizer) -> Iterator[OverRanks]:
     parameters are split over one process group, and the step does the same to each element.
 
     Yields:
-        What makes the norm of the whole of those of the shards.
+        What makes the norms of whole gradients.
     """
     group = _group_of(optimizer)
     if group is None:
-        yield OverRanks()
+        yield ONE_RANK
         return
     state = optimizer.state
     with Undo() as undo:

@@ -9,6 +9,12 @@ from .._torch.sharding import ShardedModules, mesh_group, sharded_class
 _INSTEAD = "Or pass graph='off'."
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a parameter of the model is split over processes."""
+    kind = sharded_class()
+    return any(isinstance(param, kind) for param in model.parameters())
+
+
 def shard_group(model: nn.Module) -> Any:
     """Return the process group over which the parameters are split, None if none is, or not in one way only."""
     kind = sharded_class()

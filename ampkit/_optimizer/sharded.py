@@ -91,7 +91,9 @@ def _group_of(optimizer: Optimizer) -> Any:
     params = parameters(optimizer)
     if not (params and isinstance(params[0], kind) and torch_class(optimizer) in _ELEMENTWISE):
         return None
-    groups = {id(group): group for group in (mesh_group(param) if isinstance(param, kind) else None for param in params)}
+    groups = {
+        id(group): group for group in (mesh_group(param) if isinstance(param, kind) else None for param in params)
+    }
     return next(iter(groups.values())) if len(groups) == 1 else None
 
 

@@ -14,7 +14,7 @@ from .._capture.engine import Engine
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
-from .._capture.shards import why_not_sharded
+from .._capture.shards import is_sharded, why_not_sharded
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
@@ -152,7 +152,7 @@ def graphed_step(
     ranks = Ranks(model, device)
     scaler = _scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
-    blocker = _blocker(model, loss_fn, options) or not_with_optimizer
+    blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
     step = _maker(compile, options)(
         loss_fn,
@@ -356,7 +356,7 @@ def _device(model: nn.Module, policy: Policy | None) -> torch.device:
     return next(iter(devices))
 
 
-def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:
+def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options, numerics: Observer | None) -> str:
     """Return why nothing can be captured of forward and backward, as far as that is known; else ""."""
     for name, part in (("model", model), ("loss_fn", loss_fn)):
         if options.graph != "off" and cudagraphs_of_its_own(part):
@@ -366,6 +366,11 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) ->
             )
     if options.graph != "off" and (problem := why_not_sharded(model)):
         raise NotImplementedError(f"graphed_step(model): {problem}")
+    if options.graph != "off" and numerics is not None and is_sharded(model):
+        raise NotImplementedError(
+            "graphed_step(numerics): gradients that fully_shard splits over processes cannot be measured in a graph. "
+            "Pass numerics=None, or graph='off'."
+        )
     return why_not_dense([model])
 
 

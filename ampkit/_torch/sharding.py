@@ -1,4 +1,4 @@
-"""What torch keeps private of parameters that `fully_shard` has split over processes, and of the modules it has wrapped.
+"""What torch keeps private of parameters that `fully_shard` has split over processes, and of the wrapped modules.
 
 Nothing here imports `torch.distributed.tensor` or `torch.distributed.fsdp`, which takes long. Whoever has made a
 DTensor, or has called `fully_shard`, has imported them.
@@ -94,7 +94,7 @@ class ShardedModules:
             _settle_group(group)
 
     def why_not_captured(self) -> str:
-        """Return which setting of these modules a graph cannot follow and what to write instead, "" if there is none."""
+        """Return which setting a graph cannot follow and what to write instead, "" if there is none."""
         for group in self._groups:
             if not group.reduce_grads:
                 return "set_requires_gradient_sync(False) was called on it. Leave it True, and pass accumulate=N."

@@ -35,7 +35,7 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the memory that a tensor lies in, None if it has none, as a sparse tensor. Of a DTensor, its local part."""
+    """Return the memory that a tensor lies in, of a DTensor that of its part; None if it has none."""
     try:
         return local_shard(tensor).untyped_storage()
     except (NotImplementedError, RuntimeError):

@@ -9,6 +9,7 @@ Without RANK in its environment the script starts the ranks itself. It also runs
 
 import argparse
 import faulthandler
+import gc
 import json
 import os
 import subprocess
@@ -18,8 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +95,14 @@ CASES = {
     "state dict": Case("transformer", dtype=LOW, max_norm=0.5, event="state dict"),
     "resume": Case("transformer", dtype=LOW, max_norm=0.5, event="resume"),
     "resume float16": Case(policy="float16", max_norm=0.5, overflows=(1,), event="resume"),
+    "exception": Case("transformer", dtype=LOW, max_norm=0.5, event="exception"),
+    "scan": Case("transformer", dtype=LOW, max_norm=0.5, event="scan"),
     "other size": Case(max_norm=0.5, event="other size"),
+    "waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits"),
+    "raises": Case("transformer", dtype=LOW, max_norm=0.5, event="raises"),
 }
+FOUR_RANKS = {"resharded to two": Case("transformer", 2, dtype=LOW, max_norm=0.5)}
+GIVES_UP = ("waits", "raises")  # events in which rank 1 cannot capture
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -156,24 +162,23 @@ def transformer() -> nn.Module:
     return nn.Sequential(*(Block(16, 2) for _ in range(2)), nn.LayerNorm(16), nn.Linear(16, 5))
 
 
-def timed_model() -> nn.Module:
-    return nn.Sequential(*(FastBlock(1024, 16, 0.0) for _ in range(12)), nn.LayerNorm(1024), nn.Linear(1024, 1024))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "transformer": transformer,
     "grouped": transformer,
     "frozen": transformer,
     "tied": Tied,
-    "timed": timed_model,
 }
 
 
 def sharded(case: Case, device: torch.device, seed: int = 3) -> nn.Module:
-    """Return the model of a case, with each block and the whole under fully_shard."""
+    """Return the model of a case, under fully_shard."""
     torch.manual_seed(seed)
-    model = MODELS[case.model]().to(device)
+    return wrapped(MODELS[case.model]().to(device), case, device)
+
+
+def wrapped(model: Any, case: Case, device: torch.device) -> nn.Module:
+    """Put each block and the whole model under fully_shard."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     low = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy() if case.dtype is None else low}
@@ -187,8 +192,8 @@ def sharded(case: Case, device: torch.device, seed: int = 3) -> nn.Module:
         fully_shard(block, **options)
     if case.model == "grouped":
         fully_shard([model[-2], model[-1]], **options)
-    fully_shard(model, **options)
-    return model
+    whole: nn.Module = fully_shard(model, **options)
+    return whole
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -202,11 +207,14 @@ class Job:
         device: where this rank trains.
         graph: "auto", "emulate", "off", or "torch" for the same training written with torch alone.
         seed: of the weights.
+        model: a model under fully_shard, if not the one of the case.
     """
 
-    def __init__(self, case: Case, device: torch.device, graph: str, seed: int = 3) -> None:
+    def __init__(
+        self, case: Case, device: torch.device, graph: str, seed: int = 3, model: nn.Module | None = None
+    ) -> None:
         self.case, self.device, self.graph = case, device, graph
-        self.model = sharded(case, device, seed)
+        self.model = sharded(case, device, seed) if model is None else model
         on_tensor = graph == "torch" and device.type == "cuda"
         rate = torch.tensor(RATE, device=device) if on_tensor else RATE
         kind = getattr(torch.optim, case.optimizer)
@@ -231,12 +239,18 @@ class Job:
             accumulate=case.accumulate,
             after_step=self.after_step if case.average else None,
             graph=graph,
-            on_failure="parts" if graph == "off" or case.behind else "raise",
+            on_failure="parts" if graph == "off" or case.behind or case.event in GIVES_UP else "raise",
         )
         KEPT.append(self.step)
 
     def loss_fn(self, model: nn.Module, x: Tensor, boost: Tensor) -> Tensor:
-        return (model(x).float() * boost).square().mean()
+        loss = (model(x).float() * boost).square().mean()
+        if dist.get_rank() == 1 and self.case.event == "waits":
+            loss.item()
+        fails = dist.get_rank() == 1 and self.case.event == "raises" and self.device.type == "cuda"
+        if fails and torch._C._cuda_isCurrentStreamCapturing():
+            raise ValueError("a mistake of the user")
+        return loss
 
     def after_step(self, model: nn.Module) -> None:
         """Keep an average of the weights, as a user of fully_shard writes it."""
@@ -256,8 +270,25 @@ class Job:
         if self.graph == "torch":
             self.outputs.append(self._with_torch(*self.batch(call)))
         else:
-            out = self.step(*self.batch(call))
+            batch = self.batch(call)
+            if self.case.event == "exception" and call == 1:
+                self._raise_within(batch)
+            if self.case.event == "scan":
+                out = self.step.scan(batch[0].expand(2, *batch[0].shape), batch[1].expand(2))
+            else:
+                out = self.step(*batch)
             self.outputs.append([out.loss, out.skipped, *([] if out.grad_norm is None else [out.grad_norm])])
+
+    def _raise_within(self, batch: tuple[Tensor, ...]) -> None:
+        """Do a call in which the forward of the second block raises, on all ranks."""
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError
+
+        hook = self.model[1].down.register_forward_pre_hook(fail)
+        with suppress(ZeroDivisionError):
+            self.step(*batch)
+        hook.remove()
 
     def _with_torch(self, x: Tensor, boost: Tensor) -> list[Tensor]:
         assert self.case.accumulate == 1
@@ -352,7 +383,7 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     row = {
         "differ": differences(reference, job),
         "differ from torch": differences(alone, job) if case.torch else [],
-        "norms": [float(out[2]) for out in job.outputs if len(out) == 3],
+        "norms": [out[2].tolist() for out in job.outputs if len(out) == 3],
         "messages": [str(w.message) for w in caught if issubclass(w.category, ampkit.AmpkitWarning)],
         **{name: getattr(job.step.report(), name) for name in ("captures", "replays", "eager", "skipped", "failure")},
         "seconds": round(time.monotonic() - start, 1),
@@ -383,7 +414,7 @@ def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any
     rows: dict[str, Any] = {}
     for name in args.cases or CASES:
         try:
-            rows[name] = compare(CASES[name], device, args.graph)
+            rows[name] = compare({**CASES, **FOUR_RANKS}[name], device, args.graph)
         except Exception as error:  # whatever it is, it is the finding
             traceback.print_exc()
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
@@ -400,15 +431,19 @@ def shortened(row: dict[str, Any]) -> str:
 
 
 def timed(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return milliseconds per step and peak MiB of a transformer of 151 million parameters, with and without a graph."""
+    """Return milliseconds per step and peak MiB of a transformer, with torch alone, eagerly and with a graph."""
     rows: dict[str, Any] = {}
     for batch in args.batches:
         for graph in ("torch", "off", args.graph):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            clip = None if graph == "torch" else 1.0
-            job = Job(Case("timed", dtype=LOW, max_norm=clip, policy=None), device, graph)
-            x, boost = torch.randn(batch, 512, 1024, device=device), torch.ones((), device=device)
+            case = Case(dtype=LOW, max_norm=1.0)
+            width = args.width
+            with device:
+                blocks = [FastBlock(width, width // 64, 0.0) for _ in range(args.blocks)]
+                model = nn.Sequential(*blocks, nn.LayerNorm(width), nn.Linear(width, width))
+            job = Job(case, device, graph, model=wrapped(model, case, device))
+            x, boost = torch.randn(batch, 512, width, device=device), torch.ones((), device=device)
             step = job.step if graph != "torch" else job._with_torch
             ms = milliseconds(lambda step=step, x=x, boost=boost: step(x, boost), 10, 30)
             peak = torch.cuda.max_memory_reserved() >> 20
@@ -417,7 +452,9 @@ def timed(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             if graph != "torch":
                 rows[f"{graph} batch {batch}"]["replays"] = job.step.replays
                 job.step.close()
-            del job, step
+            KEPT.clear()
+            del job, step, model, blocks
+            gc.collect()
     return rows
 
 
@@ -439,9 +476,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--graph", choices=["auto", "emulate", "off"])
-    parser.add_argument("--cases", nargs="*", choices=CASES)
+    parser.add_argument("--cases", nargs="*", choices=[*CASES, *FOUR_RANKS])
     parser.add_argument("--time", action="store_true", help="time steps instead")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--end", choices=ENDS, default="destroy")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=95)
@@ -451,7 +490,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def start(argv: Sequence[str], ranks: int, timeout: float) -> int:
-    """Run this script once per rank, with what they print on this process's output. Return the first exit code not 0."""
+    """Run this script once per rank, on the output of this process. Return the first exit code that is not 0."""
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(ranks):

@@ -24,21 +24,24 @@ class Ranks:
         model: its ranks are those of the process group of a `DistributedDataParallel` in it, or of the one over which
             `fully_shard` has split its parameters. If it has neither, there is one rank.
         device: where the votes are reduced.
+        captured: whether graphs are made, which do not follow some settings of `fully_shard`.
 
     Attributes:
         wrappers: the `DistributedDataParallel` modules of the model.
         shards: the modules of the model that `fully_shard` has wrapped.
         several: whether there are other ranks.
+        captured: as given.
         warmup: how many eager calls they need before a capture.
     """
 
     other_found = "another rank found that its step cannot be captured; the message there says why."
     other_failed = "the capture failed on another rank; the message there says why."
 
-    def __init__(self, model: nn.Module | None, device: torch.device) -> None:
+    def __init__(self, model: nn.Module | None, device: torch.device, *, captured: bool = False) -> None:
         modules = () if model is None else model.modules()
         self.wrappers = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self.shards = ShardedModules(nn.Module() if model is None else model)
+        self.captured = captured
         self._group: Any = self.wrappers[0].process_group if self.wrappers else model and shard_group(model)
         self.several = self._group is not None
         self.warmup = WARMUP_DDP if self.wrappers else 1

@@ -22,6 +22,23 @@ def shard_group(model: nn.Module) -> Any:
     return groups[0] if groups and all(group is groups[0] for group in groups) else None
 
 
+def refuse_sharded(where: str, model: nn.Module, *, observed: bool) -> None:
+    """Raise a `NotImplementedError` if a step of this model cannot be captured because of how its parameters are split.
+
+    Args:
+        where: the function that the user has called.
+        model: the model.
+        observed: whether somebody measures in the step.
+    """
+    if problem := why_not_sharded(model):
+        raise NotImplementedError(f"{where}(model): {problem}")
+    if observed and is_sharded(model):
+        raise NotImplementedError(
+            f"{where}(numerics): gradients that fully_shard splits over processes cannot be measured in a graph. Pass "
+            "numerics=None, or graph='off'."
+        )
+
+
 def why_not_sharded(model: nn.Module) -> str:
     """Return why a step of this model cannot be captured with its parameters split over processes, and what to write
     instead; "" if it can, or if none is split."""

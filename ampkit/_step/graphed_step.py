@@ -14,7 +14,7 @@ from .._capture.engine import Engine
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
-from .._capture.shards import is_sharded, why_not_sharded
+from .._capture.shards import refuse_sharded
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
@@ -149,7 +149,7 @@ def graphed_step(
     device = _device(model, policy)
     _check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
-    ranks = Ranks(model, device)
+    ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = _scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer
@@ -364,13 +364,8 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options, nu
                 f"graphed_step({name}): it is compiled with CUDA graphs of its own, which cannot be captured in "
                 "another one. Compile it in the default mode, torch.compile(model), or pass graph='off'."
             )
-    if options.graph != "off" and (problem := why_not_sharded(model)):
-        raise NotImplementedError(f"graphed_step(model): {problem}")
-    if options.graph != "off" and numerics is not None and is_sharded(model):
-        raise NotImplementedError(
-            "graphed_step(numerics): gradients that fully_shard splits over processes cannot be measured in a graph. "
-            "Pass numerics=None, or graph='off'."
-        )
+    if options.graph != "off":
+        refuse_sharded("graphed_step", model, observed=numerics is not None)
     return why_not_dense([model])
 
 

@@ -188,6 +188,8 @@ class TrainingStep:
             return call
 
         def gathered(*args: Any, **kwargs: Any) -> PartOfStep:
+            if self._ranks.captured and (problem := self._ranks.shards.why_not_captured()):
+                raise ValueError(f"graphed_step(model), fully_shard: {problem} Or pass graph='off'.")
             self._ranks.shards.gather()
             return call(*args, **kwargs)
 

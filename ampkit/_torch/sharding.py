@@ -82,8 +82,9 @@ class ShardedModules:
         """Bring the modules to where they are between two steps, also behind a forward or backward that has raised.
 
         A capture leaves CUDA events behind that later calls must not wait for, and a step that has raised leaves
-        gathered parameters. All that is dropped. Sync: none.
+        gathered parameters and gradients. All that is dropped. Sync: none.
         """
+        has_raised = any(map(_is_within_a_call, self._states))
         for state in self._states:
             state._training_state = _idle(state)
             state._modules_to_run_forward.clear()
@@ -91,7 +92,7 @@ class ShardedModules:
             context.iter_forward_root, context.post_backward_final_callback_queued = None, False
             _settle_streams(private(state, "_comm_ctx"))
         for group in self._groups:
-            _settle_group(group)
+            _settle_group(group, has_raised)
 
     def why_not_captured(self) -> str:
         """Return which setting a graph cannot follow and what to write instead, "" if there is none."""
@@ -115,6 +116,11 @@ def _group(state: Any) -> Any:
 
 def _idle(state: Any) -> Any:
     return type(private(state, "_training_state")).IDLE
+
+
+def _is_within_a_call(state: Any) -> bool:
+    context = private(state, "_state_ctx")
+    return context.iter_forward_root is not None or context.post_backward_final_callback_queued
 
 
 def _settle_streams(streams: Any) -> None:
@@ -142,14 +148,14 @@ _OF_A_CALL = (  # of an FSDPParamGroup: what a backward without an error leaves 
 )
 
 
-def _settle_group(group: Any) -> None:
+def _settle_group(group: Any, has_raised: bool) -> None:
     group._training_state = type(private(group, "_training_state")).IDLE
     for name in _OF_A_CALL:
         private(group, name)
         setattr(group, name, None)
     group._post_forward_indices.clear()
     group.reshard()
-    for param in group.fsdp_params:
+    for param in group.fsdp_params if has_raised else ():
         param.unsharded_accumulated_grad = None
         whole = getattr(param, "_unsharded_param", None)  # made by the first forward
         if whole is not None:

@@ -193,6 +193,12 @@ def test_settings_that_a_graph_cannot_follow_are_refused(process_group: None, se
     message = refusal(sharded)
     assert setting in message
     assert words in message
+    later = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
+    step = ampkit.graphed_step(loss_fn, later, torch.optim.AdamW(later.parameters(), fused=True), graph="emulate")
+    step(torch.ones(2, 8))
+    getattr(later, setting)(False)
+    with pytest.raises(ValueError, match=setting):
+        step(torch.ones(2, 8))
 
 
 def test_offloaded_parameters_are_refused(process_group: None) -> None:

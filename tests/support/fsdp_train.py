@@ -435,8 +435,9 @@ def timed(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for batch in args.batches:
         for graph in ("torch", "off", args.graph):
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
             case = Case(dtype=LOW, max_norm=1.0)
             width = args.width
             with device:
@@ -446,7 +447,7 @@ def timed(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             x, boost = torch.randn(batch, 512, width, device=device), torch.ones((), device=device)
             step = job.step if graph != "torch" else job._with_torch
             ms = milliseconds(lambda step=step, x=x, boost=boost: step(x, boost), 10, 30)
-            peak = torch.cuda.max_memory_reserved() >> 20
+            peak = torch.cuda.max_memory_reserved() >> 20 if device.type == "cuda" else 0
             rows[f"{graph} batch {batch}"] = {"ms": round(ms, 2), "MiB": peak}
             print(f"rank {dist.get_rank()}, {graph}, batch {batch}: {ms:.2f} ms, {peak} MiB", flush=True)
             if graph != "torch":
@@ -461,11 +462,13 @@ def timed(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 def milliseconds(call: Callable[[], object], warmup: int, calls: int) -> float:
     for _ in range(warmup):
         call()
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return (time.perf_counter() - start) / calls * 1e3
 
 

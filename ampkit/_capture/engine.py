@@ -19,7 +19,7 @@ from .capture_query import answered, captures
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
 from .inputs import BatchReader
-from .kernel_names import KernelNames, KernelTable
+from .kernel_names import KernelNames
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
@@ -64,6 +64,7 @@ class Engine:
     Attributes:
         turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
             be called in it.
+        names: those of the kernels of its graphs; None without `annotate`.
         series: captures several calls in one graph.
         replays: how many calls were a graph launch.
     """
@@ -105,8 +106,8 @@ class Engine:
             name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
         )
         self._cache = Cache(options.max_graphs, options.memory_budget)
-        names = KernelNames(state.modules) if options.annotate else None
-        self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, names)
+        self.names = KernelNames(state.modules) if options.annotate else None
+        self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
         self._warm_up_call = WarmUp(
@@ -120,7 +121,7 @@ class Engine:
             watching=watching,
             declared=declared,
             clock=self._clock,
-            may_tell=options.capturing == "auto" and not ranks.wrappers,  # each rank would decide by itself
+            may_tell=options.capturing == "auto" and not ranks.several,  # each rank would decide by itself
             untimed=untimed,
         )
         self._capture = LayoutCapture(
@@ -148,7 +149,7 @@ class Engine:
             self._adapt()
         captured = self._cache.get(spec, phase, self._surroundings.number)
         if captured is not None:
-            if self._ranks.wrappers:
+            if self._ranks.several:
                 start = self._vote_before_replay(start)
             self.replays += 1
             captured.timing.replays += 1
@@ -170,7 +171,7 @@ class Engine:
 
     def settings(self) -> int | None:
         """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
-        if self._fallback.refused or captures.recorded or self._ranks.wrappers:
+        if self._fallback.refused or captures.recorded or self._ranks.several:
             return None
         if self._state.generation() is not self._surroundings.generation:
             self._adapt()
@@ -291,7 +292,7 @@ class Engine:
         kwargs: dict[str, Any],
         start: Any,
     ) -> Any:
-        if start is not None and self._ranks.wrappers:
+        if start is not None and self._ranks.several:
             start = self._clock.now()  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
         late = len(self._layouts) > _EARLY_PREFLIGHTS
@@ -427,10 +428,6 @@ class Engine:
                 scanned=self.series.parts,
                 eager_optimizer=None if self._fallback.refused else self._optimizer.why_behind or None,
             )
-
-    def kernel_tables(self) -> list[KernelTable] | None:
-        """Return the names of the kernels of all graphs so far; None if nobody wanted them (`annotate`)."""
-        return None if self._layouts.names is None else list(self._layouts.names.tables)
 
     def close_in_turn(self) -> None:
         """Close when no other thread is in a call."""

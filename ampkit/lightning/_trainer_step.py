@@ -152,7 +152,7 @@ class TrainerStep:
 
     def kernel_tables(self) -> list[KernelTable]:
         """Return the names of the kernels of all graphs so far."""
-        return self._engine.kernel_tables() or []
+        return [] if self._engine.names is None else list(self._engine.names.tables)
 
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""

@@ -97,7 +97,7 @@ class KernelNames:
             yield [NotedKernels((), problem)]
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities, acc_events=True)
         with Undo() as undo:
@@ -105,7 +105,7 @@ class KernelNames:
             profiler.start()
             with _module_marks(self._modules) if scopes else nullcontext(), _marked(_CALL):
                 yield noted
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
+            if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # the profiler would miss kernels that have not run yet
         noted.append(NotedKernels(_streams(profiler), ""))
 

@@ -33,7 +33,6 @@ class Kernel(NamedTuple):
         duration: how long it took, in microseconds.
         event: its place in the list of events.
         launch: the place of the event of the host that it belongs to, -1 if that is not known.
-        launched: when it was launched, in microseconds of the trace.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Kernel(NamedTuple):
     duration: float
     event: int
     launch: int
-    launched: float
 
 
 class Call(NamedTuple):
@@ -50,7 +48,7 @@ class Call(NamedTuple):
 
     Attributes:
         mark: the name of the mark, "" for the launch of a graph outside of all marks.
-        kernels: what it ran on the GPU, or on the CPU, in the order of their launches; within a graph of their starts.
+        kernels: what it ran on the GPU, or on the CPU, in the order of their starts.
         graph: whether a CUDA graph was launched. Then only its kernels are listed.
     """
 
@@ -127,36 +125,42 @@ class ProfiledCalls:
         graphs = [i for i in launches if _GRAPH_LAUNCH in self._events[i]["name"] and _within(self._events[i], mark)]
         if graphs:
             return Call(mark["name"], self._of_graphs(graphs), True)
+        kernels = [kernel for i in launches for kernel in self._launched(i)]
+        found = {kernel.event for kernel in kernels}
+        # Not every call that launches a kernel is in the trace, but the operation around it is.
+        others = [place for places in self._on_device.values() for place in places if place not in found]
+        kernels += [k for place in others if (k := self._kernel(place, None)).launch >= 0 and self._is_during(k, mark)]
         # What other threads launch meanwhile, such as a loader's, is no part of the call.
-        kernels = [
-            kernel
-            for i in launches
-            for kernel in self._launched(i)
-            if any(_thread_of(self._events[j]) in threads for j in (i, kernel.launch) if j >= 0)
-        ]
+        kernels = [kernel for kernel in kernels if self._thread(kernel) in threads]
         if not kernels:
             kernels = list(self._operations(mark, threads))
-        return Call(mark["name"], tuple(sorted(kernels, key=lambda kernel: kernel.launched)), False)
+        return Call(mark["name"], _in_order(kernels), False)
+
+    def _is_during(self, kernel: Kernel, mark: Any) -> bool:
+        return _during(self._events[kernel.launch], mark)
+
+    def _thread(self, kernel: Kernel) -> Any:
+        return _thread_of(self._events[kernel.launch]) if kernel.launch >= 0 else None
 
     def _of_graphs(self, launches: Sequence[int]) -> tuple[Kernel, ...]:
-        kernels = [kernel for i in launches for kernel in self._launched(i)]
-        return tuple(sorted(kernels, key=lambda kernel: (kernel.launched, kernel.start)))
+        return _in_order([kernel for i in launches for kernel in self._launched(i)])
 
     def _launched(self, i: int) -> Iterator[Kernel]:
         """Yield what a launch ran on the GPU."""
         for place in self._on_device.get(_correlation(self._events[i]), ()):
-            yield self._kernel(place, i)
+            yield self._kernel(place, self._events[i])
 
-    def _kernel(self, place: int, launch: int) -> Kernel:
-        event, launched = self._events[place], self._events[launch]
+    def _kernel(self, place: int, launched: Any) -> Kernel:
+        """Return a kernel by the place of its event, and by the call that launched it if the trace has that."""
+        event = self._events[place]
         args = event["args"]
         stream = f"device {args.get('device', 0)}, stream {args.get('stream', event.get('tid'))}"
         start, duration = float(event["ts"]), float(event.get("dur", 0))
         owner = self._by_id.get(args.get("External id"), -1)
-        if owner < 0:
+        if owner < 0 and launched is not None:
             thread = self._threads.get(_thread_of(launched))
             owner = -1 if thread is None else thread.innermost(float(launched["ts"]))
-        return Kernel(event["name"], stream, start, duration, place, owner, float(launched["ts"]))
+        return Kernel(event["name"], stream, start, duration, place, owner)
 
     def _operations(self, mark: Any, threads: set[Any]) -> Iterator[Kernel]:
         """Yield the operations on the CPU within a mark, without those that are parts of others."""
@@ -169,12 +173,12 @@ class ProfiledCalls:
                 elif _is_operation(event) and _during(event, mark):
                     inside.add(i)
                     start = float(event["ts"])
-                    yield Kernel(event["name"], f"thread {thread[1]}", start, float(event["dur"]), i, i, start)
+                    yield Kernel(event["name"], f"thread {thread[1]}", start, float(event["dur"]), i, i)
 
     # ---------------------------------------------------------------------------------------------------- owners
 
     def owners(self, kernels: Sequence[Kernel]) -> list[Owner]:
-        """Return whose kernels these are, which one call has launched one by one, in order of their launches."""
+        """Return whose kernels these are, which one call has launched one by one, in order of their starts."""
         makers, linked = self._makers()
         owners: list[Owner] = []
         behind = ""  # the last phase that is certain
@@ -275,6 +279,10 @@ def _threads(events: Sequence[Any]) -> dict[Any, _Thread]:
         ends = {i: _end(events[i]) for i in places}
         threads[thread] = _Thread(places, starts, ends, parents)
     return threads
+
+
+def _in_order(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    return tuple(sorted(kernels, key=lambda kernel: kernel.start))
 
 
 def _thread_of(event: Any) -> tuple[Any, Any]:

@@ -91,6 +91,12 @@ _EAGER_VOTES = 256  # votes; ranks whose batches always differ would vote in eve
 _EVERY = 61  # prime, so that the votes fall on every micro-batch of a window in turn
 
 
+def several_processes() -> bool:
+    """Return whether this process belongs to a job of several."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def why_not_sharded(module: nn.Module) -> str:
     """Return why parameters that `fully_shard` split over processes are not captured; "" if there are none."""
     # Its import takes long. Whoever made a DTensor has imported it.

@@ -15,6 +15,7 @@ from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import parameters
 from .._precision.policy import Policy
+from .._torch.graph_order import make_graphs_here
 from .._torch.tensors import foreach_copy_
 from .._undo import Undo
 from .observer import Observer
@@ -216,6 +217,7 @@ class TrainingStep:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(_clear_gradients, params)
+            make_graphs_here(undo)
             self._restore_gradients(params, phase.accumulated)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             without_sync = [] if phase.last else self._ranks.wrappers

@@ -128,7 +128,7 @@ class CompiledTrainingStep(TrainingStep):
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window."""
-        return self._call(phase, args, kwargs, steps=phase.last)
+        return self._own(self._call(phase, args, kwargs, steps=phase.last))
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._capture.cache import copied
 from .._capture.ranks import Ranks
 from .._capture.state import TrainingState
 from .._capture.variation import Part
@@ -180,8 +181,18 @@ class TrainingStep:
         return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
-        """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them."""
-        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last)
+        """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them.
+
+        The tensors in the output are the caller's own.
+        """
+        return self._own(self._run(phase, args, kwargs, nullcontext(), steps=phase.last))
+
+    def _own(self, part: PartOfStep) -> PartOfStep:
+        """Copy what else refers to: the loss and aux, which the loss function may have kept, and a constant."""
+        out = part.output
+        skipped = out.skipped.clone() if out.skipped is self._not_skipped else out.skipped
+        aux = None if out.aux is None else copied(out.aux)
+        return part._replace(output=out._replace(loss=out.loss.clone(), aux=aux, skipped=skipped))
 
     def compiled(self) -> dict[str, Any]:
         """Return the fields of the report that say what was compiled."""

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._torch.sharding import sharded_class
 from .device_step import any_found, clip_coefficient, multiply_, total_norm
+from .sharded import OverRanks
 from .step_kind import gradients, parameters, scales_in_kernel, skips_by_itself, takes_scale
 
 
@@ -40,16 +42,23 @@ class Measured(NamedTuple):
 def can_be_prepared(optimizer: Optimizer) -> bool:
     """Return whether gradients can be unscaled and clipped apart from the optimizer's step, with the same bits.
 
-    They cannot if its kernel does both, or if it looks for overflows itself. Sparse gradients are left to torch.
+    They cannot if its kernel does both, or if it looks for overflows itself. Sparse gradients are left to torch, and
+    those that `fully_shard` split to the step.
     """
     grads = gradients(optimizer)
     if not grads or takes_scale(optimizer) or skips_by_itself(optimizer):
         return False
-    return all(grad.layout is torch.strided for grad in grads)
+    sharded = sharded_class()
+    return all(grad.layout is torch.strided and not isinstance(grad, sharded) for grad in grads)
 
 
 def measured(
-    optimizer: Any, grads: Sequence[Tensor], scale: Tensor, found_infs: Iterable[Tensor] | None, norm_type: float
+    optimizer: Any,
+    grads: Sequence[Tensor],
+    scale: Tensor,
+    found_infs: Iterable[Tensor] | None,
+    norm_type: float,
+    over_ranks: OverRanks,
 ) -> Measured:
     """Measure the gradients of an optimizer.
 
@@ -59,6 +68,7 @@ def measured(
         scale: the loss scale, shape ().
         found_infs: what unscaling has found on each device; None if the gradients are not unscaled yet.
         norm_type: order of the norm.
+        over_ranks: makes the norms of whole gradients of those of their shards.
 
     Sync: none.
     """
@@ -67,7 +77,7 @@ def measured(
     if preset is not None:
         preset = preset.reshape(()).to(scale.device, non_blocking=True)
         divisor = preset if divisor is None else divisor * preset
-    norm = total_norm(grads, scale.device, norm_type)
+    norm = total_norm(grads, scale.device, norm_type, over_ranks)
     unscaled = norm if divisor is None else norm / divisor
     if found_infs is not None:
         return Measured(unscaled, any_found(found_infs, scale.device), divisor)

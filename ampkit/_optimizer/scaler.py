@@ -19,6 +19,7 @@ from .preparation import Measured, Prepared, can_be_prepared, measured, prepared
 from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
+from .sharded import ONE_RANK, OverRanks, on_shards
 from .skip_watch import SkipWatch
 from .step_kind import gradients, parameters, scales_in_kernel, skips_by_itself
 
@@ -192,11 +193,11 @@ class GradScaler(DeviceScale):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float | None:
-        with Undo() as undo:
+        with Undo() as undo, on_shards(optimizer) as over_ranks:
             undo.note(torch.set_grad_enabled, torch.is_grad_enabled())  # an interrupt may come within `no_grad`
             if not self._enabled:
                 step = partial(self._scaled_step.step_unscaled, optimizer, args, kwargs)
-                result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, step)
+                result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, step, over_ranks)
                 return result  # type: ignore[no-any-return]  # the optimizer's own type
             _refuse_closure(optimizer, args, kwargs)
             self._scaled_step.undecided = False
@@ -209,15 +210,17 @@ class GradScaler(DeviceScale):
             state[_WITHOUT_GRADIENT] = not grads
             if any(grad.is_sparse for grad in grads) or skips_by_itself(optimizer):
                 return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
-            found = self._measured(optimizer, grads, state, norm_type)
+            found = self._measured(optimizer, grads, state, norm_type, over_ranks)
             self.grad_norm, self.found_inf = found.norm, found.found_inf
             clip = None if max_norm is None else clip_coefficient(found.norm, max_norm)
             return self._step_scaled(optimizer, grads, found.divisor, clip, args, kwargs)
 
-    def _measured(self, optimizer: Any, grads: list[Tensor], state: dict[str, Any], norm_type: float) -> Measured:
+    def _measured(
+        self, optimizer: Any, grads: list[Tensor], state: dict[str, Any], norm_type: float, over_ranks: OverRanks
+    ) -> Measured:
         scale, _ = self._check_scale_growth_tracker("step")
         found_infs = state["found_inf_per_device"].values() if state["stage"] is OptState.UNSCALED else None
-        return measured(optimizer, grads, scale, found_infs, norm_type)
+        return measured(optimizer, grads, scale, found_infs, norm_type, over_ranks)
 
     def _step_scaled(
         self,
@@ -256,7 +259,8 @@ class GradScaler(DeviceScale):
         if not self._enabled:
             return prepared_unscaled(optimizer, max_norm, 2.0)
         state = self._per_optimizer_states[id(optimizer)]
-        return prepared(optimizer, self._measured(optimizer, gradients(optimizer), state, 2.0), max_norm)
+        found = self._measured(optimizer, gradients(optimizer), state, 2.0, ONE_RANK)
+        return prepared(optimizer, found, max_norm)
 
     def step_prepared(self, optimizer: torch.optim.Optimizer, found: Prepared) -> None:
         """Step an optimizer, or skip its step, whose gradients have been prepared by `prepare`. Sync: as for `step`."""

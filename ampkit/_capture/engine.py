@@ -65,8 +65,7 @@ class Engine:
         untimed: how many calls of a layout are slower than later ones, and are not timed.
 
     Attributes:
-        turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
-            be called in it.
+        turn: makes other threads wait. The engine, and all that belongs to the same call, must be called in it.
         names: those of the kernels of its graphs; None without `annotate`.
         series: captures several calls in one graph.
         replays: how many calls were a graph launch.

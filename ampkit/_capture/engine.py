@@ -95,7 +95,7 @@ class Engine:
         # Two calls at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
         self._fn, self._whole, self._own = fn, whole or fn, copied if whole is None else lambda outputs: outputs
-        self._state, self._watch = state, state.watch
+        self._state, self._watch, self._optimizer = state, state.watch, optimizer
         self._device, self._reader = device, BatchReader(device)
         self._options, self._ranks = options, ranks
         self._stream = capture_stream(device) if on_cuda else None
@@ -133,7 +133,6 @@ class Engine:
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays, self._starts_to_mark = options.verify, 0, 0  # in how many calls to come
-        self._optimizer = optimizer
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 
     @property

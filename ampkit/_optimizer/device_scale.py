@@ -19,7 +19,7 @@ from .skip_watch import ALL_SKIPPED, SkipWatch
 
 
 class DeviceScale(upstream.GradScaler):
-    """What a `GradScaler` is made of. It explains the arguments and attributes that users know.
+    """The part of a `GradScaler` that keeps the scale and its counters on the device. Users see `GradScaler` only.
 
     Args:
         given: the arguments of torch's scaler, by name.

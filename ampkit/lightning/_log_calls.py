@@ -1,10 +1,10 @@
-"""What `training_step` returns and logs: split into tensors, which each replay computes, and values that never change.
+"""What a step returns and logs: split into tensors, which each replay computes, and values that never change.
 
 The calls of `self.log` are recorded at capture, and made after each replay with that replay's tensors.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from .._capture.cache import rebuild
 from .._errors import AmpkitWarning
+from .._torch.tree import tree_flatten
 from .._undo import Undo
+from ._host_state import HOOK_BEHIND
 
 
 class LogCall(NamedTuple):
@@ -115,6 +117,39 @@ _READ_BY_THE_BAR = (
     "AmpkitCallback: self.log({0!r}, ..., prog_bar=True) makes Lightning read the value on every batch, so that each "
     "one waits for the device, even if no bar is shown. Leave prog_bar out, or pass on_step=False, on_epoch=True."
 )
+
+
+class LoggedNumbers:
+    """Finds a Python number that a step logs with several values, because a graph would log one of them each time.
+
+    Args:
+        method: the name of the step.
+    """
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._values: dict[Hashable, float] = {}
+
+    def problem(self, log_calls: list[LogCall], batch: Any, phase: Hashable = None) -> str:
+        """Return which number was logged with another value for a batch of these shapes before, "" if none was.
+
+        Args:
+            log_calls: those of one call of the step.
+            batch: its batch.
+            phase: what else may decide what is logged.
+        """
+        shapes = tuple(leaf.shape for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
+        for name, value, _, _ in log_calls:
+            if not isinstance(value, (bool, int, float)):
+                continue
+            before = self._values.setdefault((name, shapes, phase), value)
+            if before != value:
+                return (
+                    f"self.log({name!r}, {value!r}) in {self._method}: it was {before!r} in an earlier step, and "
+                    "a graph would log the same one each time. Log a tensor, or log it in "
+                    f"{HOOK_BEHIND[self._method]}."
+                )
+        return ""
 
 
 def loss_in(output: Any) -> Tensor | None:

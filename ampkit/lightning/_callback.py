@@ -19,7 +19,7 @@ from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
 from ..debug._memory.profile import MemoryProfile
 from ..debug._numerics.numerics import Numerics
-from ._evaluation import STEPS, Evaluation, is_replaced
+from ._evaluation import STEP_OF, STEPS, Evaluation, is_replaced
 from ._fit import Fit, nothing_captured
 from ._limits import why_not
 from ._measurements import FitMeasurements
@@ -59,8 +59,8 @@ class AmpkitCallback(Callback):
 
     Every `log_every_n_steps`, the progress bar and every logger get the loss scale, the number of skipped steps, the
     gradient norm (if there is a loss scale or clipping), samples per second, milliseconds per batch, graph replays and
-    their share of all batches. They are written one interval late or later, so that nothing waits for the device. With `numerics` and `memory` their figures go to the loggers
-    too, under `ampkit/numerics/` and `ampkit/memory/`.
+    their share of all batches. They are written one interval late or later, so that nothing waits for the device. With
+    `numerics` and `memory` their figures go to the loggers too, under `ampkit/numerics/` and `ampkit/memory/`.
 
     """
 
@@ -122,10 +122,10 @@ class AmpkitCallback(Callback):
         strategy = trainer.strategy
         if isinstance(strategy.precision_plugin, StepPrecision) or is_replaced(strategy):
             raise ValueError("Trainer(callbacks=[...]): there are two AmpkitCallbacks. Pass one.")
-        if self._validate and stage != "predict":  # first, for it looks at the plugin that a fit replaces
-            self._evaluation = Evaluation(trainer, pl_module, self._options, self._give_up)
-            for name in STEPS:
-                self._last_reports[name] = functools.partial(self._evaluation.report, name)
+        if self._validate and stage in STEP_OF:  # first, for it looks at the plugin that a fit replaces
+            name = STEP_OF[stage]
+            self._evaluation = Evaluation(trainer, pl_module, name, self._options, self._give_up)
+            self._last_reports[name] = self._evaluation.report
         if stage == "fit":
             self._set_up_fit(trainer, pl_module)
 
@@ -144,7 +144,14 @@ class AmpkitCallback(Callback):
         _check_policy(self._policy, plugin)
         self._measurements = self._new_measurements()
         self._fit = Fit(
-            trainer, pl_module, self._policy, self._scaler, self._options, self._measurements, self._give_up
+            trainer,
+            pl_module,
+            self._policy,
+            self._scaler,
+            self._options,
+            self._measurements,
+            self._give_up,
+            logs=self._log,
         )
         self._last_reports["training_step"] = self._fit.report
 
@@ -154,8 +161,7 @@ class AmpkitCallback(Callback):
         if self._fit is not None:
             self._keep_report("training_step")
         if self._evaluation is not None:
-            for name in STEPS:
-                self._keep_report(name)
+            self._keep_report(STEP_OF[stage])
         self._end()
 
     def _keep_report(self, step: str) -> None:

@@ -16,76 +16,74 @@ from .._torch.compile import cudagraphs_of_its_own
 from ._evaluation_step import EvaluationStep
 from ._host_state import HostReads
 
+# The step that Lightning calls in a stage of the Trainer, beside `training_step`.
+STEP_OF = {"fit": "validation_step", "validate": "validation_step", "test": "test_step"}
 STEPS = ("validation_step", "test_step")
 
 
 class Evaluation:
-    """Replaces `validation_step` and `test_step` of a Trainer's strategy; `end` puts the originals back.
+    """Replaces `validation_step` or `test_step` of a Trainer's strategy; `end` puts the original back.
 
     Args:
         trainer: the Trainer, before anything of it was replaced.
         module: the LightningModule.
+        name: of the step.
         options: see `Options`.
-        give_up: called with the reason if a step is left to Lightning. It issues a warning, or raises.
+        give_up: called with the reason if the step is left to Lightning. It issues a warning, or raises.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, options: Options, give_up: Callable[[str], None]
+        self, trainer: Trainer, module: LightningModule, name: str, options: Options, give_up: Callable[[str], None]
     ) -> None:
         self._trainer = trainer
         self._module = module
+        self._name = name
         self._options = options
         self._give_up = give_up
-        self._steps: dict[str, EvaluationStep] = {}
-        self._why_not = dict.fromkeys(STEPS, _why_not_in(trainer, options))
-        if any(self._why_not.values()):
-            return
-        strategy = trainer.strategy
-        self._lightning_steps = {name: getattr(strategy, name) for name in STEPS}
-        vars(strategy)["validation_step"] = lambda *args: self._call("validation_step", *args)
-        vars(strategy)["test_step"] = lambda *args: self._call("test_step", *args)
+        self._step: EvaluationStep | None = None
+        self._why_not = _why_not_in(trainer, name, options)
+        self._lightning_step = getattr(trainer.strategy, name)
+        if not self._why_not:
+            vars(trainer.strategy)[name] = self._call
 
     def end(self) -> None:
-        """Put the steps back and release the graphs."""
-        for name in STEPS:
-            vars(self._trainer.strategy).pop(name, None)
-        for step in self._steps.values():
-            step.close()
+        """Put the step back and release the graphs."""
+        vars(self._trainer.strategy).pop(self._name, None)
+        if self._step is not None:
+            self._step.close()
 
-    def report(self, name: str) -> Report:
-        """Return what happened to the batches of a step so far. Waits for the device."""
-        report = self._steps[name].report() if name in self._steps else Report(0, 0, 0, 0, {}, 0, (), 0, None)
-        return replace(report, failure=self._why_not[name]) if self._why_not[name] else report
+    def report(self) -> Report:
+        """Return what happened to the batches so far. Waits for the device."""
+        report = Report(0, 0, 0, 0, {}, 0, (), 0, None) if self._step is None else self._step.report()
+        return replace(report, failure=self._why_not) if self._why_not else report
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _call(self, *args: Any) -> Any:
         """Take the place of `Strategy.validation_step` or `Strategy.test_step`."""
         # In the sanity check a step may do something else, and there are few batches.
-        if self._why_not[name] or self._trainer.sanity_checking:
-            return self._lightning_steps[name](*args)
-        step = self._steps.get(name) or self._make_step(name)
-        if step is None:
-            return self._lightning_steps[name](*args)
-        return step(self._trainer.current_epoch, *args)
+        if self._why_not or self._trainer.sanity_checking:
+            return self._lightning_step(*args)
+        if self._step is None:
+            if problem := _why_not_captured(self._trainer, self._module, self._name):
+                self._leave_to_lightning(problem)
+                return self._lightning_step(*args)
+            self._step = self._make_step()
+        return self._step(self._trainer.current_epoch, *args)
 
-    def _make_step(self, name: str) -> EvaluationStep | None:
-        if problem := _why_not_captured(self._trainer, self._module, name):
-            self._leave_to_lightning(name, problem)
-            return None
-        self._steps[name] = EvaluationStep(
-            self._lightning_steps[name],
-            name,
+    def _make_step(self) -> EvaluationStep:
+        return EvaluationStep(
+            self._lightning_step,
+            self._name,
             self._module,
             device=self._trainer.strategy.root_device,
             options=self._options,
-            give_up=lambda problem: self._leave_to_lightning(name, problem),
+            give_up=self._leave_to_lightning,
         )
-        return self._steps[name]
 
-    def _leave_to_lightning(self, name: str, problem: str) -> None:
-        self._why_not[name] = problem
+    def _leave_to_lightning(self, problem: str) -> None:
+        self._why_not = problem
         self._give_up(
-            f"{problem} Lightning calls {name} without a graph from here on. AmpkitCallback(validate=False) leaves all "
-            "of validation and test to Lightning."
+            f"{problem} Lightning calls {self._name} without a graph from here on. AmpkitCallback(validate=False) "
+            "leaves all of validation and test to Lightning."
         )
 
 
@@ -94,8 +92,8 @@ def is_replaced(strategy: Strategy) -> bool:
     return any(name in vars(strategy) for name in STEPS)
 
 
-def _why_not_in(trainer: Trainer, options: Options) -> str:
-    """Return why no evaluation of this Trainer is captured, "" if it can be."""
+def _why_not_in(trainer: Trainer, step: str, options: Options) -> str:
+    """Return why this Trainer does not let the step be captured, "" if it does."""
     strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin
     if options.graph == "off":
         return "graph='off'"
@@ -104,8 +102,8 @@ def _why_not_in(trainer: Trainer, options: Options) -> str:
     name, kind = type(strategy).__name__, type(strategy)
     if not isinstance(strategy, SingleDeviceStrategy) or strategy.root_device.type not in ("cpu", "cuda"):
         return f"{name}: validation and test are captured on one device only."
-    if kind.validation_step is not Strategy.validation_step or kind.test_step is not Strategy.test_step:
-        return f"{name} has a validation_step or test_step of its own."
+    if getattr(kind, step) is not getattr(Strategy, step):
+        return f"{name} has a {step} of its own."
     if type(plugin) not in (Precision, MixedPrecision, HalfPrecision):
         return f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}, is not supported."
     return ""

@@ -135,7 +135,7 @@ class EvaluationStep:
             with HostWrites(self._module, self._method) as writes, _log_calls.recorded(self._module) as log_calls:
                 output = self._forward(batch, *self._further_args)
             if any(param.grad is not None for param in params):
-                self._problem = self._problem or _MAKES_GRADIENTS.format(self._method)
+                self._problem = self._problem or _LEAVES_GRADIENTS.format(self._method)
         if index is not None and index.used:
             self._problem = self._problem or uses_index(self._method)
         output = dict(output) if isinstance(output, Mapping) else output
@@ -155,7 +155,4 @@ def _set_gradients(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | 
 
 
 _FEW_LOADERS = "Pass fewer dataloaders than max_graphs."
-_MAKES_GRADIENTS = (
-    "{0} computes gradients of parameters, and a captured step leaves none. Leave them to training_step, or pass "
-    "AmpkitCallback(validate=False)."
-)
+_LEAVES_GRADIENTS = "{0} leaves gradients of parameters, and a captured step leaves none. Set them to None at its end: self.zero_grad()."

@@ -148,6 +148,11 @@ class TrainerStep:
         """How many batches were replayed."""
         return self._engine.replays
 
+    @property
+    def replay_share(self) -> float:
+        """The share of the batches so far that were replayed."""
+        return self._engine.replays / max(1, self._engine.replays + sum(self._engine.eager.values()))
+
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""
         skipped = self._step.scaler.skipped

@@ -155,4 +155,7 @@ def _set_gradients(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | 
 
 
 _FEW_LOADERS = "Pass fewer dataloaders than max_graphs."
-_LEAVES_GRADIENTS = "{0} leaves gradients of parameters, and a captured step leaves none. Set them to None at its end: self.zero_grad()."
+_LEAVES_GRADIENTS = (
+    "{0} leaves gradients of parameters, and a captured step would leave none. Let it end with self.zero_grad(), or "
+    "pass AmpkitCallback(validate=False)."
+)

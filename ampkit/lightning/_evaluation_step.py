@@ -64,7 +64,7 @@ class EvaluationStep:
         self._give_up = give_up
         self._host_reads = HostReads(module, LightningModule, method)
         self._numbers = _log_calls.LoggedNumbers(method)
-        self._log = _log_calls.LogForwarder(module, device)
+        self._log = _log_calls.LogForwarder(module, device, on_step=False)
         self._further_args: tuple[Any, ...] = ()  # of the step, after the batch
         self._problem = ""  # found in the current call
         self.why_eager = ""

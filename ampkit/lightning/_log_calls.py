@@ -82,10 +82,12 @@ class LogForwarder:
     Args:
         module: the LightningModule.
         device: where the step computes.
+        on_step: whether Lightning takes the value of each batch if `self.log` does not say: in training it does.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, on_step: bool) -> None:
         self._module = module
+        self._on_step = on_step
         self._device = device
         self._constants: dict[float, Tensor] = {}  # tensors on the device, by the number that they contain
         self._warned = device.type != "cuda"  # elsewhere reading a value waits for nothing
@@ -95,10 +97,16 @@ class LogForwarder:
         for name, value, args, kwargs in log_calls:
             if isinstance(value, (bool, int, float)):
                 value = self._on_device(value)
-            if not self._warned and isinstance(value, Tensor) and (kwargs.get("prog_bar") or (args and args[0])):
+            if not self._warned and isinstance(value, Tensor) and self._is_read_by_the_bar(*args, **kwargs):
                 self._warned = True
                 warnings.warn(_READ_BY_THE_BAR.format(name), AmpkitWarning, stacklevel=2)
             self._module.log(name, value, *args, **kwargs)  # type: ignore[operator]  # a LightningModule's
+
+    def _is_read_by_the_bar(
+        self, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None, *_: Any, **__: Any
+    ) -> bool:
+        """Return whether Lightning reads the value of each batch. Takes the arguments of `self.log` after the value."""
+        return prog_bar and (self._on_step if on_step is None else on_step)
 
     def _on_device(self, value: float) -> Tensor:
         """Return the tensor that Lightning makes of a number. Made once only, since the copy waits for the device."""

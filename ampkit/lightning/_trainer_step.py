@@ -116,7 +116,7 @@ class TrainerStep:
             observer=observer,
         )
         self._engine = self._make_engine(device, options, place)
-        self._log = _log_calls.LogForwarder(module, device)
+        self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self._engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
         self._window = Window(self._guarded_call, self._engine.run, self._step, size=1)

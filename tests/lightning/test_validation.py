@@ -363,6 +363,27 @@ class ReturnsObject(Validated):
         return Result(super().validation_step(batch, batch_idx)["logits"])
 
 
+class UpdatesMetric(Validated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean(self.net(batch[0]).sum())
+        self.log("mean", self.mean)
+
+
+class UpdatesMetricBehind(UpdatesMetric):
+    """The same, where a replay does not leave it out."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).sum()
+
+    def on_validation_batch_end(self, outputs: Any, *rest: Any) -> None:
+        self.mean(outputs)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+
 class KeepsMetrics(Validated):
     """Has a metric that is no part of the module, as far as torch knows."""
 
@@ -402,6 +423,7 @@ REFUSED = [
     (LogsNumber, {}, "self.log('number', 1.0) in validation_step"),
     (Reads, {}, "if self.net(batch[0]).sum().item() > 1e6:"),
     (ReturnsObject, {}, "validation_step returns a Result"),
+    (UpdatesMetric, {}, "validation_step updates self.mean, a metric of torchmetrics"),
     (KeepsMetrics, {}, "validation_step updates self.metrics['mean'], a metric of torchmetrics"),
 ]
 
@@ -421,6 +443,34 @@ def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], m
     assert ours.report.replays == 30
     with pytest.raises(ampkit.CaptureError, match=re.escape(message)):
         fit(tmp_path / "raise", "cpu", "emulate", make=make, max_epochs=EPOCHS, **options)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_metric_that_is_updated_behind_the_step(engine: Engine, tmp_path: Path) -> None:
+    """L1: what the warning advises has the values of a metric that is updated in the step."""
+    device, graph = engine
+    options: dict[str, Any] = {"max_epochs": EPOCHS}
+    within = fit(tmp_path / "1", device, graph, make=UpdatesMetric, options={"validate": False}, **options)
+    behind = fit(tmp_path / "2", device, graph, make=UpdatesMetricBehind, **options)
+    assert_same(within.state()["metrics"], behind.state()["metrics"])
+    assert behind.callback.report("validation_step").replays == 9
+
+
+class ShowsInTheBar(Validated):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]), prog_bar=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_mean_in_the_progress_bar_is_no_wait(engine: Engine, tmp_path: Path) -> None:
+    """In validation Lightning reads it at the end only, so that there is nothing to warn of."""
+    device, graph = engine
+    runs = [
+        fit(tmp_path / str(validate), device, graph, make=ShowsInTheBar, max_epochs=2, options={"validate": validate})
+        for validate in (False, "auto")
+    ]
+    assert_same_runs(*runs)
+    assert runs[1].callback.report("validation_step").replays == 5
 
 
 def test_gradients_in_validation(tmp_path: Path) -> None:

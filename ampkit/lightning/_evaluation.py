@@ -10,11 +10,10 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from .._capture.options import Options
-from .._capture.ranks import why_not_sharded
 from .._capture.report import Report
-from .._torch.compile import cudagraphs_of_its_own
 from ._evaluation_step import EvaluationStep
 from ._host_state import HostReads
+from ._limits import why_not_module
 
 # The step that Lightning calls in a stage of the Trainer, beside `training_step`.
 STEP_OF = {"fit": "validation_step", "validate": "validation_step", "test": "test_step"}
@@ -113,12 +112,5 @@ def _why_not_captured(trainer: Trainer, module: LightningModule, name: str) -> s
     """Return why this step of the module cannot be captured, and what to write instead; "" if it can."""
     if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
         return f"{type(module).__name__}.{name} takes its batches from dataloader_iter. Write {name}(self, batch)."
-    if problem := HostReads(module, LightningModule, name).problem or why_not_sharded(module):
-        return problem
-    device = trainer.strategy.root_device
-    for path, param in module.named_parameters():
-        if param.device != device:
-            return f"parameter {path} is on {param.device}, not on {device}, and a graph runs on one device."
-    if cudagraphs_of_its_own(module):
-        return "the model is compiled with CUDA graphs of its own. Compile it in the default mode."
-    return ""
+    reads = HostReads(module, LightningModule, name)
+    return reads.problem or why_not_module(module, trainer.strategy.root_device)

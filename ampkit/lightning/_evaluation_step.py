@@ -66,6 +66,7 @@ class EvaluationStep:
         self._numbers = _log_calls.LoggedNumbers(method)
         self._log = _log_calls.LogForwarder(module, device, on_step=False)
         self._further_args: tuple[Any, ...] = ()  # of the step, after the batch
+        self._loaders_seen: set[int] = set()
         self._problem = ""  # found in the current call
         self.why_eager = ""
         self._engine = Engine(
@@ -106,7 +107,7 @@ class EvaluationStep:
         self._further_args, self._problem = further_args, ""
         replays = self._engine.replays
         try:
-            outputs = self._engine.turn.take(self._engine, (batch,), {}, phase)
+            outputs = self._engine.turn.take(self._called, phase, batch)
         except InputMismatch as error:
             self._stay_eager(not_comparable(batch) or str(error))
             return self._forward(batch, *further_args)
@@ -118,6 +119,18 @@ class EvaluationStep:
             if problem:
                 self._stay_eager(problem)
         return output
+
+    def _called(self, phase: EvaluationPhase, batch: Any) -> Any:
+        """Call through the engine, but the first batch of each dataloader without it.
+
+        The preflight of the engine leaves inference mode, and there a step may not write to tensors that were made in
+        it, such as the state of a metric after the sanity check. A step that changes such state stops here.
+        """
+        loader = phase.others[-1].value
+        if loader in self._loaders_seen:
+            return self._engine((batch,), {}, phase)
+        self._loaders_seen.add(loader)
+        return self._engine.run("warm-up", lambda: self._recorded(phase, batch))
 
     def _recorded(self, phase: Hashable, batch: Any) -> dict[_log_calls.Template, list[Tensor]]:
         """Call the step, and note what a replay would not do. A graph holds what this function does."""

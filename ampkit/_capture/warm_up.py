@@ -220,7 +220,7 @@ class WarmUp:
         with layout.rehearsal.looking(), ExitStack() as stack:
             # A tensor made in inference mode may not be written to outside of it.
             if torch.is_inference_mode_enabled() and not any(map(Tensor.is_inference, self._state.tensors().values())):
-                args, kwargs = stack.enter_context(_writable(args, kwargs))
+                args, kwargs = stack.enter_context(writable(args, kwargs))
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             return function(*args, **kwargs)
@@ -233,7 +233,7 @@ class WarmUp:
 
 
 @contextmanager
-def _writable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def writable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Context that yields the same arguments with copies in place of tensors that were made in inference mode.
 
     A copy may be written to outside of inference mode. What was written is copied back at the end.

@@ -13,6 +13,7 @@ from .._capture.ranks import Ranks
 from .._capture.report import Report
 from .._capture.state import TrainingState
 from .._capture.variation import Part
+from .._capture.warm_up import writable
 from .._errors import InputMismatch
 from .._undo import Undo
 from . import _log_calls
@@ -70,7 +71,7 @@ class EvaluationStep:
         self._problem = ""  # found in the current call
         self.why_eager = ""
         self._engine = Engine(
-            self._recorded,
+            self._captured,
             TrainingState({"model": module}, ()),
             device=device,
             options=options,
@@ -111,6 +112,11 @@ class EvaluationStep:
         except InputMismatch as error:
             self._stay_eager(not_comparable(batch) or str(error))
             return self._forward(batch, *further_args)
+        except RuntimeError as error:
+            if _NOT_WRITABLE not in str(error):
+                raise
+            self._stay_eager(_WRITES_ELSEWHERE.format(self._method))
+            return self._forward(batch, *further_args)
         ((template, tensors),) = outputs.items()
         output, log_calls = template.filled(iter(tensors))
         self._log(log_calls)
@@ -123,17 +129,27 @@ class EvaluationStep:
     def _called(self, phase: EvaluationPhase, batch: Any) -> Any:
         """Call through the engine, but the first batch of each dataloader without it.
 
-        The preflight of the engine leaves inference mode, and there a step may not write to tensors that were made in
-        it, such as the state of a metric after the sanity check. A step that changes such state stops here.
+        The other ones leave inference mode, and there a step may not write to tensors that were made in it, such as the
+        state of a metric after the sanity check. A step that updates a metric is found in the first batch.
         """
         loader = phase.others[-1].value
         if loader in self._loaders_seen:
             return self._engine((batch,), {}, phase)
         self._loaders_seen.add(loader)
-        return self._engine.run("warm-up", lambda: self._recorded(phase, batch))
+        return self._engine.run("warm-up", lambda: self._recorded(batch))
 
-    def _recorded(self, phase: Hashable, batch: Any) -> dict[_log_calls.Template, list[Tensor]]:
-        """Call the step, and note what a replay would not do. A graph holds what this function does."""
+    def _captured(self, phase: Hashable, batch: Any) -> dict[_log_calls.Template, list[Tensor]]:
+        """Call the step under `no_grad` in place of inference mode. A graph holds what this function does.
+
+        Both compute the same. But the preflight, a dispatch mode, would change what is computed in inference mode.
+        """
+        if not torch.is_inference_mode_enabled():
+            return self._recorded(batch)
+        with writable((batch,), {}) as ((given,), _), torch.inference_mode(False), torch.no_grad():
+            return self._recorded(given)
+
+    def _recorded(self, batch: Any) -> dict[_log_calls.Template, list[Tensor]]:
+        """Call the step, and note what a replay would not do."""
         index = None
         if self._further_args and self._host_reads.reads_index:
             index = BatchIndex(self._further_args[0])
@@ -167,6 +183,11 @@ def _set_gradients(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | 
         param.grad = gradient
 
 
+_NOT_WRITABLE = "Inplace update to inference tensor"  # of torch, which says so under no_grad
+_WRITES_ELSEWHERE = (
+    "{0} changes a tensor that was made in inference mode and is no buffer of the module. Make it a buffer, or use "
+    "Trainer(inference_mode=False)."
+)
 _FEW_LOADERS = "Pass fewer dataloaders than max_graphs."
 _LEAVES_GRADIENTS = (
     "{0} leaves gradients of parameters, and a captured step would leave none. Let it end with self.zero_grad(), or "

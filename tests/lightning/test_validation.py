@@ -22,7 +22,7 @@ from lightning_harness import (  # noqa: F401 - a fixture
     loader,
     precision,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -378,15 +378,18 @@ class UpdatesMetric(Validated):
         self.mean = MeanMetric()
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.mean(self.net(batch[0]).sum())
+        self.mean(self._sum(batch))
         self.log("mean", self.mean)
+
+    def _sum(self, batch: Any) -> Tensor:
+        return self.net(batch[0]).sum() + torch.einsum("bi,bj->ij", batch[0], batch[0]).sum()
 
 
 class UpdatesMetricBehind(UpdatesMetric):
     """The same, where a replay does not leave it out."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0]).sum()
+        return self._sum(batch)
 
     def on_validation_batch_end(self, outputs: Any, *rest: Any) -> None:
         self.mean(outputs)
@@ -406,6 +409,34 @@ class UpdatesInPlace(Validated):
     def on_validation_epoch_end(self) -> None:
         self.log("hits", self.confusion.compute().trace().float())
         self.confusion.reset()
+
+
+class Hidden(nn.Module):
+    """Has a tensor that is no buffer, made anew for each epoch and changed in place."""
+
+    total: Tensor
+
+    def begin(self) -> None:
+        self.total = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.sum()
+        return x
+
+
+class ChangesHidden(Validated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = Hidden()
+
+    def on_validation_epoch_start(self) -> None:
+        self.hidden.begin()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.hidden(self.net(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("total", self.hidden.total)
 
 
 class KeepsMetrics(Validated):
@@ -474,7 +505,7 @@ def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], m
 def test_a_metric_that_is_updated_behind_the_step(engine: Engine, tmp_path: Path) -> None:
     """L1: what the warning advises has the values of a metric that is updated in the step."""
     device, graph = engine
-    options: dict[str, Any] = {"max_epochs": EPOCHS}
+    options: dict[str, Any] = {"max_epochs": EPOCHS, "num_sanity_val_steps": 2, "kind": "bf16-mixed"}
     within = fit(tmp_path / "1", device, graph, make=UpdatesMetric, options={"validate": False}, **options)
     behind = fit(tmp_path / "2", device, graph, make=UpdatesMetricBehind, **options)
     assert_same(within.state()["metrics"], behind.state()["metrics"])
@@ -496,6 +527,19 @@ def test_a_mean_in_the_progress_bar_is_no_wait(engine: Engine, tmp_path: Path) -
     ]
     assert_same_runs(*runs)
     assert runs[1].callback.report("validation_step").replays == 4
+
+
+def test_a_tensor_of_inference_mode_that_changes(tmp_path: Path) -> None:
+    """R7: a graph is captured outside of inference mode, where no such tensor may be written to: Lightning does it."""
+    results = []
+    for ours in (None, AmpkitCallback(graph="emulate")):
+        torch.manual_seed(3)
+        trainer = evaluator(tmp_path, "cpu", [ours] if ours else [])
+        with pytest.warns() as caught:
+            results.append(trainer.validate(ChangesHidden(), short_last(6), verbose=False))
+    assert results[0] == results[1]
+    (warning,) = [one for one in caught if issubclass(one.category, ampkit.CaptureWarning)]
+    assert "validation_step changes a tensor that was made in inference mode" in str(warning.message)
 
 
 def test_gradients_in_validation(tmp_path: Path) -> None:

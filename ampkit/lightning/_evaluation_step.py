@@ -112,11 +112,6 @@ class EvaluationStep:
         except InputMismatch as error:
             self._stay_eager(not_comparable(batch) or str(error))
             return self._forward(batch, *further_args)
-        except RuntimeError as error:
-            if _NOT_WRITABLE not in str(error):
-                raise
-            self._stay_eager(_WRITES_ELSEWHERE.format(self._method))
-            return self._forward(batch, *further_args)
         ((template, tensors),) = outputs.items()
         output, log_calls = template.filled(iter(tensors))
         self._log(log_calls)
@@ -136,7 +131,11 @@ class EvaluationStep:
         if loader in self._loaders_seen:
             return self._engine((batch,), {}, phase)
         self._loaders_seen.add(loader)
-        return self._engine.run("warm-up", lambda: self._recorded(batch))
+        before = [(tensor, tensor.clone()) for tensor in _inference_tensors(self._module)]
+        outputs = self._engine.run("warm-up", lambda: self._recorded(batch))
+        if any(not torch.equal(tensor, value) for tensor, value in before):  # sync, in inference mode alone
+            self._problem = self._problem or _WRITES_ELSEWHERE.format(self._method)
+        return outputs
 
     def _captured(self, phase: Hashable, batch: Any) -> dict[_log_calls.Template, list[Tensor]]:
         """Call the step under `no_grad` in place of inference mode. A graph holds what this function does.
@@ -183,7 +182,12 @@ def _set_gradients(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | 
         param.grad = gradient
 
 
-_NOT_WRITABLE = "Inplace update to inference tensor"  # of torch, which says so under no_grad
+def _inference_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the attributes of a module and its parts that are tensors which were made in inference mode."""
+    values = (value for part in module.modules() for value in vars(part).values())
+    return [value for value in values if isinstance(value, Tensor) and value.is_inference()]
+
+
 _WRITES_ELSEWHERE = (
     "{0} changes a tensor that was made in inference mode and is no buffer of the module. Make it a buffer, or use "
     "Trainer(inference_mode=False)."

@@ -239,10 +239,10 @@ class TrainerStep:
             index = BatchIndex(self._further_args[0])
             self._further_args = (index, *self._further_args[1:])
         with HostWrites(self._module) as writes:
-            out, accumulated = self._call_or_stay_eager(phase, batch)
+            part = self._call_or_stay_eager(phase, batch)
         if index is not None and index.used:
             self._problem = self._problem or uses_index("training_step")
-        ((template, tensors),) = out.aux.items()
+        ((template, tensors),) = part.output.aux.items()
         log_calls = template.filled(iter(tensors))[1]
         self._problem = self._problem or writes.problem or self._logged_numbers.problem(log_calls, batch)
         if self._calls_to_check == 0:
@@ -250,7 +250,7 @@ class TrainerStep:
                 self._stay_eager(self._problem or self._ranks.other_found)
             elif not self._why_eager:
                 self._window.call = self._engine
-        return out, accumulated
+        return part
 
     def _stay_eager(self, reason: str) -> None:
         if not self._why_eager:

@@ -69,6 +69,7 @@ class Engine:
         names: those of the kernels of its graphs; None without `annotate`.
         series: captures several calls in one graph.
         replays: how many calls were a graph launch.
+        eager: how many calls were eager, by reason.
     """
 
     def __init__(
@@ -130,9 +131,9 @@ class Engine:
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
         )
         self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback)
-        self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
-        self._unverified, self.replays, self._starts_to_mark = options.verify, 0, 0  # in how many calls to come
+        self.replays, self.eager = 0, Counter[str]()
+        self._unverified, self._starts_to_mark = options.verify, 0  # in how many calls to come
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 
     @property
@@ -306,7 +307,7 @@ class Engine:
 
     def _say_told(self, key: Key, layout: Layout) -> None:
         """Say from which call on the code of this layout is told that it is being captured: the call just made."""
-        number = self.replays + sum(self._eager.values())
+        number = self.replays + sum(self.eager.values())
         self._told_since = self._told_since or number
         self._layouts.tell(key)
         self._fallback.warn_once(
@@ -369,7 +370,7 @@ class Engine:
 
     def run(self, reason: str, fn: _Fn, context: _Context | None = None, own: Callable[[Any], Any] = copied) -> Any:
         """Return what `fn` returns, the caller's own; it is called eagerly, and counted under this reason."""
-        self._eager[reason] += 1
+        self.eager[reason] += 1
         self._watch.refresh_rates()
         return self._on_stream(fn, nullcontext() if context is None else context, own)
 
@@ -416,7 +417,7 @@ class Engine:
                 captures=self.captures,
                 evictions=self._capture.evictions,
                 replays=self.replays,
-                eager=dict(self._eager),
+                eager=dict(self.eager),
                 bytes=self._cache.nbytes,
                 per_graph=(*self._cache.reports(), *self.series.reports()),
                 skipped=skipped,

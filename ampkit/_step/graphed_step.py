@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
 from .._batches.buckets import Buckets
@@ -23,11 +23,12 @@ from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
+from .arguments import Scheduler, check_scheduler, read_scaler
 from .compiled import CompiledTrainingStep, check_compile
+from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
-from .scheduler import Scheduler, check_scheduler
 from .training_step import StepOutput, TrainingStep
 from .window import Window
 
@@ -149,7 +150,7 @@ def graphed_step(
     _check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device, captured=options.graph != "off")
-    scaler = _scaler(scaler, policy, device)
+    scaler = read_scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
@@ -208,6 +209,7 @@ class GraphedStep:
         self._window = Window(call, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
         self._scan = Scan(engine, step, self._window, accumulate, optimizer, scheduler, buckets)
         self._buckets = buckets
+        self._metrics = StepMetrics(engine, step.scaler, step.device, accumulate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one step with this batch; with `accumulate`, one micro-batch of it.
@@ -294,6 +296,26 @@ class GraphedStep:
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
         return None if self._engine.names is None else list(self._engine.names.tables)
+
+    def metrics(self) -> dict[str, Tensor | float]:
+        """Return figures for a logger, by name. What is not known is left out.
+
+        - `loss_scale`: float32, shape (), on the device. Without a loss scale it is left out.
+        - `skipped_steps`: how many optimizer steps were skipped so far, int64, shape (), on the device. It is left out
+          without a loss scale.
+        - `grad_norm`: norm of the unscaled gradients of the last optimizer step before clipping, shape (), on the
+          device. It is left out if no norm was computed: without a loss scale and `max_norm`.
+        - `replay_share`: the share of the calls so far that were replayed, a float from 0 to 1.
+        - `ms_per_step`: milliseconds per call between two calls of `metrics`, a float: with `accumulate` per
+          micro-batch, with `scan` per slice. It contains all that the loop does in between. On CUDA it is the time that
+          passed on the current stream, measured with two events. It is that of the newest interval that the device has
+          completed, so it may be older than the tensors. It is left out until there is one.
+
+        Read the tensors as late as you can, such as at the next call of `metrics`: `.item()` waits for the device.
+
+        Sync: none. Aliasing: the tensors are copies, which later steps do not change.
+        """
+        return self._turn.take(self._metrics.read)
 
     @property
     def scaler(self) -> GradScaler:
@@ -423,14 +445,3 @@ def _check_helpers(loss_fn: object, buckets: object, numerics: object) -> None:
     if numerics is not None and not isinstance(numerics, Observer):
         expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
         raise wrong("graphed_step", "numerics", numerics, expected)
-
-
-def _scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.device) -> GradScaler:
-    if scaler is None:
-        return GradScaler(device.type, enabled=policy is not None and policy.needs_scaling)
-    if not isinstance(scaler, GradScaler):
-        raise ValueError(
-            f"graphed_step(scaler={type(scaler).__module__}.{type(scaler).__name__}): it waits for the device. Pass an "
-            "ampkit.GradScaler, which takes the same arguments and loads the same state_dict."
-        )
-    return scaler

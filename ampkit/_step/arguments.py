@@ -1,10 +1,12 @@
-"""Which learning-rate schedulers a step can have."""
+"""Checks of the loss scaler and the scheduler that `graphed_step` gets."""
 
 from typing import Any, Protocol
 
 import torch
 
 from .._arguments import wrong
+from .._optimizer.scaler import GradScaler
+from .._precision.policy import Policy
 
 
 class Scheduler(Protocol):
@@ -31,3 +33,15 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
             "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
         )
+
+
+def read_scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.device) -> GradScaler:
+    """Return the given scaler, or one that is enabled if the policy needs it. Raise a `ValueError` if it is torch's."""
+    if scaler is None:
+        return GradScaler(device.type, enabled=policy is not None and policy.needs_scaling)
+    if not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"graphed_step(scaler={type(scaler).__module__}.{type(scaler).__name__}): it waits for the device. Pass an "
+            "ampkit.GradScaler, which takes the same arguments and loads the same state_dict."
+        )
+    return scaler

@@ -18,6 +18,7 @@ from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
+from .host_draws import CHANGED_DRAWS, NEW, TOO_MANY, HostDraws
 from .inputs import BatchReader
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
@@ -29,7 +30,7 @@ from .state import TrainingState
 from .surroundings import Surroundings
 from .timing import Clock
 from .turns import Turn, turns_on
-from .variation import Key, Variation
+from .variation import DRAWS_ADVICE, Key, Variation
 from .verify import check_verify, verified_replay
 from .warm_up import WarmUp
 
@@ -107,6 +108,7 @@ class Engine:
         self._layouts = Layouts(self._warmup, lenient=device.type == "cpu", told=options.capturing is True)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
+        self._draws = HostDraws(enabled=not ranks.wrappers)  # ranks would have to agree on the outcomes
         self._warm_up_call = WarmUp(
             fn,
             captured,
@@ -120,9 +122,10 @@ class Engine:
             clock=self._clock,
             may_tell=options.capturing == "auto" and not ranks.wrappers,  # each rank would decide by itself
             untimed=untimed,
+            draws=self._draws,
         )
         self._capture = LayoutCapture(
-            captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
+            captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback, self._draws
         )
         self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback)
         self._eager: Counter[str] = Counter()
@@ -145,6 +148,11 @@ class Engine:
         if self._watch.present() is not self._surroundings.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._surroundings.number)
+        if captured is None:
+            key = Key(spec, phase, self._surroundings.number)
+            if key in self._draws:
+                key = self._draws.decided(key)
+                captured = self._cache.find(key)
         if captured is not None:
             if self._ranks.wrappers:
                 start = self._vote_before_replay(start)
@@ -153,7 +161,6 @@ class Engine:
             if self._unverified or captured.timing.replay.wanted:
                 return self._watched_replay(captured, phase, leaves, start)
             return captured.replay(leaves)
-        key = Key(spec, phase, self._surroundings.number)
         layout = self._layout(key)
         stage = self._agreed_stage(key, layout)
         if stage is Stage.COLD:
@@ -243,6 +250,7 @@ class Engine:
         if change.outdates:
             self._cache.clear()
             self._layouts.clear()
+            self._draws.clear()
         self._layouts.reason = f"{WARM_UP} again: {change.reason}"
         text = f"{change.text}. Each such change takes {self._warmup} eager steps and a new capture."
         if self._fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
@@ -297,13 +305,28 @@ class Engine:
         if start is not None and self._ranks.wrappers:
             start = self._clock.now()  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
-        late = len(self._layouts) > _EARLY_PREFLIGHTS
+        left = self._warmup if key.outcomes is NEW else 2 if len(self._layouts) > _EARLY_PREFLIGHTS else 3
         outputs = self._warm_up_call(
-            self.run, layout, leaves, key.phase, args, kwargs, late_preflight=late, start=start
+            self.run, layout, leaves, key.phase, args, kwargs, preflight_left=left, start=start
         )
         if layout.told and layout.problem_untold and layout.checked:
             self._say_told(key, layout)
+        if layout.path is not None:
+            self._learn(key, layout)
         return outputs
+
+    def _learn(self, key: Key, layout: Layout) -> None:
+        """Have the layout of this call be that of the outcomes of its draws on the host."""
+        path, layout.path = layout.path, None
+        learned = self._draws.learn(key, path)
+        if learned is None:
+            self.close()
+            self._fallback.warn_once("draws", CHANGED_DRAWS)
+            return
+        self._layouts.move(key, learned)
+        if self._draws.is_full(key):
+            self._layouts.of(key._replace(outcomes=NEW)).refusal = TOO_MANY
+            self._fallback.warn_once("outcomes", f"{TOO_MANY}. {DRAWS_ADVICE}")
 
     def _say_told(self, key: Key, layout: Layout) -> None:
         """Say from which call on the code of this layout is told that it is being captured: the call just made."""
@@ -440,6 +463,7 @@ class Engine:
         """Drop all graphs and give their memory back. The next call warms up and captures again."""
         self._cache.clear()
         self._layouts.clear()
+        self._draws.clear()
         self._surroundings.forget()
         self._variation.restart()
 

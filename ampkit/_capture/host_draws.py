@@ -1,0 +1,283 @@
+"""Decisions of the host: random draws on the CPU that a step only compares, made before the step to find its graph."""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch.modes import without_dispatch_modes, without_torch_function
+from .._torch.tree import tensors_in
+from .graph import Graph, MakeContext
+from .variation import Key
+
+Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, or whole numbers
+
+
+class Slot(NamedTuple):
+    """Stands for the tensor that is the n-th result of the operations of a path."""
+
+    number: int
+
+
+class Like(NamedTuple):
+    """Stands for a tensor that is made anew, because only its layout decides how much is drawn."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Operation(NamedTuple):
+    """An operation on the CPU.
+
+    Attributes:
+        function: what is called.
+        args: its arguments. Lists are tuples, and tensors are `Slot` or `Like`.
+        kwargs: its keyword arguments by name.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+class Read(NamedTuple):
+    """The host reads a number.
+
+    Attributes:
+        slot: of which tensor.
+        of: returns what the host learns from the number.
+        by: its second argument, for a comparison with a number; None if it has one argument.
+    """
+
+    slot: Slot
+    of: Callable[..., Any]
+    by: Any = None
+
+    def outcome(self, tensor: Tensor) -> Hashable:
+        """Return what the host learns."""
+        value = self.of(tensor.item()) if self.by is None else self.of(tensor.item(), self.by)
+        assert isinstance(value, (bool, int))
+        return value
+
+
+class Stretch(NamedTuple):
+    """What a step does on the host between two reads.
+
+    Attributes:
+        operations: draws, and what is computed from their numbers.
+        read: what is read then; None behind the last read of a step.
+        outcome: what the host learned by that.
+    """
+
+    operations: tuple[Operation, ...]
+    read: Read | None
+    outcome: Hashable = None
+
+
+Path = tuple[Stretch, ...]
+
+
+def outcomes_of(path: Path) -> Outcomes:
+    """Return what the host learned on this path."""
+    return tuple(stretch.outcome for stretch in path if stretch.read is not None)
+
+
+class _Node:
+    """What a step does on the host after some outcomes, and what follows by the outcome of its next read."""
+
+    def __init__(self, stretch: Stretch) -> None:
+        self.operations, self.read = stretch.operations, stretch.read
+        self.next: dict[Hashable, _Node] = {}
+
+
+class Tree:
+    """The paths that the host may take in a step, as far as they are known.
+
+    Attributes:
+        paths: how many there are.
+    """
+
+    def __init__(self) -> None:
+        self._first: _Node | None = None
+        self.paths = 0
+
+    def add(self, path: Path) -> bool:
+        """Add a path. Return whether it fits: after the same outcomes the host has done the same on all paths."""
+        node, link = self._first, self._set_first
+        new = False
+        for stretch in path:
+            if node is None:
+                node, new = _Node(stretch), True
+                link(node)
+            elif (node.operations, node.read) != (stretch.operations, stretch.read):
+                return False
+            link, node = _linking(node, stretch.outcome), node.next.get(stretch.outcome)
+        self.paths += new
+        return True
+
+    def _set_first(self, node: _Node) -> None:
+        self._first = node
+
+    def draw(self) -> Outcomes | None:
+        """Draw as the step does. Return the outcomes; None as soon as it is not known what comes next."""
+        node, results, outcomes = self._first, list[Tensor](), list[Hashable]()
+        # The modes of the user's must not see these operations, nor change them.
+        with without_torch_function(), torch.no_grad():
+            while node is not None:
+                for operation in node.operations:
+                    results += _run(operation, results)
+                if node.read is None:
+                    return tuple(outcomes)
+                outcomes.append(node.read.outcome(results[node.read.slot.number]))
+                node = node.next.get(outcomes[-1])
+        return None
+
+
+def _linking(parent: _Node, outcome: Hashable) -> Callable[[_Node], None]:
+    return lambda child: parent.next.__setitem__(outcome, child)
+
+
+def _run(operation: Operation, results: Sequence[Tensor]) -> list[Tensor]:
+    args = [_filled(argument, results) for argument in operation.args]
+    kwargs = {name: _filled(argument, results) for name, argument in operation.kwargs}
+    result = operation.function(*args, **kwargs)
+    return [result] if isinstance(result, Tensor) else tensors_in(result)
+
+
+def _filled(argument: Any, results: Sequence[Tensor]) -> Any:
+    """Return an argument with tensors in it."""
+    kind = type(argument)
+    if kind is Slot:
+        return results[argument.number]
+    if kind is Like:
+        return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype).zero_()
+    return [_filled(each, results) for each in argument] if kind is tuple else argument
+
+
+def repeats(path: Path, before: Tensor, after: Tensor) -> bool:
+    """Return whether drawing from the generator's state `before` leads along this path to its state `after`.
+
+    It does not if something else has drawn, such as compiled code, or if the step has put the generator back.
+    """
+    tree = Tree()
+    tree.add(path)
+    now = torch.default_generator.get_state()
+    with without_dispatch_modes():
+        try:
+            torch.default_generator.set_state(before)
+            outcomes = tree.draw()
+            return outcomes == outcomes_of(path) and torch.equal(torch.default_generator.get_state(), after)
+        except (RuntimeError, IndexError):  # a draw whose numbers depend on tensors that are not there
+            return False
+        finally:
+            torch.default_generator.set_state(now)
+
+
+class HostDraws:
+    """Knows by key which draws the calls of a step make on the host, and makes them to find the graph of a call.
+
+    Torch's default CPU generator is where an eager call finds it, or leaves it, in every call: an eager call draws for
+    itself; behind a replay the generator is put to where the draws of this object have left it.
+
+    Args:
+        enabled: whether steps may decide by draws. Ranks would have to agree on the outcomes.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._trees: dict[Key, Tree] = {}
+        self._conflicts = 0
+        self._before = self._after = torch.default_generator.get_state()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._trees
+
+    def __len__(self) -> int:
+        """Return how many different outcomes are known, over all keys."""
+        return sum(tree.paths for tree in self._trees.values())
+
+    def decided(self, key: Key) -> Key:
+        """Draw for a call of this key. Return its key with the outcomes, `NEW` if nobody knows yet what they lead to.
+
+        The generator is put back to where it was.
+        """
+        self._before = torch.default_generator.get_state()
+        try:
+            outcomes = self._trees[key].draw()
+            self._after = torch.default_generator.get_state()
+        finally:
+            torch.default_generator.set_state(self._before)
+        return key._replace(outcomes=NEW if outcomes is None else outcomes)
+
+    def learn(self, key: Key, path: Path) -> Key | None:
+        """Take note of what an eager call of a key has drawn. Return the key with its outcomes.
+
+        None if the call has drawn something else than an earlier one after the same outcomes. Then all is forgotten.
+        """
+        plain = key._replace(outcomes=None)
+        tree = self._trees.setdefault(plain, Tree())
+        learned = key._replace(outcomes=outcomes_of(path))
+        if not tree.add(path) or key.outcomes not in (None, NEW, learned.outcomes):
+            self._conflicts += 1
+            self.enabled = self.enabled and self._conflicts < _MOST_CONFLICTS
+            self.clear()
+            return None
+        return learned
+
+    def is_full(self, key: Key) -> bool:
+        """Return whether no more outcomes of this key are to be learned."""
+        return self._trees[key._replace(outcomes=None)].paths >= MOST_PATHS
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._trees.clear()
+
+    def around(self, graph: Graph) -> Graph:
+        """Return a graph that leaves the generator as an eager call does."""
+        return _DrawnGraph(graph, self)
+
+    def put_back(self) -> None:
+        """Put the generator back to where it was before the draws of this call."""
+        torch.default_generator.set_state(self._before)
+
+    def keep(self) -> None:
+        """Put the generator to where the draws of this call have left it."""
+        torch.default_generator.set_state(self._after)
+
+
+class _DrawnGraph:
+    """A graph of a call whose draws on the host were made."""
+
+    def __init__(self, graph: Graph, draws: HostDraws) -> None:
+        self._graph = graph
+        self._draws = draws
+
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
+        """Record `fn`, which draws again."""
+        try:
+            self._graph.capture(fn, context)
+        finally:
+            self._draws.put_back()
+
+    def replay(self) -> Any:
+        """Do the recorded work. An emulated graph draws again in that."""
+        outputs = self._graph.replay()
+        self._draws.keep()
+        return outputs
+
+    def reset(self) -> None:
+        """Release the graph and its memory."""
+        self._graph.reset()
+
+
+NEW: Outcomes = ("?",)  # outcomes that no eager call under the preflight has had
+TOO_MANY = "draws on the host had more than 64 different outcomes, and calls with others are eager"  # MOST_PATHS
+CHANGED_DRAWS = (
+    "the step has drawn or compared something else on the host than in an earlier call, after the same outcomes. All "
+    "graphs are dropped. A number that is compared with a draw must not change; pass it in the batch if it does."
+)
+MOST_PATHS = 64  # per key; each takes a slow eager call
+_MOST_CONFLICTS = 3

@@ -75,7 +75,6 @@ class DrawRecorder:
         """Begin to record, until that is undone. `replace` replaces an attribute."""
         self._thread = threading.get_ident()
         self._start = torch.default_generator.get_state()
-        undo.note(self._alive.clear)
         for owner, name in HOST_COPIES:
             replace(undo, owner, name, self._using(getattr(owner, name), 0))
         for owner, name, place in LIST_READS:
@@ -301,7 +300,7 @@ def _geometry(tensor: Tensor) -> _Geometry | None:
     address = storage_address(tensor) if plain else 0
     if not address:
         return None
-    return address, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+    return address, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
 _to_list = Tensor.tolist  # the recorder replaces it

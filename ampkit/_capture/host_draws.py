@@ -101,29 +101,26 @@ class Tree:
     """
 
     def __init__(self) -> None:
-        self._first: _Node | None = None
+        self._start: dict[Hashable, _Node] = {}  # has one node, of what comes first
         self.paths = 0
 
     def add(self, path: Path) -> bool:
         """Add a path. Return whether it fits: after the same outcomes the host has done the same on all paths."""
-        node, link = self._first, self._set_first
-        new = False
+        nodes, outcome, new = self._start, None, False
         for stretch in path:
+            node = nodes.get(outcome)
             if node is None:
-                node, new = _Node(stretch), True
-                link(node)
+                node = nodes[outcome] = _Node(stretch)
+                new = True
             elif (node.operations, node.read) != (stretch.operations, stretch.read):
                 return False
-            link, node = _linking(node, stretch.outcome), node.next.get(stretch.outcome)
+            nodes, outcome = node.next, stretch.outcome
         self.paths += new
         return True
 
-    def _set_first(self, node: _Node) -> None:
-        self._first = node
-
     def draw(self) -> Outcomes | None:
         """Draw as the step does. Return the outcomes; None as soon as it is not known what comes next."""
-        node, results, outcomes = self._first, list[Tensor](), list[Hashable]()
+        node, results, outcomes = self._start.get(None), list[Tensor](), list[Hashable]()
         # The modes of the user's must not see these operations, nor change them.
         with without_torch_function(), torch.no_grad():
             while node is not None:
@@ -134,10 +131,6 @@ class Tree:
                 outcomes.append(node.read.outcome(results[node.read.slot.number]))
                 node = node.next.get(outcomes[-1])
         return None
-
-
-def _linking(parent: _Node, outcome: Hashable) -> Callable[[_Node], None]:
-    return lambda child: parent.next.__setitem__(outcome, child)
 
 
 def _run(operation: Operation, results: Sequence[Tensor]) -> list[Tensor]:

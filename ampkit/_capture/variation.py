@@ -256,8 +256,8 @@ _SHAPES = (
 _TREE = "Pass the same keys and as many entries in each call: stack or pad a list of tensors to one tensor."
 _ONCE = "Set it once, before the first call."
 DRAWS_ADVICE = (
-    "Draw less often on the host, keep more graphs (max_graphs), or draw on the device and use torch.where instead of a "
-    "branch."
+    "Draw less often on the host, keep more graphs (max_graphs), or draw on the device and use torch.where instead of "
+    "a branch."
 )
 _IN_PLACE = "Set gradients to zero within the function, or in place: zero_grad(set_to_none=False)."
 

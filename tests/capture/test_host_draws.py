@@ -2,13 +2,13 @@
 
 import copy
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from harness import ENGINES, assert_same, training_state
+from harness import ENGINES, assert_same, marked_line, training_state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,7 +24,7 @@ DECISIONS: dict[str, Decide] = {
     "bernoulli": lambda p: bool(torch.bernoulli(torch.tensor(p))),
     "bernoulli of full": lambda p: bool(torch.bernoulli(torch.full((), p)) == 1),
     "uniform_": lambda p: bool(torch.empty([]).uniform_(0, 1) < p),
-    "randint": lambda p: torch.randint(0, 10, ()).item() < 10 * p,
+    "randint": lambda p: torch.randint(0, 3, ()).item() == 0,
     "randn": lambda p: bool(torch.randn(2).abs().sum() < p),
     "any": lambda p: (torch.rand(2) < p / 2).any().item(),
 }
@@ -117,13 +117,163 @@ def test_one_graph_serves_all_calls_if_no_layer_is_ever_dropped(engine: Engine) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("rate", [0.1, 0.3, 0.5])
-def test_each_outcome_is_a_graph_or_an_eager_step(engine: Engine, rate: float) -> None:
+@pytest.mark.parametrize(("rate", "layers"), [(0.1, 4), (0.3, 4), (0.5, 3)])
+def test_each_outcome_is_a_graph_or_an_eager_step(engine: Engine, rate: float, layers: int) -> None:
     """R3: losses, state and generators are those of the eager step in each of 60 calls."""
-    twins = Twins(engine, lambda: Layers(rate), max_graphs=5)
+    twins = Twins(engine, lambda: Layers(rate, layers), max_graphs=5)
     for number in range(60):
         twins.call(number)
     report = twins.step.report()
     assert 1 < report.graphs <= 5
     assert report.replays > 10
     print(report)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("decide", DECISIONS)
+def test_ways_to_draw_and_to_compare(engine: Engine, decide: str) -> None:
+    """R3: draws of any kind and their comparisons on the CPU, as long as the host learns a truth or a whole number."""
+    twins = Twins(engine, lambda: Layers(0.2, 2, DECISIONS[decide]))
+    for number in range(24):
+        twins.call(number)
+    assert twins.step.report().replays > 3
+
+
+class Stops(Layers):
+    """Leaves the loop at the first layer whose draw says so: later layers do not draw."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand(()) < self.rate:
+                break
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_number_of_draws_depends_on_earlier_ones(engine: Engine) -> None:
+    """R3: a `break` behind a draw. Each depth has a graph, and the generator stands where an eager step leaves it."""
+    twins = Twins(engine, lambda: Stops(0.4, 3))
+    for number in range(40):
+        twins.call(number)
+    report = twins.step.report()
+    assert report.graphs == 4
+    assert report.eager == {"warm-up": 12}
+    assert "draws on the host: 0 of 3 comparisons true" in str(report)
+
+
+class Scaled(Layers):
+    """Uses the number that it has compared on the device, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            drawn = torch.rand([])  # HERE scaled
+            if drawn < self.rate:  # HERE scaled on a cpu
+                continue
+            x = layer(x) * drawn
+        return self.last(x)
+
+
+class Read(Layers):
+    """Computes in Python with the number that it has drawn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(torch.rand(()))  # HERE read
+        return self.last(x * scale)
+
+
+class Listed(Layers):
+    """Reads a draw where no operation is seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(2)  # HERE listed
+        if drawn[0] < self.rate:  # HERE listed on a cpu
+            x = x + 1
+        return self.last(x * (1 + drawn.tolist()[1]))
+
+
+class Returned(Layers):
+    """Keeps what it has drawn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn = torch.rand(())  # HERE returned
+        if self.drawn < self.rate:  # HERE returned on a cpu
+            return self.last(x)
+        return self.last(-x)
+
+
+class PythonRandom(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < self.rate:  # HERE python
+            x = x + 1
+        return self.last(x)  # HERE behind python
+
+
+class NumpyRandom(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        if np.random.rand() < self.rate:
+            x = x + 1
+        return self.last(x)
+
+
+class OwnGenerator(Layers):
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.seed = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        if torch.rand((), generator=generator) < self.rate:
+            x = x + 1
+        return self.last(x)
+
+
+class PutBack(Layers):
+    """Draws in a part whose generator state is put back, as checkpointing does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            skips = bool(torch.rand(()) < self.rate)
+        return self.last(x if skips else -x)
+
+
+REFUSED: dict[type[Layers], str] = {
+    Scaled: r"(waits for the device to read a value|draws random numbers on the host).*may only be compared",
+    Read: r"waits for the device to read a value|draws random numbers on the host",
+    Listed: r"tolist|may only be compared",
+    Returned: r"(waits for the device to read a value|draws random numbers on the host).*may only be compared",
+    PythonRandom: "draws from Python's random",
+    NumpyRandom: r"draws from numpy\.random",
+    OwnGenerator: r"waits for the device to read a value|draws random numbers on the host",
+    PutBack: "in a way that cannot be repeated ahead of the step",
+}
+
+
+@pytest.fixture
+def random_numbers() -> Iterator[None]:
+    """The generators of Python and numpy are left as they were."""
+    before = random.getstate(), np.random.get_state()
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+
+
+@pytest.mark.usefixtures("random_numbers")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_draws_stay_refused(engine: Engine, kind: type[Layers]) -> None:
+    """R3: a draw that reaches the device, a return value or Python, and draws of others: eager, and named."""
+    device, graph = engine
+    model = kind(0.5).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph)
+    made = torch.Generator().manual_seed(1)
+    x, y = torch.randn(5, 6, generator=made).to(device), torch.randint(3, (5,), generator=made).to(device)
+    with pytest.warns(ampkit.CaptureWarning, match=REFUSED[kind]) as caught:
+        [step(x, y) for _ in range(6)]
+    assert step.report().graphs == 0
+    name = kind.__name__.lower()
+    line = {"Scaled": name, "Listed": name, "Returned": name}.get(kind.__name__)
+    if line is not None:
+        marked = marked_line(__file__, line + " on a cpu" * (device == "cpu"))
+        assert any(marked in str(warning.message) for warning in caught)

@@ -18,7 +18,7 @@ from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
-from .host_draws import CHANGED_DRAWS, NEW, TOO_MANY, HostDraws
+from .host_draws import CHANGED_DRAWS, NEW, HostDraws
 from .inputs import BatchReader
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
@@ -325,8 +325,8 @@ class Engine:
             return
         self._layouts.move(key, learned)
         if self._draws.is_full(key):
-            self._layouts.of(key._replace(outcomes=NEW)).refusal = TOO_MANY
-            self._fallback.warn_once("outcomes", f"{TOO_MANY}. {DRAWS_ADVICE}")
+            self._layouts.of(key._replace(outcomes=NEW)).refusal = self._draws.too_many
+            self._fallback.warn_once("outcomes", f"{self._draws.too_many}. {DRAWS_ADVICE}")
 
     def _say_told(self, key: Key, layout: Layout) -> None:
         """Say from which call on the code of this layout is told that it is being captured: the call just made."""

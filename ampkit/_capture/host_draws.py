@@ -224,6 +224,11 @@ class HostDraws:
         """Return whether no more outcomes of this key are to be learned."""
         return self._trees[key._replace(outcomes=None)].paths >= MOST_PATHS
 
+    @property
+    def too_many(self) -> str:
+        """Why calls with new outcomes are eager once no more are learned."""
+        return f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"
+
     def clear(self) -> None:
         """Forget all."""
         self._trees.clear()
@@ -267,7 +272,6 @@ class _DrawnGraph:
 
 
 NEW: Outcomes = ("?",)  # outcomes that no eager call under the preflight has had
-TOO_MANY = "draws on the host had more than 64 different outcomes, and calls with others are eager"  # MOST_PATHS
 CHANGED_DRAWS = (
     "the step has drawn or compared something else on the host than in an earlier call, after the same outcomes. All "
     "graphs are dropped. A number that is compared with a draw must not change; pass it in the batch if it does."

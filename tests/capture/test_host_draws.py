@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit._capture import host_draws
 
 Engine = tuple[str, str]
 Decide = Callable[[float], bool]
@@ -277,3 +279,113 @@ def test_other_draws_stay_refused(engine: Engine, kind: type[Layers]) -> None:
     if line is not None:
         marked = marked_line(__file__, line + " on a cpu" * (device == "cpu"))
         assert any(marked in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"policy": "float16"}, {"verify": 3}, {"warmup": 5}], ids=str)
+def test_with_options(engine: Engine, options: dict[str, Any]) -> None:
+    """R3: micro-batches, a loss scale, dropout between the draws, verified replays, a longer warm-up."""
+    twins = Twins(engine, lambda: Layers(0.2, 2, dropout=0.3), max_norm=1.0, **options)
+    for number in range(32):
+        twins.call(number)
+    report = twins.step.report()
+    assert report.replays > 5
+    assert report.failure is None
+
+
+def overflowing(model: nn.Module, x: Tensor, y: Tensor, boost: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y) * boost
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_overflows(engine: Engine) -> None:
+    """R3: steps that the loss scale skips draw like others."""
+    twins = Twins(engine, lambda: Layers(0.2, 2), overflowing, policy="float16")
+    for number in range(32):
+        boost = torch.tensor(float("inf") if number % 5 == 4 else 1.0, device=twins.device)
+        twins.call(number, boost=boost)
+    report = twins.step.report()
+    assert report.replays > 8
+    assert report.skipped >= 6
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loader_draws_between_the_steps(engine: Engine) -> None:
+    """R3: a DataLoader that shuffles draws from the same generator, and a seed may be set between two calls."""
+    twins = Twins(engine, lambda: Layers(0.2, 2))
+    data = torch.utils.data.TensorDataset(torch.arange(6))
+
+    def draw() -> None:
+        orders.append([batch[0].tolist() for batch in torch.utils.data.DataLoader(data, 2, shuffle=True)])
+
+    for number in range(30):
+        orders: list[Any] = []
+        twins.call(number, between=(lambda: torch.manual_seed(4)) if number == 20 else draw)
+        assert orders[:1] == orders[1:]
+    assert twins.step.report().replays > 8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resume(engine: Engine) -> None:
+    """R3: state and generator of an earlier call are loaded; the calls behind it are repeated bit by bit."""
+    twins = Twins(engine, lambda: Layers(0.3, 2))
+    for number in range(24):
+        twins.call(number)
+    model, optimizer, step = twins.sides[0]
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict())), twins.random[0]
+
+    def losses() -> list[Tensor]:
+        set_random_state(saved[1])
+        return [step(*twins.batch(number)).loss for number in range(24, 34)]
+
+    first = losses()
+    model.load_state_dict(saved[0][0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)  # memory of the optimizer's state is replaced
+        optimizer.load_state_dict(saved[0][1])
+        assert_same(losses(), first)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_scan_makes_its_steps_one_by_one(engine: Engine) -> None:
+    """R3: which graphs serve the steps of a scan is known only when they draw."""
+    twins = Twins(engine, lambda: Layers(0.2, 2))
+    batches = [twins.batch(number) for number in range(30)]
+    stacked = [torch.stack(each) for each in zip(*batches, strict=True)]
+    set_random_state(twins.random[0])
+    out = twins.step.scan(*stacked)
+    ended = random_state(twins.device)
+    set_random_state(twins.random[1])
+    model, optimizer, step = twins.sides[1]
+    assert_same(list(out.loss), [step(*batch).loss for batch in batches])
+    assert_same(ended, random_state(twins.device))
+    mine = training_state(*twins.sides[0][:2], twins.step.scaler)
+    assert_same(mine, training_state(model, optimizer, step.scaler))
+    report = twins.step.report()
+    assert (report.launches, report.scanned) == (0, 0)
+    assert report.replays > 8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_wrong_input_draws_nothing(engine: Engine) -> None:
+    """R3: a call that is refused leaves the generator as it was."""
+    twins = Twins(engine, lambda: Layers(0.0, 2))
+    for number in range(6):
+        twins.call(number)
+    before = torch.get_rng_state()
+    shared = twins.sides[0][0].layers[0].weight.detach()[:5]
+    with pytest.raises(ampkit.InputMismatch):
+        twins.step(shared, twins.batch(0)[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_too_many_outcomes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R3: outcomes beyond those that are learned are eager steps, without a slow check of each, and one warning."""
+    monkeypatch.setattr(host_draws, "MOST_PATHS", 6)
+    twins = Twins(engine, lambda: Layers(0.3, 5))
+    with pytest.warns(ampkit.CaptureWarning, match="more than 6 different outcomes"):
+        [twins.call(number) for number in range(50)]
+    report = twins.step.report()
+    assert any("more than 6 different outcomes" in reason for reason in report.eager)
+    assert report.replays > 3

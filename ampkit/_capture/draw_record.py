@@ -2,9 +2,11 @@
 
 import functools
 import gc
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +17,11 @@ from .._torch.compile import never_compile_by_itself
 from .._torch.modes import without_torch_function
 from .._torch.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, READ, op_schema
 from .._torch.tensors import storage_address
-from .._torch.tree import tensors_in
+from .._torch.tree import tensors_in, tree_flatten
 from .._undo import Undo
-from .._user_line import SourceLocation, wraps_operations
+from .._user_line import SourceLocation, running_place, wraps_operations
+from .compared_numbers import KeptNumber, kept_numbers
+from .drawn_number import is_compared_at_once, told_of
 from .host_draws import Like, Operation, Path, Read, Slot, Stretch, repeats
 from .uncapturable import DRAW_ON_DEVICE, Problem
 
@@ -66,6 +70,8 @@ class DrawRecorder:
         self._sources: dict[int, frozenset[int]] = {}  # which draws are in this memory, by its address
         self._alive: list[Tensor] = []  # so that no address is used again
         self._constants: dict[int, tuple[weakref.ref[Tensor], Operation]] = {}  # tensors without a draw, by address
+        self._numbers: list[KeptNumber] = []
+        self._looked_at: set[Any] = set()
         self._held: list[_Held] = []
         self._used: set[int] = set()  # draws whose numbers are used otherwise than in a comparison
         self._learned: set[int] = set()  # draws of which the host has learned something
@@ -80,6 +86,7 @@ class DrawRecorder:
         for owner, name, place in LIST_READS:
             replace(undo, owner, name, self._using(getattr(owner, name), place))
         replace(undo, Tensor, "__bool__", self._asking(Tensor.__bool__))
+        replace(undo, Tensor, "item", self._comparing(Tensor.item))
 
     # ---------------------------------------------------------------------------------------------------- operations
 
@@ -115,15 +122,26 @@ class DrawRecorder:
 
     def _note(self, op: Any, args: Any, kwargs: Any, results: list[Tensor], draws: frozenset[int]) -> None:
         """Record an operation. If there are draws, they are in its results from now on."""
+        start = len(self._operations)
         given = tuple(map(self._argument, args))  # before the count goes up
         named = tuple((name, self._argument(value)) for name, value in kwargs.items())
         self._operations.append(Operation(op, given, named))
+        if draws:
+            self._look_for_numbers(self._operations[start:], sys._getframe(1))
         for number, tensor in enumerate(results, self._count):
             if draws and (geometry := _geometry(tensor)) is not None:
                 self._slots[geometry] = number
                 self._sources[geometry[0]] = self._sources.get(geometry[0], frozenset()) | draws
                 self._alive.append(tensor)
         self._count += len(results)
+
+    def _look_for_numbers(self, among: Any, frame: FrameType | None) -> None:
+        """Remember where the floats in this tree are kept."""
+        numbers = frozenset(leaf for leaf in tree_flatten(among)[0] if type(leaf) is float)
+        where = numbers, running_place(frame), *_selves(frame)
+        if numbers and where not in self._looked_at:
+            self._looked_at.add(where)
+            self._numbers += kept_numbers(numbers, frame)
 
     def _argument(self, value: Any) -> Any:
         """Return an argument as `Operation` has it."""
@@ -149,11 +167,15 @@ class DrawRecorder:
         if of is None or geometry not in self._slots:
             self._used |= draws
             return problems
-        read = Read(Slot(self._slots[geometry]), of)
-        self._stretches.append(Stretch(tuple(self._operations), read, of(value)))
+        if of is not _later:
+            self._learn(Read(Slot(self._slots[geometry]), of), value, draws)
+        return self._hold(draws, problems, find_place)
+
+    def _learn(self, read: Read, value: Any, draws: frozenset[int]) -> None:
+        """Record what the host learns of a number."""
+        self._stretches.append(Stretch(tuple(self._operations), read, read.outcome(value)))
         self._operations = []
         self._learned |= draws
-        return self._hold(draws, problems, find_place)
 
     def _hold(self, draws: frozenset[int], problems: list[Problem], find_place: FindPlace) -> list[Problem]:
         if problems and (place := find_place()) is not None:
@@ -216,6 +238,36 @@ class DrawRecorder:
         never_compile_by_itself(used)
         return used
 
+    def _comparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Tensor.item`, of which the host learns only the outcome of a comparison that follows at once."""
+
+        @functools.wraps(original)
+        def item(tensor: Tensor) -> Any:
+            here = threading.get_ident() == self._thread and isinstance(tensor, Tensor)
+            draws = self._draws_in(tensor) if here else frozenset[int]()
+            frame = sys._getframe(1)
+            geometry = _geometry(tensor) if draws else None
+            number = None if geometry is None else self._slots.get(geometry)
+            if number is None or not tensor.is_floating_point() or not is_compared_at_once(frame):
+                return original(tensor)
+            self._reads = _later
+            try:
+                value = original(tensor)
+            finally:
+                self._reads = None
+
+            def compared(compare: Callable[[Any, Any], bool], by: float) -> None:
+                if by != by:  # with something else than a number
+                    self._used |= draws
+                else:
+                    self._look_for_numbers((by,), frame)
+                    self._learn(Read(Slot(number), compare, by), value, draws)
+
+            return told_of(value, compared)
+
+        never_compile_by_itself(item)
+        return item
+
     def _asking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return `Tensor.__bool__`, of which the host learns no more than whether a number is 0."""
 
@@ -236,7 +288,8 @@ class DrawRecorder:
 
     def end(self) -> None:
         """Take note that the call is over, in which nothing of it is alive but what it returns and what it keeps."""
-        path = (*self._stretches, Stretch(tuple(self._operations), None))
+        numbers = tuple({number.place: number for number in self._numbers}.values())
+        path = Path((*self._stretches, Stretch(tuple(self._operations), None)), numbers)
         if not (self._learned if self._emulated else self._draws):
             return
         self._used |= self._kept()
@@ -303,6 +356,13 @@ def _geometry(tensor: Tensor) -> _Geometry | None:
     return address, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
+def _selves(frame: FrameType | None) -> Iterator[int]:
+    """Yield the identities of the objects whose methods are on a stack."""
+    while frame is not None:
+        yield id(frame.f_locals.get("self"))
+        frame = frame.f_back
+
+
 _to_list = Tensor.tolist  # the recorder replaces it
 
 
@@ -314,6 +374,11 @@ def _values(tensor: Tensor) -> tuple[Any, ...]:
 def _made(values: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor of these values."""
     return torch.tensor(list(values), dtype=dtype, device="cpu").reshape(shape)
+
+
+def _later(value: Any) -> Any:
+    """Stands for a comparison that follows."""
+    return value
 
 
 def _itself(value: Any) -> Any:

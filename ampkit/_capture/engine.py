@@ -18,7 +18,7 @@ from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
-from .host_draws import CHANGED_DRAWS, NEW, HostDraws
+from .host_draws import NEW, HostDraws
 from .inputs import BatchReader
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
@@ -30,7 +30,7 @@ from .state import TrainingState
 from .surroundings import Surroundings
 from .timing import Clock
 from .turns import Turn, turns_on
-from .variation import DRAWS_ADVICE, Key, Variation
+from .variation import Key, Variation
 from .verify import check_verify, verified_replay
 from .warm_up import WarmUp
 
@@ -108,7 +108,7 @@ class Engine:
         self._layouts = Layouts(self._warmup, lenient=device.type == "cpu", told=options.capturing is True)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
-        self._draws = HostDraws(enabled=not ranks.wrappers)  # ranks would have to agree on the outcomes
+        self._draws = HostDraws(not ranks.wrappers, self._cache, self._layouts, self._fallback)
         self._warm_up_call = WarmUp(
             fn,
             captured,
@@ -311,35 +311,15 @@ class Engine:
         )
         if layout.told and layout.problem_untold and layout.checked:
             self._say_told(key, layout)
-        if layout.path is not None:
-            self._learn(key, layout)
+        self._draws.learn(key, layout)
         return outputs
-
-    def _learn(self, key: Key, layout: Layout) -> None:
-        """Have the layout of this call be that of the outcomes of its draws on the host."""
-        path, layout.path = layout.path, None
-        learned = self._draws.learn(key, path)
-        if learned is None:
-            self.close()
-            self._fallback.warn_once("draws", CHANGED_DRAWS)
-            return
-        self._layouts.move(key, learned)
-        if self._draws.is_full(key):
-            self._layouts.of(key._replace(outcomes=NEW)).refusal = self._draws.too_many
-            self._fallback.warn_once("outcomes", f"{self._draws.too_many}. {DRAWS_ADVICE}")
 
     def _say_told(self, key: Key, layout: Layout) -> None:
         """Say from which call on the code of this layout is told that it is being captured: the call just made."""
         number = self.replays + sum(self._eager.values())
         self._told_since = self._told_since or number
         self._layouts.tell(key)
-        self._fallback.warn_once(
-            "told",
-            f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
-            f"{layout.problem_untold} From call {number} on the answer is True, in eager calls too. The last bits may "
-            "differ from those of the other branch. Pass capturing=True to begin with it, or capturing=False to stay "
-            "eager.",
-        )
+        self._fallback.say_told(number, layout.problem_untold)
         layout.problem_untold = ""
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:

@@ -9,8 +9,12 @@ from torch import Tensor
 
 from .._torch.modes import without_dispatch_modes, without_torch_function
 from .._torch.tree import tensors_in
+from .cache import Cache
+from .compared_numbers import KeptNumber
+from .fallback import Fallback
 from .graph import Graph, MakeContext
-from .variation import Key
+from .layouts import Layout, Layouts
+from .variation import DRAWS_ADVICE, Key
 
 Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, or whole numbers
 
@@ -56,9 +60,9 @@ class Read(NamedTuple):
     of: Callable[..., Any]
     by: Any = None
 
-    def outcome(self, tensor: Tensor) -> Hashable:
-        """Return what the host learns."""
-        value = self.of(tensor.item()) if self.by is None else self.of(tensor.item(), self.by)
+    def outcome(self, number: Any) -> Hashable:
+        """Return what the host learns of this number."""
+        value = self.of(number) if self.by is None else self.of(number, self.by)
         assert isinstance(value, (bool, int))
         return value
 
@@ -77,12 +81,21 @@ class Stretch(NamedTuple):
     outcome: Hashable = None
 
 
-Path = tuple[Stretch, ...]
+class Path(NamedTuple):
+    """What a step does on the host.
 
+    Attributes:
+        stretches: in order.
+        numbers: where the numbers are kept that draws were compared with.
+    """
 
-def outcomes_of(path: Path) -> Outcomes:
-    """Return what the host learned on this path."""
-    return tuple(stretch.outcome for stretch in path if stretch.read is not None)
+    stretches: tuple[Stretch, ...]
+    numbers: tuple[KeptNumber, ...]
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What the host has learned."""
+        return tuple(stretch.outcome for stretch in self.stretches if stretch.read is not None)
 
 
 class _Node:
@@ -98,16 +111,18 @@ class Tree:
 
     Attributes:
         paths: how many there are.
+        numbers: where the numbers are kept that draws are compared with.
     """
 
     def __init__(self) -> None:
+        self.numbers: dict[tuple[int, str], KeptNumber] = {}
         self._start: dict[Hashable, _Node] = {}  # has one node, of what comes first
         self.paths = 0
 
     def add(self, path: Path) -> bool:
         """Add a path. Return whether it fits: after the same outcomes the host has done the same on all paths."""
         nodes, outcome, new = self._start, None, False
-        for stretch in path:
+        for stretch in path.stretches:
             node = nodes.get(outcome)
             if node is None:
                 node = nodes[outcome] = _Node(stretch)
@@ -116,6 +131,9 @@ class Tree:
                 return False
             nodes, outcome = node.next, stretch.outcome
         self.paths += new
+        for number in path.numbers:
+            if len(self.numbers) < _MOST_NUMBERS:
+                self.numbers.setdefault(number.place, number)
         return True
 
     def draw(self) -> Outcomes | None:
@@ -128,7 +146,7 @@ class Tree:
                     results += _run(operation, results)
                 if node.read is None:
                     return tuple(outcomes)
-                outcomes.append(node.read.outcome(results[node.read.slot.number]))
+                outcomes.append(node.read.outcome(results[node.read.slot.number].item()))
                 node = node.next.get(outcomes[-1])
         return None
 
@@ -162,7 +180,7 @@ def repeats(path: Path, before: Tensor, after: Tensor) -> bool:
         try:
             torch.default_generator.set_state(before)
             outcomes = tree.draw()
-            return outcomes == outcomes_of(path) and torch.equal(torch.default_generator.get_state(), after)
+            return outcomes == path.outcomes and torch.equal(torch.default_generator.get_state(), after)
         except (RuntimeError, IndexError):  # a draw whose numbers depend on tensors that are not there
             return False
         finally:
@@ -177,12 +195,18 @@ class HostDraws:
 
     Args:
         enabled: whether steps may decide by draws. Ranks would have to agree on the outcomes.
+        cache: keeps the graphs.
+        layouts: those that have no graph.
+        fallback: issues the warnings.
     """
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, cache: Cache, layouts: Layouts, fallback: Fallback) -> None:
         self.enabled = enabled
+        self._cache = cache
+        self._layouts = layouts
+        self._fallback = fallback
         self._trees: dict[Key, Tree] = {}
-        self._conflicts = 0
+        self._changes = self._calls = 0  # changes of what is drawn, and calls since the last one
         self._before = self._after = torch.default_generator.get_state()
 
     def __contains__(self, key: Key) -> bool:
@@ -195,8 +219,13 @@ class HostDraws:
     def decided(self, key: Key) -> Key:
         """Draw for a call of this key. Return its key with the outcomes, `NEW` if nobody knows yet what they lead to.
 
-        The generator is put back to where it was.
+        If a number that is compared with a draw has changed, all is forgotten, and the key is returned as it is. The
+        generator is put back to where it was.
         """
+        self._calls += 1
+        if any(number.has_changed() for number in self._trees[key].numbers.values()):
+            self._forget()
+            return key
         self._before = torch.default_generator.get_state()
         try:
             outcomes = self._trees[key].draw()
@@ -205,29 +234,35 @@ class HostDraws:
             torch.default_generator.set_state(self._before)
         return key._replace(outcomes=NEW if outcomes is None else outcomes)
 
-    def learn(self, key: Key, path: Path) -> Key | None:
-        """Take note of what an eager call of a key has drawn. Return the key with its outcomes.
+    def learn(self, key: Key, layout: Layout) -> None:
+        """Take note of what an eager call of a layout has drawn, and have the layout be that of the outcomes.
 
-        None if the call has drawn something else than an earlier one after the same outcomes. Then all is forgotten.
+        If the call has drawn something else than an earlier one after the same outcomes, all is forgotten.
         """
-        plain = key._replace(outcomes=None)
-        tree = self._trees.setdefault(plain, Tree())
-        learned = key._replace(outcomes=outcomes_of(path))
-        if not tree.add(path) or key.outcomes not in (None, NEW, learned.outcomes):
-            self._conflicts += 1
-            self.enabled = self.enabled and self._conflicts < _MOST_CONFLICTS
-            self.clear()
-            return None
-        return learned
+        path, layout.path = layout.path, None
+        if path is None:
+            return
+        tree = self._trees.setdefault(key._replace(outcomes=None), Tree())
+        if not tree.add(path) or key.outcomes not in (None, NEW, path.outcomes):
+            self._forget()
+            return
+        self._layouts.move(key, key._replace(outcomes=path.outcomes))
+        if tree.paths >= MOST_PATHS:
+            problem = (
+                f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"
+            )
+            self._layouts.of(key._replace(outcomes=NEW)).refusal = problem
+            self._fallback.warn_once("outcomes", f"{problem}. {DRAWS_ADVICE}")
 
-    def is_full(self, key: Key) -> bool:
-        """Return whether no more outcomes of this key are to be learned."""
-        return self._trees[key._replace(outcomes=None)].paths >= MOST_PATHS
-
-    @property
-    def too_many(self) -> str:
-        """Why calls with new outcomes are eager once no more are learned."""
-        return f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"
+    def _forget(self) -> None:
+        """Drop all graphs, because the step does something else now. Give up if it does so again and again."""
+        self._changes = 1 if self._calls > _RARELY else self._changes + 1
+        self._calls = 0
+        self.enabled = self.enabled and self._changes < _MOST_CHANGES
+        self._cache.clear()
+        self._layouts.clear()
+        self.clear()
+        self._fallback.warn_once("draws", _CHANGED)
 
     def clear(self) -> None:
         """Forget all."""
@@ -272,9 +307,11 @@ class _DrawnGraph:
 
 
 NEW: Outcomes = ("?",)  # outcomes that no eager call under the preflight has had
-CHANGED_DRAWS = (
-    "the step has drawn or compared something else on the host than in an earlier call, after the same outcomes. All "
-    "graphs are dropped. A number that is compared with a draw must not change; pass it in the batch if it does."
+_CHANGED = (
+    "draws on the host, or the numbers that they are compared with, have changed. All graphs are dropped. If such a "
+    "number changes often, draw on the device and compare with a tensor."
 )
 MOST_PATHS = 64  # per key; each takes a slow eager call
-_MOST_CONFLICTS = 3
+_MOST_NUMBERS = 64  # each is looked at in each call
+_MOST_CHANGES = 3
+_RARELY = 64  # calls between two changes

@@ -28,6 +28,9 @@ DECISIONS: dict[str, Decide] = {
     "uniform_": lambda p: bool(torch.empty([]).uniform_(0, 1) < p),
     "randint": lambda p: torch.randint(0, 3, ()).item() == 0,
     "randn": lambda p: bool(torch.randn(2).abs().sum() < p),
+    "item() < p": lambda p: torch.rand(1).item() < p,
+    "1 - p < item()": lambda p: 1 - p <= torch.rand(()).item(),
+    "item() > 1 - p": lambda p: torch.rand(1).double().item() > 1 - p,
     "any": lambda p: (torch.rand(2) < p / 2).any().item(),
 }
 
@@ -184,6 +187,14 @@ class Read(Layers):
         return self.last(x * scale)
 
 
+class Item(Layers):
+    """Has the number in a variable, where any code may read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(1).item()
+        return self.last(x if drawn < self.rate else -x)
+
+
 class Listed(Layers):
     """Reads a draw where no operation is seen."""
 
@@ -242,6 +253,7 @@ class PutBack(Layers):
 REFUSED: dict[type[Layers], str] = {
     Scaled: r"(waits for the device to read a value|draws random numbers on the host).*may only be compared",
     Read: r"waits for the device to read a value|draws random numbers on the host",
+    Item: r"waits for the device to read a value|draws random numbers on the host",
     Listed: r"tolist|may only be compared",
     Returned: r"(waits for the device to read a value|draws random numbers on the host).*may only be compared",
     PythonRandom: "draws from Python's random",
@@ -389,3 +401,31 @@ def test_too_many_outcomes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     report = twins.step.report()
     assert any("more than 6 different outcomes" in reason for reason in report.eager)
     assert report.replays > 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("decide", ["rand([]) < p", "bernoulli", "1 - p < item()"])
+def test_a_rate_that_changes(engine: Engine, decide: str) -> None:
+    """R3: the rate of a schedule, kept as an attribute, is another number for some calls: never a frozen comparison."""
+    twins = Twins(engine, lambda: Layers(0.1, 2, DECISIONS[decide]))
+    for number in range(25):
+        twins.call(number)
+    for model, _, _ in twins.sides:
+        model.rate = 0.6
+    with pytest.warns(ampkit.CaptureWarning, match="the numbers that they are compared with, have changed"):
+        [twins.call(number) for number in range(25, 50)]
+    assert twins.step.report().replays > 15
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rate_that_changes_all_the_time(engine: Engine) -> None:
+    """R3: such a step is refused, and stays right."""
+    twins = Twins(engine, lambda: Layers(0.5, 2))
+    for number in range(24):
+        for model, _, _ in twins.sides:
+            model.rate *= 0.97
+        twins.call(number)
+    report = twins.step.report()
+    assert (report.graphs, report.replays) == (0, 0)
+    assert "cannot be captured" in str(report.failure)

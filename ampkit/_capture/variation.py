@@ -22,7 +22,7 @@ class Key(NamedTuple):
         phase: says which of several things the function does, see `TrainingStep`. It is None, or a hashable object
             whose `parts()` are `Part`s.
         settings: a number that stands for the settings of the call. No other settings ever get it.
-        outcomes: what the host has read of its draws in the call, see `HostDraws`; None if it does not draw.
+        outcomes: what the host has read of its draws in the call; None if it does not draw, see `HostDraws`.
     """
 
     spec: Spec

@@ -175,6 +175,8 @@ class Cache:
 
     def find(self, key: Key) -> Captured | None:
         """Return the graph for a key with outcomes as the most recently used one, or None."""
+        if key.outcomes is None:
+            return None
         self._last = None  # `get` compares no outcomes
         if key in self._graphs:
             self._graphs.move_to_end(key)

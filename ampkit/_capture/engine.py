@@ -108,7 +108,7 @@ class Engine:
         self._layouts = Layouts(self._warmup, lenient=device.type == "cpu", told=options.capturing is True)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
-        self._draws = HostDraws(not ranks.wrappers, self._cache, self._layouts, self._fallback)
+        self._draws = HostDraws(not ranks.several, self._cache, self._layouts, self._fallback)
         self._warm_up_call = WarmUp(
             fn,
             captured,
@@ -149,10 +149,8 @@ class Engine:
             self._adapt()
         captured = self._cache.get(spec, phase, self._surroundings.number)
         if captured is None:
-            key = Key(spec, phase, self._surroundings.number)
-            if key in self._draws:
-                key = self._draws.decided(key)
-                captured = self._cache.find(key)
+            key = self._draws.decided(Key(spec, phase, self._surroundings.number))
+            captured = self._cache.find(key)
         if captured is not None:
             if self._ranks.several:
                 start = self._vote_before_replay(start)
@@ -250,7 +248,6 @@ class Engine:
         if change.outdates:
             self._cache.clear()
             self._layouts.clear()
-            self._draws.clear()
         self._layouts.reason = f"{WARM_UP} again: {change.reason}"
         text = f"{change.text}. Each such change takes {self._warmup} eager steps and a new capture."
         if self._fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):

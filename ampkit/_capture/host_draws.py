@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._errors import CaptureError
 from .._torch.modes import without_dispatch_modes, without_torch_function
 from .._torch.tree import tensors_in
 from .cache import Cache
 from .compared_numbers import KeptNumber
 from .fallback import Fallback
-from .graph import Graph, MakeContext
+from .graph import EmulatedGraph, Graph, MakeContext
 from .layouts import Layout, Layouts
 from .variation import DRAWS_ADVICE, Key
 
@@ -209,26 +210,22 @@ class HostDraws:
         self._changes = self._calls = 0  # changes of what is drawn, and calls since the last one
         self._before = self._after = torch.default_generator.get_state()
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._trees
-
-    def __len__(self) -> int:
-        """Return how many different outcomes are known, over all keys."""
-        return sum(tree.paths for tree in self._trees.values())
-
     def decided(self, key: Key) -> Key:
         """Draw for a call of this key. Return its key with the outcomes, `NEW` if nobody knows yet what they lead to.
 
-        If a number that is compared with a draw has changed, all is forgotten, and the key is returned as it is. The
-        generator is put back to where it was.
+        If the calls of the key draw nothing as far as is known, or a number that is compared with a draw has changed,
+        the key is returned as it is. In the latter case all is forgotten. The generator is put back to where it was.
         """
+        tree = self._trees.get(key)
+        if tree is None:
+            return key
         self._calls += 1
-        if any(number.has_changed() for number in self._trees[key].numbers.values()):
+        if any(number.has_changed() for number in tree.numbers.values()):
             self._forget()
             return key
         self._before = torch.default_generator.get_state()
         try:
-            outcomes = self._trees[key].draw()
+            outcomes = tree.draw()
             self._after = torch.default_generator.get_state()
         finally:
             torch.default_generator.set_state(self._before)
@@ -242,6 +239,8 @@ class HostDraws:
         path, layout.path = layout.path, None
         if path is None:
             return
+        if len(self._trees) == _MOST_KEYS:
+            self._trees.clear()  # their layouts learn again
         tree = self._trees.setdefault(key._replace(outcomes=None), Tree())
         if not tree.add(path) or key.outcomes not in (None, NEW, path.outcomes):
             self._forget()
@@ -276,6 +275,10 @@ class HostDraws:
         """Put the generator back to where it was before the draws of this call."""
         torch.default_generator.set_state(self._before)
 
+    def is_kept(self) -> bool:
+        """Return whether the generator is where the draws of this call have left it."""
+        return torch.equal(torch.default_generator.get_state(), self._after)
+
     def keep(self) -> None:
         """Put the generator to where the draws of this call have left it."""
         torch.default_generator.set_state(self._after)
@@ -289,9 +292,15 @@ class _DrawnGraph:
         self._draws = draws
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
-        """Record `fn`, which draws again."""
+        """Record `fn`, which draws again.
+
+        Raises:
+            CaptureError: see `CudaGraph`; or `fn` has drawn something else than was drawn before.
+        """
         try:
             self._graph.capture(fn, context)
+            if not (isinstance(self._graph, EmulatedGraph) or self._draws.is_kept()):
+                raise CaptureError(f"in the capture, {_CHANGED}")
         finally:
             self._draws.put_back()
 
@@ -312,6 +321,7 @@ _CHANGED = (
     "number changes often, draw on the device and compare with a tensor."
 )
 MOST_PATHS = 64  # per key; each takes a slow eager call
+_MOST_KEYS = 256
 _MOST_NUMBERS = 64  # each is looked at in each call
 _MOST_CHANGES = 3
 _RARELY = 64  # calls between two changes

@@ -157,8 +157,8 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
         yield Fault(severity, kind, found.line, what, advice, found.count, ms)
     if trial.decisions:
         what = (
-            f"the host decides by {trial.decisions} comparison(s) of random draws in a step: each outcome takes a graph "
-            "of its own, and steps cannot be compared with each other to find what else varies"
+            f"the host decides by {trial.decisions} comparison(s) of random draws in a step: each outcome takes a "
+            "graph of its own, and steps cannot be compared with each other to find what else varies"
         )
         yield Fault("low", "host random numbers", "", what, DRAWS_ADVICE)
 

@@ -292,13 +292,19 @@ class _DrawnGraph:
         self._draws = draws
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
-        """Record `fn`, which draws again.
+        """Record `fn`, which draws again, from where this call has drawn.
 
         Raises:
             CaptureError: see `CudaGraph`; or `fn` has drawn something else than was drawn before.
         """
+        draws = self._draws
+
+        def drawn() -> Any:  # an attempt may have failed before
+            draws.put_back()
+            return fn()
+
         try:
-            self._graph.capture(fn, context)
+            self._graph.capture(drawn, context)
             if not (isinstance(self._graph, EmulatedGraph) or self._draws.is_kept()):
                 raise CaptureError(f"in the capture, {_CHANGED}")
         finally:

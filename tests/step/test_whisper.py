@@ -68,7 +68,7 @@ def test_whisper_is_captured_whole(engine: Engine, layerdrop: float, calls: int)
         for kind in (graph, "off"):
             mine = copy.deepcopy(model)
             optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-3, fused=True)
-            step = ampkit.graphed_step(loss_fn, mine, optimizer, max_norm=1.0, graph=kind)
+            step = ampkit.graphed_step(loss_fn, mine, optimizer, max_norm=1.0, graph=kind, capturing=True)
             torch.manual_seed(5)
             trace: list[Any] = []
             for number in range(calls):

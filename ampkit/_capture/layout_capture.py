@@ -94,9 +94,8 @@ class LayoutCapture:
     def _record(self, key: Key, layout: Layout, leaves: list[Any]) -> tuple[Graph, StaticInputs]:
         """Return a graph that was just recorded, and the buffers that it reads its input from."""
         inputs = StaticInputs(key.spec, leaves)
-        graph = self._cache.new_graph(self._stream, self._options.generators)
-        if key.outcomes is not None:
-            graph = self._draws.around(graph)
+        new = self._cache.new_graph(self._stream, self._options.generators)
+        graph = layout.rehearsal.named(new if key.outcomes is None else self._draws.around(new))
         before = self._state.tensors()
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn = answered(self._fn, layout.told)

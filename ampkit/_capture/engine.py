@@ -18,6 +18,7 @@ from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
+from .host_draws import NEW, HostDraws
 from .inputs import BatchReader
 from .kernel_names import KernelNames
 from .layout_capture import LayoutCapture
@@ -113,6 +114,7 @@ class Engine:
         self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
+        self._draws = HostDraws(not ranks.several, self._cache, self._layouts, self._fallback)
         self._warm_up_call = WarmUp(
             fn,
             captured,
@@ -126,9 +128,10 @@ class Engine:
             clock=self._clock,
             may_tell=options.capturing == "auto" and not ranks.several,  # each rank would decide by itself
             untimed=untimed,
+            draws=self._draws,
         )
         self._capture = LayoutCapture(
-            captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
+            captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback, self._draws
         )
         self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback)
         self._told_since: int | None = None  # the number of a call
@@ -150,6 +153,9 @@ class Engine:
         if self._watch.present() is not self._surroundings.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._surroundings.number)
+        if captured is None:
+            key = self._draws.decided(Key(spec, phase, self._surroundings.number))
+            captured = self._cache.find(key)
         if captured is not None:
             if self._ranks.several:
                 start = self._vote_before_replay(start)
@@ -158,7 +164,6 @@ class Engine:
             if self._unverified or captured.timing.replay.wanted:
                 return self._watched_replay(captured, phase, leaves, start)
             return captured.replay(leaves)
-        key = Key(spec, phase, self._surroundings.number)
         layout = self._layout(key)
         stage = self._agreed_stage(key, layout)
         if stage is Stage.COLD:
@@ -297,12 +302,13 @@ class Engine:
         if start is not None and self._ranks.several:
             start = self._clock.now()  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
-        late = len(self._layouts) > _EARLY_PREFLIGHTS
+        left = self._warmup if key.outcomes is NEW else 2 if len(self._layouts) > _EARLY_PREFLIGHTS else 3
         outputs = self._warm_up_call(
-            self.run, layout, leaves, key.phase, args, kwargs, late_preflight=late, start=start
+            self.run, layout, leaves, key.phase, args, kwargs, preflight_left=left, start=start
         )
         if layout.told and layout.problem_untold and layout.checked:
             self._say_told(key, layout)
+        self._draws.learn(key, layout)
         return outputs
 
     def _say_told(self, key: Key, layout: Layout) -> None:
@@ -310,13 +316,7 @@ class Engine:
         number = self.replays + sum(self.eager.values())
         self._told_since = self._told_since or number
         self._layouts.tell(key)
-        self._fallback.warn_once(
-            "told",
-            f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
-            f"{layout.problem_untold} From call {number} on the answer is True, in eager calls too. The last bits may "
-            "differ from those of the other branch. Pass capturing=True to begin with it, or capturing=False to stay "
-            "eager.",
-        )
+        self._fallback.say_told(number, layout.problem_untold)
         layout.problem_untold = ""
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:
@@ -440,6 +440,7 @@ class Engine:
         """Drop all graphs and give their memory back. The next call warms up and captures again."""
         self._cache.clear()
         self._layouts.clear()
+        self._draws.clear()
         self._surroundings.forget()
         self._variation.restart()
 

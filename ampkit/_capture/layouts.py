@@ -3,6 +3,7 @@
 import enum
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 from .kernel_names import KernelNames
 from .overlaps import Writes
@@ -44,6 +45,7 @@ class Layout:
         problem_untold: what the preflight found while the code was told the truth; "" if it found nothing.
         writes: the tensors of the state that its calls change.
         timing: how long its calls take.
+        path: what its call under the preflight has drawn on the host, see `HostDraws`; None if it draws nothing there.
     """
 
     def __init__(self, reason: str, warmup: int, lenient: bool, told: bool, names: KernelNames | None = None) -> None:
@@ -62,6 +64,7 @@ class Layout:
         self.problem_untold = ""
         self.writes = Writes()
         self.timing = Timing()
+        self.path: Any = None
 
     @property
     def stage(self) -> Stage:
@@ -131,6 +134,12 @@ class Layouts:
             if len(self._seen) < _MAX_SEEN:
                 self._seen.add(seen)
         return layout
+
+    def move(self, key: Key, to: Key) -> None:
+        """Have the layout of a key be that of another key from now on."""
+        layout = self._by_key.pop(key, None)
+        if layout is not None:
+            self._by_key[to] = layout
 
     def tell(self, key: Key) -> None:
         """Have the code of this input be told that it is being captured, also if its layout has to begin again."""

@@ -20,6 +20,7 @@ from .._torch.modes import TorchDispatchMode, enter, leave, let_autograd_use_thr
 from .._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
 from .._undo import Undo, keep_warning_filters
 from .._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
+from .draw_record import DrawRecorder
 from .reseeding import GeneratorWatch, getters, setters
 from .uncapturable import (
     DRAW_ON_DEVICE,
@@ -95,6 +96,7 @@ class Preflight(TorchDispatchMode):
         generators: CUDA generators beside the default one that a graph is captured with.
         graphed: whether to advise how to write it in a graphed step. Otherwise the advice is for any step.
         observer: called with each operation, its arguments and its result. Another dispatch mode would change kernels.
+        draws: records the draws on the host that may be made ahead of a graph. Without it, each of them is a finding.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
@@ -106,11 +108,13 @@ class Preflight(TorchDispatchMode):
         *,
         graphed: bool = True,
         observer: Callable[[Any, Any, Any, Any], object] | None = None,
+        draws: DrawRecorder | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._watched = Watched(device, tuple(generators))
         self._graphed = graphed
         self._observer = observer
+        self._draws = draws
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # places that are known to wait, with the operation that does
         self._covered: dict[str, _Key] = {}  # lines of which one finding says all
@@ -138,6 +142,8 @@ class Preflight(TorchDispatchMode):
             self._watch_backward(self._undo)
             self._watch_calls(self._undo)
             self._watch_seeds(self._undo)
+            if self._draws is not None:
+                self._draws.begin(self._undo, _replace)
             enter(self._undo, self)
         except BaseException:
             self._undo.close()
@@ -151,6 +157,10 @@ class Preflight(TorchDispatchMode):
                 self._look_for_draws()
         finally:
             self._undo.close()
+        if kind is None and self._draws is not None:
+            self._draws.end()
+            for problem, place in self._draws.refused:
+                self._add(problem, place)
 
     # ------------------------------------------------------------------------------------------------------- detectors
 
@@ -306,6 +316,8 @@ class Preflight(TorchDispatchMode):
             waits, self._waits = self._waits, outer
         seconds = time.perf_counter() - start
         problems = problems_of(op, args, kwargs, result, self._watched, waited=bool(waits))
+        if self._draws is not None:
+            problems = self._draws.judged(op, args, kwargs, result, problems, self._user_line)
         keys = [self._report(problem) for problem in problems]
         if problems and not (problems[0].graph_only or is_late(op)):
             self._spent(keys[0], seconds)

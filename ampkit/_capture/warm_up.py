@@ -13,6 +13,8 @@ from .._torch.tensors import version
 from .._torch.tree import tree_unflatten
 from .._undo import Undo
 from .capture_query import answered, noting_questions
+from .draw_record import DrawRecorder
+from .host_draws import HostDraws
 from .inputs import flatten, own_copy
 from .layouts import Layout
 from .preflight import Preflight, describe
@@ -46,6 +48,7 @@ class WarmUp:
         clock: times some of the calls.
         may_tell: whether code that asks may be told that it is being captured, if its other branch cannot be.
         untimed: how many calls of a layout are slower than later ones, and are not timed.
+        draws: what is known of the draws on the host.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class WarmUp:
         clock: Clock,
         may_tell: bool,
         untimed: int,
+        draws: HostDraws,
     ) -> None:
         self._fn = fn
         self._captured = captured
@@ -76,6 +80,7 @@ class WarmUp:
         self._clock = clock
         self._may_tell = may_tell
         self._untimed = untimed
+        self._draws = draws
 
     def __call__(
         self,
@@ -86,7 +91,7 @@ class WarmUp:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        late_preflight: bool,
+        preflight_left: int,
         start: Any,
     ) -> Any:
         """Do the next call of this layout.
@@ -98,14 +103,14 @@ class WarmUp:
             phase: the first argument of `fn`.
             args: its other arguments.
             kwargs: its keyword arguments.
-            late_preflight: whether the preflight comes as late as it can. It is slow. If each call has another layout,
-                most layouts have only one call, which then needs none.
+            preflight_left: how many calls before the capture the preflight comes, at most. It is slow. If each call has
+                another layout, most layouts have only one call, which then needs none.
             start: the clock's mark of when the call began; None if it is not to be timed.
         """
         with Undo() as undo:
             undo.note(modes())
             with nullcontext() if layout.calls else layout.writes.noted(self._state):
-                if not layout.checked and layout.calls_left <= (2 if late_preflight else 3):
+                if not layout.checked and layout.calls_left <= preflight_left:
                     outputs = self._call_under_preflight(run, layout, leaves, partial(self._fn, phase), args, kwargs)
                 else:
                     outputs = self._call(run, layout, phase, args, kwargs, start)
@@ -161,8 +166,10 @@ class WarmUp:
             return outputs
 
         with self._watching(), self._undeclared.watching(leaves) as observer:
-            preflight = Preflight(self._device, self._generators, observer=observer)
+            draws = DrawRecorder(self._device) if self._draws.enabled else None
+            preflight = Preflight(self._device, self._generators, observer=observer, draws=draws)
             outputs = run(layout.reason, lambda: self._looked(layout, leaves, preflight, call, fn))
+            layout.path = None if draws is None else draws.path
         # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
         # later ones do not, and so may a scaler that still watches what the optimizer does. Then the preflight is
         # repeated.

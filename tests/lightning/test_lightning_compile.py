@@ -41,8 +41,10 @@ class UsesIndex(Net):
 def test_a_graph_has_the_bits_of_the_same_compiled_step(
     engine: Engine, tmp_path: Path, kind: str, accumulate: int
 ) -> None:
-    """R11: weights, moments, metrics, outputs and loss scale of a compiled fit with graphs and of one without. The calls
-    of `self.log` end a graph of torch.compile, of which nothing is said."""
+    """R11: weights, moments, metrics, outputs and loss scale of a compiled fit with graphs and of one without.
+
+    The calls of `self.log` end a graph of torch.compile, of which nothing is said.
+    """
     device, graph = engine
     options: dict[str, Any] = {"kind": kind, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
     runs = [  # a warning would be an error

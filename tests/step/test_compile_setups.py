@@ -1,6 +1,7 @@
-"""Random training set-ups with `compile`: each graphed, and by the same compiled step without a graph.
+r"""Random training set-ups with `compile`: each graphed, and by the same compiled step without a graph.
 
-TORCHINDUCTOR_COMPILE_THREADS=1 AMPKIT_COMPILE_SETUPS=24,4 python -m pytest -q -n 12 tests/step/test_compile_setups.py -m cuda
+TORCHINDUCTOR_COMPILE_THREADS=1 AMPKIT_COMPILE_SETUPS=24,4 \
+    python -m pytest -q -n 12 tests/step/test_compile_setups.py -m cuda
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Random training set-ups for `graphed_step(compile=...)`: those of `setups`, with fewer layouts, since each compiles."""
+"""Random set-ups for `graphed_step(compile=...)`: those of `setups`, with fewer layouts, since each compiles."""
 
 import random
 from collections import Counter, defaultdict

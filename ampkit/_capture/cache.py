@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.streams import raw_stream
+from .._torch.streams import is_capturing, raw_stream
 from .._torch.tree import tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
 from .inputs import Spec, StaticInputs
@@ -119,7 +119,9 @@ class Outputs:
         if self._block is None:
             return self._rebuilt(map(Tensor.clone, self._tensors))
         # Torch's allocator takes freed memory to be in use on the stream that it was allocated on.
-        if not self._rows or (self._block.is_cuda and raw_stream(self._block.device.index) != self._stream):
+        if self._block.is_cuda and raw_stream(self._block.device.index) != self._stream:
+            self._rows, self._count = [], 1
+        if not self._rows:
             self._rows = self._more_rows(self._block)
         row, numbers = self._rows.pop()
         row.copy_(self._block)
@@ -130,7 +132,9 @@ class Outputs:
 
     def _gathered(self) -> Tensor | None:
         """Return the block of bytes of the numbers, and note where they are. None if there are not two of them."""
-        device = self._tensors[0].device if self._tensors else None
+        # What a graph returns from the host is no work of the graph, and is read behind each replay.
+        places = [tensor.device for tensor in self._tensors if tensor.is_cuda or not is_capturing()]
+        device = places[0] if places else None
         numbers = [i for i, tensor in enumerate(self._tensors) if _is_number(tensor) and tensor.device == device]
         if len(numbers) < 2:
             return None

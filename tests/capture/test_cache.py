@@ -95,6 +95,21 @@ def test_numbers_are_copied_at_once_and_stay_apart(name: str, engine: tuple[str,
 
 
 @pytest.mark.cuda
+def test_numbers_on_the_host_are_read_behind_each_replay() -> None:
+    """A graph cannot copy them: what they are when a replay ends is what the caller gets."""
+    here, there = [torch.tensor(1.0), torch.tensor(2.0)], [torch.tensor(3.0, device="cuda") for _ in range(2)]
+    for numbers in (here, [*here, *there]):
+        graph = CudaGraph(torch.cuda.Stream(), Pool())
+        graph.capture(lambda numbers=numbers: (numbers, there[0] * 2), then=Outputs)
+        spec, leaves = read_batch((), {}, torch.device("cuda", 0))
+        captured = Captured(graph, StaticInputs(spec, leaves), 0, Timing(), False)
+        here[0].add_(1)
+        found, doubled = captured.replay(leaves)
+        assert [float(number) for number in found] == [float(number) for number in numbers]
+        assert float(doubled) == 6.0
+
+
+@pytest.mark.cuda
 def test_numbers_of_calls_on_several_streams() -> None:
     """A call on another stream gets its numbers in memory that was allocated on that stream, also back on the first."""
     graph = CudaGraph(torch.cuda.Stream(), Pool())

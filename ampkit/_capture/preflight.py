@@ -113,6 +113,7 @@ class Preflight(TorchDispatchMode):
         self._observer = observer
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # places that are known to wait, with the operation that does
+        self._covered: dict[str, _Key] = {}  # lines of which one finding says all
         self._waits: int | None = None  # how often the operation that runs has waited; None outside of operations
         self._stepped_aside = False  # whether a node of this backward has run without this mode
         self._reported = False  # whether a call runs that has been reported as a whole
@@ -388,7 +389,12 @@ class Preflight(TorchDispatchMode):
         if place is None or _compiles(place) or (in_engine and self._checks_nan and problem is READ):
             return None
         self._explained.add(place.key)
-        return self._add(problem, place)
+        if place.line and place.line in self._covered:
+            return self._covered[place.line]
+        key = self._add(problem, place)
+        if problem.whole_line:
+            self._covered[place.line] = key
+        return key
 
     def _add(self, problem: Problem, place: SourceLocation) -> _Key:
         what = f"{problem.what}, in {place.inside}" if place.inside else problem.what

@@ -19,6 +19,7 @@ from .capture_query import answered, captures
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
 from .inputs import BatchReader
+from .kernel_names import KernelNames
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
@@ -64,8 +65,8 @@ class Engine:
         untimed: how many calls of a layout are slower than later ones, and are not timed.
 
     Attributes:
-        turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
-            be called in it.
+        turn: makes other threads wait. The engine, and all that belongs to the same call, must be called in it.
+        names: those of the kernels of its graphs; None without `annotate`.
         series: captures several calls in one graph.
         replays: how many calls were a graph launch.
     """
@@ -94,7 +95,7 @@ class Engine:
         # Two calls at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
         self._fn, self._whole, self._own = fn, whole or fn, copied if whole is None else lambda outputs: outputs
-        self._state, self._watch = state, state.watch
+        self._state, self._watch, self._optimizer = state, state.watch, optimizer
         self._device, self._reader = device, BatchReader(device)
         self._options, self._ranks = options, ranks
         self._stream = capture_stream(device) if on_cuda else None
@@ -107,7 +108,8 @@ class Engine:
             name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
         )
         self._cache = Cache(options.max_graphs, options.memory_budget)
-        self._layouts = Layouts(self._warmup, lenient=device.type == "cpu", told=options.capturing is True)
+        self.names = KernelNames(state.modules) if options.annotate else None
+        self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
         self._warm_up_call = WarmUp(
@@ -131,7 +133,6 @@ class Engine:
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays, self._starts_to_mark = options.verify, 0, 0  # in how many calls to come
-        self._optimizer = optimizer
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 
     @property

@@ -90,7 +90,7 @@ class LayoutCapture:
     def _record(self, key: Key, layout: Layout, leaves: list[Any]) -> tuple[Graph, StaticInputs]:
         """Return a graph that was just recorded, and the buffers that it reads its input from."""
         inputs = StaticInputs(key.spec, leaves)
-        graph = self._cache.new_graph(self._stream, self._options.generators)
+        graph = layout.rehearsal.named(self._cache.new_graph(self._stream, self._options.generators))
         before = self._state.tensors()
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn = answered(self._fn, layout.told)

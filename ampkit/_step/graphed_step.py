@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
 from .._batches.buckets import Buckets
 from .._capture.engine import Engine
+from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
@@ -26,17 +27,11 @@ from .compiled import CompiledTrainingStep, check_compile
 from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
+from .scheduler import Scheduler, check_scheduler
 from .training_step import StepOutput, TrainingStep
 from .window import Window
 
 _COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal
-
-
-class Scheduler(Protocol):
-    """A learning-rate scheduler of torch.optim.lr_scheduler that needs no metric."""
-
-    def step(self) -> None:
-        """Set the next learning rate."""
 
 
 def graphed_step(
@@ -60,6 +55,7 @@ def graphed_step(
     max_graphs: int = 16,
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
+    annotate: bool = False,
     compile: str | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
@@ -122,6 +118,9 @@ def graphed_step(
             the report say from which call. To see that, one warm-up call takes the other branch. If that cannot be
             captured either, the call is undone and made again, so that `loss_fn` runs twice in it. With
             `DistributedDataParallel`, "auto" is as False. True, False: this, from the first call on.
+        annotate: note which module each kernel of a graph belongs to, so that `ampkit.debug.name_kernels` can name the
+            kernels of replays in a profiler trace (docs/traces.md). The last warm-up call of each layout then runs
+            under torch.profiler, and waits for the device.
         compile: "default": compile forward and backward with torch.compile, once per input layout, before the capture.
             "max": also choose the kernels of matrix products by timing them, so that another run may choose others and
             have other last bits. None: compile nothing. The first call of a layout is never compiled. What cannot be
@@ -140,7 +139,7 @@ def graphed_step(
     Sync: only the call that captures a graph waits for the device.
     """
     warmup = _warmup(warmup, compile)
-    given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
+    given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
     options = given.checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     max_norm = _read_max_norm(max_norm)
@@ -292,6 +291,10 @@ class GraphedStep:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
         return replace(self._engine.report(self.skipped), **self._compiled())
 
+    def kernel_tables(self) -> list[KernelTable] | None:
+        """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
+        return None if self._engine.names is None else list(self._engine.names.tables)
+
     @property
     def scaler(self) -> GradScaler:
         """The gradient scaler; a disabled one where the policy needs none."""
@@ -384,7 +387,7 @@ def _check_optimizer(
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
-    _check_scheduler(scheduler, optimizer)
+    check_scheduler(scheduler, optimizer)
     refuse_sparse(model, optimizer, max_norm)
 
 
@@ -420,25 +423,6 @@ def _check_helpers(loss_fn: object, buckets: object, numerics: object) -> None:
     if numerics is not None and not isinstance(numerics, Observer):
         expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
         raise wrong("graphed_step", "numerics", numerics, expected)
-
-
-def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `ValueError` unless the scheduler can be stepped without arguments and works on this optimizer."""
-    if scheduler is None:
-        return
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
-        )
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        expected = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
-        raise wrong("graphed_step", "scheduler", scheduler, f"{expected}, or None")
-    other = getattr(scheduler, "optimizer", optimizer)
-    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
-        raise ValueError(
-            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
-            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
-        )
 
 
 def _scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.device) -> GradScaler:

@@ -12,6 +12,7 @@ except ImportError as error:
     raise ImportError("ampkit.lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
 
 from .._arguments import check_choice
+from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.report import Report
 from .._errors import CaptureError, CaptureWarning
@@ -46,6 +47,7 @@ class AmpkitCallback(Callback):
         on_failure: "parts" warns if the optimizer cannot be captured, captures forward and backward, and steps it
             eagerly behind each graph. If nothing can be captured, or if the batch or a setting was new in each of 32
             calls, it warns and trains eagerly. "eager" does so in all these cases. "raise" raises `CaptureError`.
+        annotate: note which module each kernel belongs to, for `ampkit.debug.name_kernels(trace, callback)`.
         numerics: measure what `ampkit.debug.numerics` does, once in this many optimizer steps. None measures nothing.
         memory: record what takes the memory in one of the first eager steps, as `ampkit.debug.memory` does.
         compile: "default" or "max" has torch.compile compile `training_step`, its backward, and the update of the
@@ -74,11 +76,12 @@ class AmpkitCallback(Callback):
         memory_budget: int | None = None,
         verify: int = 0,
         on_failure: str = "parts",
+        annotate: bool = False,
         numerics: int | None = None,
         memory: bool = False,
         compile: str | None = None,
     ) -> None:
-        options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget)
+        options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget, annotate=annotate)
         self._options = options.checked("AmpkitCallback")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"AmpkitCallback(scaler={type(scaler).__name__}): pass an ampkit.GradScaler.")
@@ -91,6 +94,7 @@ class AmpkitCallback(Callback):
         self._measurements = self._new_measurements()
         self._fit: Fit | None = None
         self._last_report: Callable[[], Report] = lambda: nothing_captured(None)
+        self._last_tables: list[KernelTable] = []
 
     @property
     def numerics(self) -> Numerics | None:
@@ -105,6 +109,12 @@ class AmpkitCallback(Callback):
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, of the current or last `fit`. Waits for the device."""
         return self._last_report()
+
+    def kernel_tables(self) -> list[KernelTable] | None:
+        """Return what `ampkit.debug.name_kernels` reads, of the current or last `fit`. None without `annotate=True`."""
+        if not self._options.annotate:
+            return None
+        return self._last_tables if self._fit is None else self._fit.kernel_tables()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put ampkit's step into the Trainer when `fit` begins."""
@@ -156,6 +166,7 @@ class AmpkitCallback(Callback):
 
     def _end_fit(self) -> None:
         if self._fit is not None:
+            self._last_tables = self._fit.kernel_tables()
             self._fit.end()
             self._fit = None
 

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
+from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
@@ -116,6 +117,10 @@ class Fit:
             lightning.load_state_dict(self.scaler.state_dict())
         if isinstance(self._plugin, MixedPrecision):
             self._plugin.scaler = self._lightning_scaler
+
+    def kernel_tables(self) -> list[KernelTable]:
+        """Return the names of the kernels of all graphs so far."""
+        return [] if self._step is None else self._step.kernel_tables()
 
     def report(self) -> Report:
         """Return what happened to the batches so far. Waits for the device."""

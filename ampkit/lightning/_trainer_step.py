@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.engine import Engine
+from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
@@ -158,6 +159,10 @@ class TrainerStep:
     def replays(self) -> int:
         """How many batches were replayed."""
         return self._engine.replays
+
+    def kernel_tables(self) -> list[KernelTable]:
+        """Return the names of the kernels of all graphs so far."""
+        return [] if self._engine.names is None else list(self._engine.names.tables)
 
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""

@@ -25,14 +25,14 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 Then = Callable[[Any], Any]
 
 
-def _same(outputs: Any) -> Any:
+def same(outputs: Any) -> Any:
     return outputs
 
 
 class Graph(Protocol):
     """A graph, emulated or not."""
 
-    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = _same) -> None:
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Record `then(fn())` without doing its work. `context` returns a context in which `fn` is called."""
 
     def replay(self) -> Any:
@@ -113,7 +113,7 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
 
-    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = _same) -> None:
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Record `then(fn())`. Nothing of it has run on the device when this returns.
 
         In user code, `torch.cuda.is_current_stream_capturing()` returns False during the capture.
@@ -210,9 +210,9 @@ class EmulatedGraph:
     def __init__(self) -> None:
         self._fn: Callable[[], Any] | None = None
         self._make_context: MakeContext | None = None
-        self._then: Then = _same
+        self._then: Then = same
 
-    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = _same) -> None:
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Keep `fn`. It runs in the first replay for the first time, then in this context."""
         self._fn, self._make_context, self._then = fn, context, then
 

@@ -89,10 +89,10 @@ def spans(step: Any) -> dict[str, Any]:
         recorded.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     events = [event for event in events if event.get("ph") == "X"]
-    waits = sorted(float(event["ts"]) for event in events if event["name"] == "cudaDeviceSynchronize")
+    waits = sorted((float(e["ts"]), float(e["dur"])) for e in events if e["name"] == "cudaDeviceSynchronize")
     # The profiler waits once more when it stops, so the last call ends with the wait of number `CALLS`.
-    begin, end = waits[CALLS - 2], waits[CALLS - 1]
-    events = [event for event in events if float(event["ts"]) > begin]
+    begin, end = sum(waits[CALLS - 2]), waits[CALLS - 1][0]
+    events = [event for event in events if float(event["ts"]) >= begin]
     launched = [event for event in events if any(name in event["name"] for name in LAUNCHES)]
     host = [event for event in launched if event.get("cat") in HOST_KINDS and float(event["ts"]) < end]
     gpu = [event for event in events if event.get("cat") in GPU_KINDS]

@@ -15,7 +15,10 @@ from ampkit._torch import compile as torch_compile
 from ampkit.lightning import AmpkitCallback
 
 Engine = tuple[str, str]
-pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "fast")]
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo", "fast"),
+    pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning"),  # Inductor's, on CUDA
+]
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def make_whisper(layerdrop: float) -> nn.Module:
         bos_token_id=1,
         eos_token_id=2,
         decoder_start_token_id=1,
-        attn_implementation="eager",
+        attn_implementation="sdpa",
     )
     model: nn.Module = transformers.WhisperForConditionalGeneration(config).train()
     return model

@@ -25,6 +25,7 @@ from .options import Options
 from .ranks import Ranks
 from .report import Report
 from .series import Series
+from .splitting import IN_PARTS, NEVER, Splitter
 from .state import TrainingState
 from .surroundings import Surroundings
 from .timing import Clock
@@ -59,6 +60,7 @@ class Engine:
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
         one_argument: whether every call has one argument, the batch.
         untimed: how many calls of a layout are slower than later ones, and are not timed.
+        splitter: does calls in parts that cannot be captured.
 
     Attributes:
         turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
@@ -84,6 +86,7 @@ class Engine:
         declared: bool = False,
         one_argument: bool = False,
         untimed: int = 1,
+        splitter: Splitter = NEVER,
     ) -> None:
         check_verify(options, ranks, name)
         on_cuda = options.graph == "auto" and device.type == "cuda"
@@ -128,8 +131,13 @@ class Engine:
         self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
         self._unverified, self.replays, self._starts_to_mark = options.verify, 0, 0  # in how many calls to come
-        self._optimizer = optimizer
+        self._optimizer, self._splitter = optimizer, splitter
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether every call is eager from now on."""
+        return bool(self._fallback.refused)
 
     @property
     def captures(self) -> int:
@@ -162,6 +170,8 @@ class Engine:
             outputs = self._capture_and_replay(key, layout, leaves)
             if outputs is not _NOT_CAPTURED:
                 return outputs
+        if layout.refusal is IN_PARTS:
+            return self._splitter.call(self, layout, phase, args, kwargs)
         reason = self._fallback.refused or layout.refusal or "the ranks have not agreed to capture yet"
         fn = answered(self._fn, layout.told)
         return self.run(reason, lambda: fn(phase, *args, **kwargs))
@@ -230,12 +240,7 @@ class Engine:
         elif len(self._cache):
             self._say_behind()
         change = self._surroundings.observe()
-        if (
-            change is not None
-            and self._optimizer is not None
-            and change.of_optimizer
-            and self._optimizer.leave(change.reason)
-        ):
+        if change is not None and change.of_optimizer and self._optimizer.leave(change.reason):
             self._adapt()
             return
         if change is None:
@@ -263,7 +268,7 @@ class Engine:
         problem = (layout.problem if stage is Stage.WARM else "") or self._note(key, layout)
         all_want, all_can = self._ranks.decide(stage is Stage.WARM, not problem, settled=False)
         if stage is not Stage.REFUSED and not all_can:
-            self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
+            self.give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
         return Stage.REFUSED if not all_can or (stage is Stage.WARM and not all_want) else stage
 
     def _note(self, key: Key, layout: Layout) -> str:
@@ -329,7 +334,7 @@ class Engine:
             try:
                 captured = self._capture.capture(key, layout, leaves)
             except CaptureError as error:
-                self._give_up(layout, "capture failed", error)
+                self.give_up(layout, "capture failed", error)
                 captured = None
             if captured is None:
                 return _NOT_CAPTURED
@@ -345,7 +350,7 @@ class Engine:
             if failure is not None:
                 if self._fallback.raises:
                     raise self._fallback.step_done_error(failure, outputs)
-                self._give_up(layout, "capture failed", failure)
+                self.give_up(layout, "capture failed", failure)
             undo.forget()
         return outputs
 
@@ -359,8 +364,9 @@ class Engine:
         if self._optimizer.stays_behind:
             self._fallback.say_behind(self._optimizer.why_behind)
 
-    def _give_up(self, layout: Layout, reason: str, error: CaptureError) -> None:
-        if self._optimizer.leave(problem=str(error)):
+    def give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
+        """Make the calls of a layout eager. With its key, they may be done in parts instead."""
+        if self._optimizer.leave(problem=str(error)) or (key is not None and self._splitter.takes(key, layout)):
             return
         if self._fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
@@ -412,12 +418,16 @@ class Engine:
         with self._turns.lock:
             saving = self._cache.saving()
             self._variation.follow(self.replays, self.captures)
+            parts, split = self._splitter.report()
             return Report(
                 graphs=len(self._cache) + sum(len(family.graphs) for family in self._cache.families.values()),
                 captures=self.captures,
                 evictions=self._capture.evictions,
                 replays=self.replays,
-                eager=dict(self._eager),
+                eager={reason: count for reason, count in self._eager.items() if reason != IN_PARTS},
+                in_parts=self._eager[IN_PARTS],
+                parts=parts,
+                split=split,
                 bytes=self._cache.nbytes,
                 per_graph=(*self._cache.reports(), *self.series.reports()),
                 skipped=skipped,
@@ -440,6 +450,7 @@ class Engine:
         """Drop all graphs and give their memory back. The next call warms up and captures again."""
         self._cache.clear()
         self._layouts.clear()
+        self._splitter.close()
         self._surroundings.forget()
         self._variation.restart()
 

@@ -95,6 +95,8 @@ class Preflight(TorchDispatchMode):
         generators: CUDA generators beside the default one that a graph is captured with.
         graphed: whether to advise how to write it in a graphed step. Otherwise the advice is for any step.
         observer: called with each operation, its arguments and its result. Another dispatch mode would change kernels.
+        located: called with the line and the problem of each finding where it is found, also of one found before, and
+            with the autograd node that it belongs to, if that is known.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
@@ -106,11 +108,13 @@ class Preflight(TorchDispatchMode):
         *,
         graphed: bool = True,
         observer: Callable[[Any, Any, Any, Any], object] | None = None,
+        located: Callable[[str, str, Any], object] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._watched = Watched(device, tuple(generators))
         self._graphed = graphed
         self._observer = observer
+        self._located = located
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # places that are known to wait, with the operation that does
         self._waits: int | None = None  # how often the operation that runs has waited; None outside of operations
@@ -147,7 +151,7 @@ class Preflight(TorchDispatchMode):
         try:
             leave(self)
             if kind is None:
-                self._look_for_draws()
+                self.look_for_draws()
         finally:
             self._undo.close()
 
@@ -246,7 +250,7 @@ class Preflight(TorchDispatchMode):
         def reporting(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread or self._sets_generator:
                 return original(*args, **kwargs)
-            self._look_for_draws()
+            self.look_for_draws()
             self._sets_generator = True
             try:
                 result = original(*args, **kwargs)
@@ -293,7 +297,7 @@ class Preflight(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(is_fake, kinds)):
             return op(*args, **kwargs)
-        self._look_for_draws()
+        self.look_for_draws()
         outer, self._waits = self._waits, 0
         start = time.perf_counter()
         try:
@@ -334,7 +338,7 @@ class Preflight(TorchDispatchMode):
         if place is not None and place.key not in self._explained and not (late or _compiles(place)):
             self._add(WAITS, place)
 
-    def _look_for_draws(self) -> None:
+    def look_for_draws(self) -> None:
         """Report draws of random numbers on the host, and generators that were set, since this was called last."""
         for name, read in HOST_SOURCES.items():
             before, self._drawn[name] = self._drawn[name], read()
@@ -388,9 +392,11 @@ class Preflight(TorchDispatchMode):
         if place is None or _compiles(place) or (in_engine and self._checks_nan and problem is READ):
             return None
         self._explained.add(place.key)
-        return self._add(problem, place)
+        return self._add(problem, place, node)
 
-    def _add(self, problem: Problem, place: SourceLocation) -> _Key:
+    def _add(self, problem: Problem, place: SourceLocation, node: Any = None) -> _Key:
+        if self._located is not None:
+            self._located(place.line, problem.what, node)
         what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
         if place.backward and (place.line, what) not in self._found:
             what = f"{what}, in its backward"

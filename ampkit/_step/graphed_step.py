@@ -25,6 +25,7 @@ from .compiled import CompiledTrainingStep, check_compile
 from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
+from .split import StepSplitter
 from .training_step import StepOutput, TrainingStep
 from .window import Window
 
@@ -167,9 +168,10 @@ def graphed_step(
         place=place,
         observer=numerics,
     )
+    state = step.state({"model": model, **followers})
     engine = Engine(
         step,
-        step.state({"model": model, **followers}),
+        state,
         device=device,
         options=options,
         ranks=ranks,
@@ -180,6 +182,7 @@ def graphed_step(
         optimizer=place,
         watching=step.watching,
         untimed=1 if compile is None else 2,
+        splitter=StepSplitter(step, model, state, options, ranks, device, compiled=compile is not None),
     )
     return GraphedStep(step, engine, optimizer, accumulate, scheduler, buckets)
 

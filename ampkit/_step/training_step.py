@@ -93,6 +93,7 @@ class TrainingStep:
         scaler: as given.
         observer: as given.
         groups: the optimizer's param groups, as a capture needs them.
+        before_backward: called with the scaled loss before its backward, if that is not None.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
     """
 
@@ -135,6 +136,7 @@ class TrainingStep:
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
+        self.before_backward: Callable[[Tensor], object] | None = None
         self.observer = observer
         if observer is not None:
             observer.attach(model, device)
@@ -168,6 +170,10 @@ class TrainingStep:
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them."""
         return self._run(phase, args, kwargs, nullcontext(), steps=phase.last)
+
+    def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the same without the optimizer step, for which `finish` must be called behind the last micro-batch."""
+        return self._run(phase, args, kwargs, nullcontext(), steps=False)
 
     def compiled(self) -> dict[str, Any]:
         """Return the fields of the report that say what was compiled."""
@@ -244,6 +250,8 @@ class TrainingStep:
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
         scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
+        if self.before_backward is not None:
+            self.before_backward(scaled)
         scaled.backward()
         return loss, aux
 

@@ -265,7 +265,8 @@ class GraphedPart(GraphedPasses):
             found = part.grads
         else:
             self.unlike += 1
-            found = part.gradients_for(given)
+            with self._shared.aside():  # the stream of the nodes that the capture has made
+                found = part.gradients_for(given)
         return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
 
 

@@ -364,6 +364,10 @@ class Engine:
         if self._optimizer.stays_behind:
             self._fallback.say_behind(self._optimizer.why_behind)
 
+    def warn_once(self, kind: str, message: str) -> None:
+        """Warn unless there was a warning of this kind."""
+        self._fallback.warn_once(kind, message)
+
     def give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
         """Make the calls of a layout eager. With its key, they may be done in parts instead."""
         if self._optimizer.leave(problem=str(error)) or (key is not None and self._splitter.takes(key, layout)):

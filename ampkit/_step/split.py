@@ -102,6 +102,8 @@ class StepSplitter:
         if not split.refusal and not captures.recorded:
             update = self._update = self._update or self._update_engine()
             outputs = split.call(engine, update, phase, args, kwargs)
+            if words := split.first_words():
+                engine.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}.")
             if split.refusal:
                 self._why_not[split.refusal] = None
                 engine.give_up(layout, "cannot be captured", CaptureError(split.text(layout.problem)))
@@ -171,6 +173,7 @@ class Split:
         self._choice: Choice | None = None
         self._parts: Parts | None = None
         self._calls = 0
+        self._said = False
         self.refusal = ""
 
     def call(self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,6 +271,14 @@ class Split:
     def text(self, problem: str) -> str:
         """Return why the step is not captured."""
         return f"{problem}\nNor is it done in parts: {self.refusal}"
+
+    def first_words(self) -> str:
+        """Return in words what is captured, once, when that is known; else ""."""
+        if self._said or self._parts is None or self._choice is None:
+            return ""
+        self._said = True
+        names = ", ".join(name or "the model" for name in self._choice.names)
+        return f"{names}, and the update of the parameters, are captured by themselves, and the rest stays eager"
 
     def reports(self) -> Sequence[PartReport]:
         """Return what happened to the calls of the captured modules."""

@@ -25,6 +25,7 @@ from .training_step import PartOfStep, Phase, TrainingStep
 
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
 _TIMED = 5  # calls of each kind, to find out which is faster
+TIMES = True  # whether a split that is slower than eager steps is given up
 _SURVEYED = "looking for modules to capture"
 
 
@@ -166,7 +167,7 @@ class Split:
 
     def __init__(self, step: TrainingStep, model: nn.Module, device: torch.device, options: Options) -> None:
         self._step, self._model, self._device, self._options = step, model, device, options
-        self.is_timed = options.graph == "auto"
+        self.is_timed = TIMES and options.graph == "auto"
         self.clock = Clock(device if device.type == "cuda" else None)
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
         self._surveys: list[Survey] = []

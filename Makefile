@@ -29,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train train-lightning test test-all check lint types docs numbers bench clean
+.PHONY: help train train-lightning test test-all check lint types docs screenshots dist numbers bench clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s  %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,17 @@ types: $(READY)  ## mypy --strict
 
 docs: $(READY)  ## build the pages into docs/_build/html, warnings are errors
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+screenshots: docs  ## build the pages, show them in a browser, and list what does not fit; needs playwright and Chromium
+	$(PY) docs/screenshots.py $(ARGS)
+
+dist: $(READY)  ## build wheel and sdist, and run the README's first loop where only the wheel and torch are installed
+	rm -rf dist
+	$(PY) -m build --outdir dist .
+	$(PY) -m venv dist/empty
+	dist/empty/bin/python -m pip install --quiet --progress-bar off --disable-pip-version-check -c constraints.txt dist/*.whl
+	awk '/^```python$$/{on=1; next} /^```$$/{if (on) exit} on' README.md > dist/loop.py
+	cd dist && empty/bin/python loop.py
 
 numbers:  ## print how long files and functions are, how much is commented
 	@$(PYTHON) tests/support/source_numbers.py

@@ -121,7 +121,7 @@ class Engine:
             watching=watching,
             declared=declared,
             clock=self._clock,
-            may_tell=options.capturing == "auto" and not ranks.wrappers,  # each rank would decide by itself
+            may_tell=options.capturing == "auto" and not ranks.several,  # each rank would decide by itself
             untimed=untimed,
         )
         self._capture = LayoutCapture(
@@ -154,7 +154,7 @@ class Engine:
             self._adapt()
         captured = self._cache.get(spec, phase, self._surroundings.number)
         if captured is not None:
-            if self._ranks.wrappers:
+            if self._ranks.several:
                 start = self._vote_before_replay(start)
             self.replays += 1
             captured.timing.replays += 1
@@ -178,7 +178,7 @@ class Engine:
 
     def settings(self) -> int | None:
         """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
-        if self._fallback.refused or captures.recorded or self._ranks.wrappers:
+        if self._fallback.refused or captures.recorded or self._ranks.several:
             return None
         if self._state.generation() is not self._surroundings.generation:
             self._adapt()
@@ -299,7 +299,7 @@ class Engine:
         kwargs: dict[str, Any],
         start: Any,
     ) -> Any:
-        if start is not None and self._ranks.wrappers:
+        if start is not None and self._ranks.several:
             start = self._clock.now()  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
         late = len(self._layouts) > _EARLY_PREFLIGHTS

@@ -122,7 +122,7 @@ class LayoutCapture:
     def _within_budget(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
         """Capture again into a pool that fewer graphs share. Refuse this key if its graph alone is too large."""
         others = len(self._cache) - 1
-        if (others or self._cache.families) and not self._ranks.wrappers:
+        if (others or self._cache.families) and not self._ranks.several:
             limit, self._cache.limit = self._cache.limit, max(1, others)
             self.evictions += others  # their layouts stay warm, so that their next calls capture again
             self._cache.clear()
@@ -152,7 +152,7 @@ class LayoutCapture:
         difference = layout.rehearsal.difference()
         if self._layouts.lenient and self._ranks.wrappers:
             return None  # on a CPU, DistributedDataParallel does its part when gloo's threads are done with theirs
-        if difference is None and not self._ranks.wrappers:  # not recorded: once more, behind another rehearsal
+        if difference is None and not self._ranks.several:  # not recorded: once more, behind another rehearsal
             self._cache.drop(key)
             return None
         if reason := layout.rehearsal.unseen:
@@ -160,7 +160,7 @@ class LayoutCapture:
         if self._ranks.agree(not difference):
             return None
         self._cache.drop(key)
-        if difference and not layout.differed and not self._ranks.wrappers:
+        if difference and not layout.differed and not self._ranks.several:
             layout.differed = True
             return None
         if not difference:

@@ -1,12 +1,14 @@
 """The votes of the processes of one job on whether to capture."""
 
-import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._torch.sharding import ShardedModules
 from .job_end import Closable, close_before_end, keep_process_group
+from .shards import shard_group
 
 WARMUP_DDP = 12  # DDP rebuilds its buckets after the first step and samples timings up to the 11th
 
@@ -19,21 +21,29 @@ class Ranks:
     voted for a reason of its own, such as a short batch, it would wait for the others for ever.
 
     Args:
-        model: its ranks are those of the process group of a `DistributedDataParallel` in it. If it has none, there is
-            one rank.
+        model: its ranks are those of the process group of a `DistributedDataParallel` in it, or of the one over which
+            `fully_shard` has split its parameters. If it has neither, there is one rank.
         device: where the votes are reduced.
+        captured: whether graphs are made, which do not follow some settings of `fully_shard`.
 
     Attributes:
-        wrappers: the `DistributedDataParallel` modules of the model; [] if there is only one rank.
+        wrappers: the `DistributedDataParallel` modules of the model.
+        shards: the modules of the model that `fully_shard` has wrapped.
+        several: whether there are other ranks.
+        captured: as given.
         warmup: how many eager calls they need before a capture.
     """
 
     other_found = "another rank found that its step cannot be captured; the message there says why."
     other_failed = "the capture failed on another rank; the message there says why."
 
-    def __init__(self, model: nn.Module | None, device: torch.device) -> None:
+    def __init__(self, model: nn.Module | None, device: torch.device, *, captured: bool = False) -> None:
         modules = () if model is None else model.modules()
         self.wrappers = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
+        self.shards = ShardedModules(nn.Module() if model is None else model)
+        self.captured = captured
+        self._group: Any = self.wrappers[0].process_group if self.wrappers else model and shard_group(model)
+        self.several = self._group is not None
         self.warmup = WARMUP_DDP if self.wrappers else 1
         for wrapper in self.wrappers:
             keep_process_group(wrapper)
@@ -50,7 +60,7 @@ class Ranks:
 
         Sync: waits for the device if there is a vote.
         """
-        if not self.wrappers:
+        if not self.several:
             return wants, can
         self._calls += 1
         if (self._quiet >= _QUIET or self._votes >= _EAGER_VOTES) and self._calls % _EVERY:
@@ -62,17 +72,20 @@ class Ranks:
 
     def agree(self, yes: bool) -> bool:
         """Return whether every rank says yes, in a call in which all of them ask. Waits for the device."""
-        return self._all(yes)[0] if self.wrappers else yes
+        return self._all(yes)[0] if self.several else yes
 
     def _all(self, *flags: bool) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self.wrappers[0].process_group)
+        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._group)
         return list(map(bool, votes.tolist()))  # sync
 
     def average(self, gradients: Sequence[Tensor]) -> None:
-        """Average gradients over the ranks, in place, as `DistributedDataParallel` does in a backward."""
+        """Average gradients over the ranks, in place, as `DistributedDataParallel` does in a backward.
+
+        `fully_shard` has averaged them in each backward.
+        """
         if self.wrappers and gradients:
-            group = self.wrappers[0].process_group
+            group = self._group
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             flat /= torch.distributed.get_world_size(group)
             torch.distributed.all_reduce(flat, group=group)
@@ -82,24 +95,10 @@ class Ranks:
 
     def close_before_end(self, graphs: Closable) -> None:
         """Have the graphs released before the process group is destroyed."""
-        if self.wrappers:
+        if self.several:
             close_before_end(graphs)
 
 
 _QUIET = 16  # mostly more than a window has micro-batches
 _EAGER_VOTES = 256  # votes; ranks whose batches always differ would vote in every call for ever
 _EVERY = 61  # prime, so that the votes fall on every micro-batch of a window in turn
-
-
-def why_not_sharded(module: nn.Module) -> str:
-    """Return why parameters that `fully_shard` split over processes are not captured; "" if there are none."""
-    # Its import takes long. Whoever made a DTensor has imported it.
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    for name, param in module.named_parameters():
-        if isinstance(param, sharded):
-            return (
-                f"parameter {name} is a {type(param).__name__}: gradient norm, overflow check and the ranks' votes are "
-                "not implemented for parameters that fully_shard split. Use DistributedDataParallel, or pass "
-                "graph='off'."
-            )
-    return ""

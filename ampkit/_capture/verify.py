@@ -100,10 +100,10 @@ def verified_replay(
 
 def check_verify(options: Options, ranks: Ranks, name: str) -> None:
     """Raise a `NotImplementedError` if the function `name` is to be verified in several processes."""
-    if options.verify and ranks.wrappers:
+    if options.verify and ranks.several:
         raise NotImplementedError(
             f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
-            "Verify with one process, without DistributedDataParallel."
+            "Verify with one process, without DistributedDataParallel or fully_shard."
         )
 
 

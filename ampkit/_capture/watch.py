@@ -15,6 +15,7 @@ from .._torch.modes import DeviceContext, function_mode_count, function_modes, w
 from .._torch.modules import module_tables
 from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from .._torch.settings import ENUM_READERS, PLAIN_READERS
+from .._torch.sharding import local_shard
 
 _G = TypeVar("_G")
 
@@ -83,7 +84,13 @@ class Walk:
         self._objects = Objects(gc.get_referents(*self.tables))
         self.tensors = [found for found in self._objects.objects if isinstance(found, Tensor)]
         self.training = _training_of(self.modules)
+        self._is_split = any(local_shard(tensor) is not tensor for tensor in self.tensors)
         self._names = self._paths()  # now, because the tables may change
+
+    def addresses(self) -> list[int]:
+        """Return where each tensor lies now; of a DTensor, where this process's part of it lies."""
+        tensors = map(local_shard, self.tensors) if self._is_split else self.tensors
+        return list(map(Tensor.data_ptr, tensors))
 
     def is_current(self) -> bool:
         """Return whether every table still has the very same objects in it."""
@@ -178,7 +185,7 @@ class Look:
         self._lengths = list(map(len, lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
         self._identities = _identities(self._objects)
-        self.addresses = list(map(Tensor.data_ptr, walk.tensors))
+        self.addresses = walk.addresses()
         self.gradients = gradient_addresses(walk.tensors) if finds_gradients else []
         self._settings = self._read_settings()
 
@@ -190,7 +197,7 @@ class Look:
             return False
         return (
             _identities(objects) == self._identities
-            and list(map(Tensor.data_ptr, self.walk.tensors)) == self.addresses
+            and self.walk.addresses() == self.addresses
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
             and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
@@ -322,7 +329,7 @@ def gradient_addresses(tensors: list[Tensor]) -> list[int]:
     found = list(map(_gradient, tensors))
     if not any(map(operator.is_not, found, repeat(None))):
         return []
-    return [0 if gradient is None else gradient.data_ptr() for gradient in found]
+    return [0 if gradient is None else local_shard(gradient).data_ptr() for gradient in found]
 
 
 def own_values(optimizer: torch.optim.Optimizer) -> list[Any]:

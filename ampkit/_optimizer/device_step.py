@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from .._torch.optimizers import init_optimizer_state
 from .._torch.tensors import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, foreach_sub_
 from .._undo import Undo
+from .sharded import ONE_RANK, OverRanks
 from .step_kind import gradients, parameters, scales_in_kernel, torch_class
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
@@ -20,7 +21,9 @@ _DOUBLES = (torch.float64, torch.complex128)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
-def total_norm(grads: Sequence[Tensor], device: torch.device, norm_type: float = 2.0) -> Tensor:
+def total_norm(
+    grads: Sequence[Tensor], device: torch.device, norm_type: float = 2.0, over_ranks: OverRanks = ONE_RANK
+) -> Tensor:
     """Return the norm over all gradients as a tensor of shape () on `device`: float32, or float64 if a gradient is.
 
     The norm is inf or nan if an element is. Otherwise it is finite, unless a power of an element overflows float32. For
@@ -31,16 +34,18 @@ def total_norm(grads: Sequence[Tensor], device: torch.device, norm_type: float =
             complex128 in float64.
         device: where the result goes.
         norm_type: order of the norm, above 0; inf is the largest magnitude.
+        over_ranks: makes the norms of whole gradients of those of their shards, if `grads` are shards.
 
     Sync: none. Aliasing: none.
     """
-    filled = (grad for grad in grads if grad.numel())
+    # Ranks must have as many norms as each other, but a shard of one of them may be empty.
+    filled = (grad if grad.numel() else grad.new_zeros(1) for grad in grads if over_ranks or grad.numel())
     groups = _grouped(torch.view_as_real(grad) if grad.is_complex() else grad for grad in filled)
     norms = [torch.zeros((), dtype=torch.float32, device=device)] if not groups else []
     for (_, dtype), group in groups.items():
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         norms += (norm.to(device, non_blocking=True) for norm in foreach_norm(group, norm_type, dtype=wide))
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(over_ranks.norms(torch.stack(norms), norm_type), norm_type)
     return norm
 
 
@@ -62,7 +67,11 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def step_clipped(
-    optimizer: Optimizer, max_norm: float | None, norm_type: float, step: Callable[[], Any]
+    optimizer: Optimizer,
+    max_norm: float | None,
+    norm_type: float,
+    step: Callable[[], Any],
+    over_ranks: OverRanks,
 ) -> tuple[Any, Tensor | None]:
     """Clip the norm over all gradients to `max_norm` and step. A fused optimizer clips in its own kernel.
 
@@ -71,6 +80,7 @@ def step_clipped(
         max_norm: None does not clip.
         norm_type: of the p-norm.
         step: steps the optimizer.
+        over_ranks: see `total_norm`.
 
     Returns:
         What `step` returned, and the norm before clipping (None without `max_norm`).
@@ -85,9 +95,13 @@ def step_clipped(
         return step(), None
     if not scales_in_kernel(optimizer) or any(grad.dtype in _DOUBLES for grad in grads):
         # Also for gradients in float64, since a kernel takes a divisor in float32 only.
-        norm = torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
+        if over_ranks:
+            norm = total_norm(grads, grads[0].device, norm_type, over_ranks)
+            torch.nn.utils.clip_grads_with_norm_(parameters(optimizer), max_norm, norm)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
         return step(), norm
-    norm = total_norm(grads, grads[0].device, norm_type)
+    norm = total_norm(grads, grads[0].device, norm_type, over_ranks)
     with kernel_scaling(optimizer, clip_coefficient(norm, max_norm).reciprocal(), None):
         return step(), norm
 

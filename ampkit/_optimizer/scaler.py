@@ -25,6 +25,7 @@ from .device_step import any_found, clip_coefficient, step_clipped, total_norm
 from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_limits, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
+from .sharded import OverRanks, on_shards
 from .skip_watch import ALL_SKIPPED, SkipWatch
 from .step_kind import gradients, parameters, scales_in_kernel, skips_by_itself, takes_scale
 
@@ -241,11 +242,11 @@ class GradScaler(upstream.GradScaler):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float | None:
-        with Undo() as undo:
+        with Undo() as undo, on_shards(optimizer) as over_ranks:
             undo.note(torch.set_grad_enabled, torch.is_grad_enabled())  # an interrupt may come within `no_grad`
             if not self._enabled:
                 step = partial(self._scaled_step.step_unscaled, optimizer, args, kwargs)
-                result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, step)
+                result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, step, over_ranks)
                 return result  # type: ignore[no-any-return]  # the optimizer's own type
             _refuse_closure(optimizer, args, kwargs)
             self._scaled_step.undecided = False
@@ -258,7 +259,7 @@ class GradScaler(upstream.GradScaler):
             state[_WITHOUT_GRADIENT] = not grads
             if any(grad.is_sparse for grad in grads) or skips_by_itself(optimizer):
                 return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
-            divisor = self._measure(optimizer, grads, state, norm_type)
+            divisor = self._measure(optimizer, grads, state, norm_type, over_ranks)
             assert self.found_inf is not None  # set by _measure, as the norm
             assert self.grad_norm is not None
             clip = None if max_norm is None else clip_coefficient(self.grad_norm, max_norm)
@@ -267,7 +268,9 @@ class GradScaler(upstream.GradScaler):
             self._count()
             return stepped
 
-    def _measure(self, optimizer: Any, grads: list[Tensor], state: dict[str, Any], norm_type: float) -> Tensor | None:
+    def _measure(
+        self, optimizer: Any, grads: list[Tensor], state: dict[str, Any], norm_type: float, over_ranks: OverRanks
+    ) -> Tensor | None:
         """Set `grad_norm` and `found_inf`. Return what the gradients are still to be divided by, None if nothing."""
         scale, _ = self._check_scale_growth_tracker("step")
         unscaled = state["stage"] is OptState.UNSCALED
@@ -276,7 +279,7 @@ class GradScaler(upstream.GradScaler):
         if preset is not None:
             preset = preset.reshape(()).to(scale.device, non_blocking=True)
             divisor = preset if divisor is None else divisor * preset
-        norm = total_norm(grads, scale.device, norm_type)
+        norm = total_norm(grads, scale.device, norm_type, over_ranks)
         self.grad_norm = norm if divisor is None else norm / divisor
         if unscaled:
             self.found_inf = any_found(state["found_inf_per_device"].values(), scale.device)

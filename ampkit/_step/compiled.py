@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._arguments import check_choice
 from .._capture.inputs import read_batch
 from .._capture.layouts import MAX_LAYOUTS
+from .._capture.shards import is_sharded
 from .._capture.snapshot import Snapshot
 from .._capture.state import TrainingState
 from .._errors import AmpkitWarning, CaptureError
@@ -48,7 +49,7 @@ def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object
 
     Raises:
         ValueError: `compile` has an impossible value; or model or loss are compiled already.
-        NotImplementedError: the model is a `DistributedDataParallel`, or a step is observed.
+        NotImplementedError: the model is a `DistributedDataParallel` or under `fully_shard`, or a step is observed.
     """
     if compile is None:
         return
@@ -62,6 +63,11 @@ def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object
         raise NotImplementedError(
             f"{where}(compile={compile!r}): a DistributedDataParallel model is not compiled. Pass compile=None, and "
             "compile the module inside: DistributedDataParallel(torch.compile(model))."
+        )
+    if is_sharded(model):
+        raise NotImplementedError(
+            f"{where}(compile={compile!r}): a model whose parameters fully_shard has split is not compiled. Pass "
+            "compile=None, and compile its blocks before fully_shard: block.compile()."
         )
     if observer is not None:
         raise NotImplementedError(

@@ -13,8 +13,9 @@ from .._arguments import read_all
 from .._capture.engine import Engine
 from .._capture.inputs import flatten
 from .._capture.options import Options
-from .._capture.ranks import Ranks, why_not_sharded
+from .._capture.ranks import Ranks
 from .._capture.report import Report
+from .._capture.shards import is_sharded
 from .._capture.sparse_gradients import why_not_dense
 from .._capture.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
@@ -115,8 +116,11 @@ class GraphedFunction:
                     "another one. Compile in the default mode, torch.compile(model), or pass graph='off'."
                 )
         for i, module in enumerate(modules):
-            if options.graph != "off" and (problem := why_not_sharded(module)):
-                raise NotImplementedError(f"{name}, modules[{i}]: {problem}")
+            if options.graph != "off" and is_sharded(module):
+                raise NotImplementedError(
+                    f"{name}, modules[{i}]: its parameters are split over processes (fully_shard), which is not "
+                    "implemented for graphed functions. Use ampkit.graphed_step, or pass graph='off'."
+                )
         # If the modules have no tensor, the device is that of the first call's arguments.
         self._engine = None if device is None else self._make_engine(device)
 

@@ -12,8 +12,9 @@ from .._arguments import check_at_least, check_callable, check_instance, read_po
 from .._batches.buckets import Buckets
 from .._capture.engine import Engine
 from .._capture.options import Options
-from .._capture.ranks import Ranks, why_not_sharded
+from .._capture.ranks import Ranks
 from .._capture.report import Report
+from .._capture.shards import refuse_sharded
 from .._capture.sparse_gradients import refuse_sparse, why_not_dense
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
@@ -133,7 +134,8 @@ def graphed_step(
 
     Raises:
         ValueError: an argument that cannot work; the message says what to pass.
-        NotImplementedError: a model whose parameters are sharded over processes (`fully_shard`), unless `graph="off"`.
+        NotImplementedError: `fully_shard` has split the parameters over a mesh of more than one dimension, or has a
+            setting that a graph cannot follow, unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
 
     Sync: only the call that captures a graph waits for the device.
@@ -148,10 +150,10 @@ def graphed_step(
     device = _device(model, policy)
     _check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
-    ranks = Ranks(model, device)
+    ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = _scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
-    blocker = _blocker(model, loss_fn, options) or not_with_optimizer
+    blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
     step = _maker(compile, options)(
         loss_fn,
@@ -206,7 +208,8 @@ class GraphedStep:
         self._engine = engine
         self._turn = engine.turn
         self._compiled = step.compiled
-        self._window = Window(engine, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
+        call = step.gathering(engine)
+        self._window = Window(call, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
         self._scan = Scan(engine, step, self._window, accumulate, optimizer, scheduler, buckets)
         self._buckets = buckets
 
@@ -356,7 +359,7 @@ def _device(model: nn.Module, policy: Policy | None) -> torch.device:
     return next(iter(devices))
 
 
-def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:
+def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options, numerics: Observer | None) -> str:
     """Return why nothing can be captured of forward and backward, as far as that is known; else ""."""
     for name, part in (("model", model), ("loss_fn", loss_fn)):
         if options.graph != "off" and cudagraphs_of_its_own(part):
@@ -364,8 +367,8 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) ->
                 f"graphed_step({name}): it is compiled with CUDA graphs of its own, which cannot be captured in "
                 "another one. Compile it in the default mode, torch.compile(model), or pass graph='off'."
             )
-    if options.graph != "off" and (problem := why_not_sharded(model)):
-        raise NotImplementedError(f"graphed_step(model): {problem}")
+    if options.graph != "off":
+        refuse_sharded("graphed_step", model, observed=numerics is not None)
     return why_not_dense([model])
 
 

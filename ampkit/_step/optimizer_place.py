@@ -121,7 +121,7 @@ def place_of(optimizer: Optimizer, scaler: GradScaler, options: Options, ranks: 
     if options.on_failure != "parts" or options.graph == "off" or not why:
         return why, OptimizerPlace(optimizer, scaler)
     # Each rank would decide by itself.
-    may_join = may_be_constant(optimizer) and not ranks.wrappers
+    may_join = may_be_constant(optimizer) and not ranks.several
     return "", OptimizerPlace(optimizer, scaler, why, may_join=may_join)
 
 

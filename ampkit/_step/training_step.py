@@ -13,6 +13,7 @@ from .._capture.variation import Part
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy
+from .._torch.sharding import local_shard
 from .._torch.tensors import foreach_copy_
 from .._undo import Undo
 from .observer import Observer
@@ -164,7 +165,8 @@ class TrainingStep:
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
         # DDP has its hooks on the master weights. With working weights it would get their gradients too late.
-        weights = nullcontext() if self._ranks.wrappers else self._working.in_place()
+        # `fully_shard` casts weights itself, if its MixedPrecisionPolicy says so.
+        weights = nullcontext() if self._ranks.several else self._working.in_place()
         return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
@@ -186,6 +188,19 @@ class TrainingStep:
         self._place.join_later(state)
         return state
 
+    def gathering(self, call: Callable[..., PartOfStep]) -> Callable[..., PartOfStep]:
+        """Return `call`, or what calls it once the modules have their sharded parameters, which the engine compares."""
+        if not len(self._ranks.shards):
+            return call
+
+        def gathered(*args: Any, **kwargs: Any) -> PartOfStep:
+            if self._ranks.captured and (problem := self._ranks.shards.why_not_captured()):
+                raise ValueError(f"graphed_step(model), fully_shard: {problem} Or pass graph='off'.")
+            self._ranks.shards.gather()
+            return call(*args, **kwargs)
+
+        return gathered
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context for a call before a capture, which finds the weights that can have working copies."""
@@ -203,12 +218,14 @@ class TrainingStep:
         *,
         steps: bool,
     ) -> PartOfStep:
+        self._ranks.shards.gather()
         params = self._parameters.listed()
         observed = self.observer.observing() if self.observer is not None and phase.observed else nullcontext()
         with Undo() as undo:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(_clear_gradients, params)
+            undo.note(self._ranks.shards.settle)
             self._restore_gradients(params, phase.accumulated)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             without_sync = [] if phase.last else self._ranks.wrappers
@@ -236,6 +253,7 @@ class TrainingStep:
         Returns:
             The gradient norm, and whether the step was skipped; see `StepOutput`.
         """
+        self._ranks.shards.gather()
         params = self._parameters.listed()
         with Undo() as undo:
             undo.note(_clear_gradients, params)
@@ -256,7 +274,7 @@ class TrainingStep:
         return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if not self._finds_casts:
+        if not self._finds_casts or self._ranks.several:
             return self._loss_and_aux(args, kwargs)
         with self._working.watching() as uses:
             loss, aux = self._loss_and_aux(args, kwargs)
@@ -328,7 +346,8 @@ class TrainingStep:
             if _name(i) not in self.gradients:
                 self.gradients[_name(i)] = torch.empty_like(params[i], dtype=grad.dtype)
         if new:
-            foreach_copy_([self.gradients[_name(i)] for i in new], list(new.values()))
+            kept = [local_shard(self.gradients[_name(i)]) for i in new]
+            foreach_copy_(kept, list(map(local_shard, new.values())))
         return tuple(sorted(known.union(new)))
 
     # ------------------------------------------------------------------------------------------------------ outputs

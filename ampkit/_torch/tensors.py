@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 
 from .guard import private
+from .sharding import local_shard
 
 # foreach_norm(tensors, ord, dtype): the norms of many tensors by one kernel. torch.nn.utils.clip_grad_norm_ calls it.
 foreach_norm: Callable[..., list[Tensor]] = private(torch, "_foreach_norm")
@@ -34,9 +35,9 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the memory that a tensor lies in, None if it has none, as a sparse tensor."""
+    """Return the memory that a tensor lies in, of a DTensor that of its part; None if it has none."""
     try:
-        return tensor.untyped_storage()
+        return local_shard(tensor).untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from .._capture.ranks import why_not_sharded
+from .._capture.shards import is_sharded
 from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._torch.compile import cudagraphs_of_its_own
 from ._host_state import HostReads
@@ -91,8 +91,11 @@ def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 def why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     """Return why ampkit cannot train these parameters, "" if it can."""
-    if problem := why_not_sharded(module):
-        return problem
+    if is_sharded(module):
+        return (
+            "its parameters are split over processes (fully_shard), which is not implemented for a Trainer. Use "
+            "strategy='ddp', or ampkit.graphed_step in a loop of your own."
+        )
     for name, param in module.named_parameters():
         if param.device != device:
             return f"parameter {name} is on {param.device}, not on {device}, and a graph runs on one device."

@@ -269,21 +269,25 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the markdown table of these rows, and a sentence that counts them."""
-    lines = [
-        "| model | precision | in a graph | bits | replays of steps | what stands in the way | eager ms (range) | "
-        "graphed ms (range) | ratio |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in sorted(rows, key=lambda row: str(row["name"])):
-        cells = [row["name"] + (f" ({row['note']})" if row["note"] else ""), row["policy"]]
+    """Return a sentence that counts the rows, and two markdown tables: of the rows with times, and of all rows."""
+    rows = sorted(rows, key=lambda row: str(row["name"]))
+    timed = [row for row in rows if "eager_ms" in row]
+    times = ["| model | eager, ms (range) | graphed, ms (range) | times as fast |", "|---|---|---|---|"]
+    times += [cells(row["name"], *times_text(row).split(" | ")) for row in timed]
+    outcomes = ["| model | in a graph | bits | what stands in the way |", "|---|---|---|---|"]
+    for row in rows:
+        about = ", ".join(filter(None, (row["policy"] if row["policy"] != "bfloat16" else "", row["note"])))
+        name = row["name"] + (f" ({about})" if about else "")
         if "error" in row:
-            cells += ["not trained", "", "", row["error"], "", "", ""]
+            known = ("not trained", "", row["error"])
         else:
-            cells += [row["outcome"], bits_text(row), f"{row['replays']}", place_text(row)]
-            cells += times_text(row).split(" | ") if "eager_ms" in row else ["", "", ""]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    return "\n".join([*lines, "", summary(rows)])
+            known = (row["outcome"], bits_text(row), place_text(row))
+        outcomes.append(cells(name, *known))
+    return "\n".join([summary(rows), *(["", *times] if timed else []), "", *outcomes])
+
+
+def cells(*texts: str) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in texts) + " |"
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:

@@ -5,7 +5,6 @@ the test run.
 """
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -237,20 +236,6 @@ def sharded(process_group: None) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     return model
-
-
-@pytest.mark.parametrize("graph", ["auto", "emulate"])
-def test_sharded_parameters_are_refused(sharded: nn.Module, graph: str) -> None:
-    """A model under fully_shard cannot be captured; the message says why and what works instead."""
-    optimizer = torch.optim.AdamW(sharded.parameters())
-    with pytest.raises(NotImplementedError) as raised:
-        ampkit.graphed_step(lambda m, x: m(x).square().mean(), sharded, optimizer, graph=graph)
-    assert re.search("0.weight is a DTensor: .* not implemented .* graph='off'", str(raised.value))
-    with pytest.raises(NotImplementedError, match=r"graphed\(evaluate\), modules\[0\]: .* 0.weight is a DTensor"):
-
-        @ampkit.graphed(modules=(sharded,), graph=graph)
-        def evaluate(x: torch.Tensor) -> torch.Tensor:
-            return sharded(x)
 
 
 @pytest.mark.parametrize(("policy", "max_norm"), [("float32", None), ("bfloat16", 1.0)])

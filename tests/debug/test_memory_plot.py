@@ -79,12 +79,12 @@ def figure(monkeypatch):
 
 
 def test_picture_file(tmp_path):
-    """P1: a PNG, wider for two profiles than for one."""
+    """P1: a PNG, higher for two profiles than for one."""
     plot_memory(make_profile(), path=tmp_path / "one.png")
     plot_memory(make_profile(), make_profile("float16", width=1), path=tmp_path / "two.png")
-    (one, height), (two, same) = size_of(tmp_path / "one.png"), size_of(tmp_path / "two.png")
+    (width, one), (same, two) = size_of(tmp_path / "one.png"), size_of(tmp_path / "two.png")
     assert two > 1.5 * one
-    assert height == same
+    assert width == same
 
 
 def test_picture_says_what_it_shows(figure):

@@ -88,14 +88,15 @@ def messages() -> list[str]:
 
 
 def test_troubleshooting_quotes_the_messages():
-    """Every heading of the page is what ampkit prints, word for word."""
+    """Under each heading, which is a sentence, the page quotes what ampkit prints, word for word."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
-    assert len(headings) > 20
+    headings, quoted = (re.findall(pattern, page, re.MULTILINE) for pattern in (r"^### (.*)$", r"^> (.*)$"))
+    assert len(headings) == len(quoted) > 20
+    assert not [heading for heading in headings if "..." in heading or " " not in heading]
     said = messages()
-    for heading in headings:
-        for fragment in filter(None, (part.strip(" .") for part in heading.split("..."))):
-            assert any(fragment in message for message in said), f"no message has {fragment!r}"
+    for message in quoted:
+        for fragment in filter(None, (part.strip(" .") for part in message.split("..."))):
+            assert any(fragment in one for one in said), f"no message has {fragment!r}"
 
 
 def test_blocks_of_a_page():

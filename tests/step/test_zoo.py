@@ -151,7 +151,7 @@ def test_resuming(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytes
 
 
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows of several files, sorted by name, one table line each, and a sentence that counts them."""
+    """Rows of several files, sorted by name: a sentence that counts them, a table of times, a table of all."""
     row = {
         "name": "a/b", "library": "a", "version": "1.0", "policy": "float32", "device": "H200", "note": "small | quick",
         "outcome": "whole", "bits": "equal", "distance": 0.0, "eager_distance": 0.0, "compared": "default",
@@ -166,13 +166,14 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files[1].write_text(json.dumps({**failed, "error": "ValueError: no"}) + "\n")
     assert zoo.main(["--table", *map(str, files)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| a/a | float32 | not trained |")
-    assert "ValueError: no" in lines[2]
+    assert lines[0].startswith("3 rows, 1 that could not be trained. In a graph: 1 whole, 0 in parts, 1 eager.")
     times = "4.00 (3.50 to 4.25) | 0.50 (0.50 to 0.75) | 8.00 |"
-    assert lines[3] == f"| a/b (small \\| quick) | float32 | whole | equal | 6 |  | {times}"
-    assert lines[4] == f"| a/c | float32 | eager | equal | 0 | `d.py:7` | {times}"
-    assert len({line.replace("\\|", "").count("|") for line in lines[:5]}) == 1
-    assert lines[-1].startswith("3 rows, 1 that could not be trained. In a graph: 1 whole, 0 in parts, 1 eager.")
+    assert lines[4:6] == [f"| a/b | {times}", f"| a/c | {times}"]
+    assert lines[9].startswith("| a/a (float32) | not trained |")
+    assert "ValueError: no" in lines[9]
+    assert lines[10] == "| a/b (float32, small \\| quick) | whole | equal |  |"
+    assert lines[11:] == ["| a/c (float32) | eager | equal | `d.py:7` |"]
+    assert {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")} == {5}
 
 
 def test_shards_are_all_rows() -> None:

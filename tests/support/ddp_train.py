@@ -44,14 +44,14 @@ class JobError(Exception):
     """A rank failed, or the job did not end in time."""
 
 
-def launch(*options: str, ranks: int = 2, timeout: float = 120) -> list[dict[str, Any]]:
-    """Run this script with `options` once per rank, and return the JSON row that each printed last, in order of rank.
+def launch(*options: str, ranks: int = 2, timeout: float = 120, script: str = __file__) -> list[dict[str, Any]]:
+    """Run a script, this one, with `options` once per rank. Return the JSON row that each printed last, in order.
 
     Raises:
         JobError: a rank did not exit with 0, or none of it did in time; with the end of what they wrote.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(Path(__file__)), *options]
+        command = [sys.executable, script, *options]
         processes = []
         for rank in range(ranks):
             environment = {

@@ -93,7 +93,11 @@ def _add_results(out: Any) -> None:
     )
     out.add_argument("--plot", type=output_file, metavar="FILE", help="draw the figures into this image file")
     out.add_argument(
-        "--read", nargs="+", type=Path, metavar="FILE", help="measure nothing; show files that --json wrote"
+        "--read",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing; show files that --json wrote, with --model, --batch or --variants only these of them",
     )
 
 
@@ -114,7 +118,8 @@ def _run_bench(args: argparse.Namespace, output: Output) -> int:
     if args.plot is not None:
         _bench_plot.figure_class(args.plot)  # check before measuring that it can be drawn
     if args.read:
-        _show(_bench_report.joined([_bench_report.read(path) for path in args.read]), args.plot, output)
+        figures = _bench_report.joined([_bench_report.read(path) for path in args.read])
+        _show(_bench_report.chosen(figures, args.model, args.batch, args.variants), args.plot, output)
         return DONE
     return _measure(args, output)
 

@@ -9,6 +9,11 @@ from .report import Figures, FiguresError, Result, Row, by_model, cases
 
 _SWEEP = 3  # if a model has this many batch sizes or more, lines are drawn instead of bars
 
+# In a text column of 740 pixels, that of the documentation, this font is 12 pixels high.
+_WIDTH = 9.0  # inches
+_DPI = 160
+_FONT = 11
+
 
 def figure_class(path: Path) -> Any:
     """Return matplotlib's `Figure` class, after checking that it can write a file of this name.
@@ -40,33 +45,38 @@ def draw(figures: Figures, path: Path) -> None:
     if not any(row.ms is not None for result in figures.results for row in result.rows):
         raise FiguresError("there is nothing to plot: no variant has a time.")
     swept = any(len(group) >= _SWEEP for group in models)
-    columns = models if swept else [[result] for group in models for result in group]
-    panels = _LINES if swept else _BARS
-    panels = [panel for panel in panels if any(panel.has(result, row) for result, row in cases(figures.results))]
+    panels = [
+        panel
+        for panel in (_LINES if swept else _BARS)
+        if any(panel.has(result, row) for result, row in cases(figures.results))
+    ]
     variants = list({row.variant: row.label for _, row in cases(figures.results)}.items())
-    size = (3.4 * len(columns) + 2.6, len(panels) * (3.2 if swept else 0.34 * len(variants) + 1.1) + 0.6)
-    figure = figure_class(path)(figsize=size, dpi=130, layout="constrained")
-    grid = figure.subplots(len(panels), len(columns), squeeze=False, sharey=False if swept else "row")
-    for panel, row_of_axes in zip(panels, grid, strict=True):
-        for axes, group in zip(row_of_axes, columns, strict=True):
-            (_draw_lines if swept else _draw_bars)(axes, panel, group, variants)
+    make_figure = figure_class(path)
+    if swept:
+        figure = make_figure(figsize=(_WIDTH, 2.7 * len(panels) + 1), dpi=_DPI, layout="constrained")
+        grid = figure.subplots(len(panels), len(models), squeeze=False, sharey="row")
+        for panel, axes_of_panel in zip(panels, grid, strict=True):
+            for axes, group in zip(axes_of_panel, models, strict=True):
+                _draw_lines(axes, panel, group, variants)
+    else:
+        results = [result for group in models for result in group]
+        height = len(results) * (0.32 * len(variants) + 0.95) + 1
+        figure = make_figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
+        widths = [panel.width for panel in panels]
+        grid = figure.subplots(len(results), len(panels), squeeze=False, sharey=True, width_ratios=widths)
+        for result, axes_of_result in zip(results, grid, strict=True):
+            for axes, panel in zip(axes_of_result, panels, strict=True):
+                _draw_bars(axes, panel, result, variants)
     setting = figures.setting
     where = f"{setting['device']}, torch {setting['torch']}, {setting['date']}"
-    figure.suptitle(("One training step,\n" if len(columns) == 1 else "One training step, ") + where, fontsize=11)
+    figure.suptitle(f"One training step, {where}", fontsize=_FONT)
     handles, names = _legend_entries(grid)
-    footnote = (
-        "(*) the kernels alone: no clipping, no schedule, no input" if any("(*)" in v for _, v in variants) else None
-    )
+    bare = any("(*)" in label for _, label in variants)
+    footnote = "(*) the kernels alone: no clipping, no schedule, no input" if bare else None
     if names or footnote:
-        figure.legend(
-            handles,
-            names,
-            title=footnote,
-            title_fontsize=8,
-            loc="outside lower center",
-            ncols=max(1, min(len(names), 4)),
-            fontsize=8,
-        )
+        columns = max(1, min(len(names), 2))
+        place = {"loc": "outside lower center", "ncols": columns}
+        figure.legend(handles, names, title=footnote, title_fontsize=_FONT, fontsize=_FONT, **place)
     figure.savefig(path)
 
 
@@ -77,37 +87,37 @@ class _Panel:
     unit: str
     value: Callable[[Result, Row], float | None]
     linear: bool = False
+    width: float = 1.0  # of bars, beside the other quantities
 
     def has(self, result: Result, row: Row) -> bool:
         return self.value(result, row) is not None
 
 
-_TIME = _Panel("ms per step", lambda _, row: row.ms)
+_TIME = _Panel("ms per step", lambda _, row: row.ms, width=1.6)
 _MEMORY = _Panel("peak device memory, MiB", lambda _, row: row.peak_mib)
 _RATIO = _Panel("times faster than torch AMP, eager", lambda result, row: result.ratio(row), linear=True)
 _BARS = [_TIME, _MEMORY]
 _LINES = [_TIME, _RATIO, _MEMORY]
 
 
-def _draw_bars(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequence[tuple[str, str]]) -> None:
-    result = group[0]
+def _draw_bars(axes: Any, panel: _Panel, result: Result, variants: Sequence[tuple[str, str]]) -> None:
     rows = {row.variant: row for row in result.rows}
     ends = [0.0]
     for i, (key, _) in enumerate(variants):
         row = rows.get(key)
         value = None if row is None else panel.value(result, row)
         if row is None or value is None:
-            axes.text(0, i, " not measured" if row is None or not row.error else " failed", va="center", fontsize=8)
+            axes.text(0, i, " not measured" if row is None or not row.error else " failed", va="center", fontsize=_FONT)
             continue
         ends.append(end := _draw_bar(axes, panel, i, row, value))
         ratio = result.ratio(row) if panel is _TIME else None
         number = f"{value:.3g}" if value < 100 else f"{value:.0f}"
-        axes.text(end, i, f" {number}" + (f", {ratio:.1f}x" if ratio else ""), va="center", fontsize=8)
-    axes.set_yticks(range(len(variants)), [label for _, label in variants], fontsize=8)
+        axes.text(end, i, f" {number}" + (f", {ratio:.1f}x" if ratio else ""), va="center", fontsize=_FONT)
+    axes.set_yticks(range(len(variants)), [label for _, label in variants], fontsize=_FONT)
     axes.set_ylim(len(variants) - 0.5, -0.5)
     axes.set_xlim(0, 1.42 * max(ends) or 1.0)
-    axes.set_xlabel(panel.unit, fontsize=9)
-    axes.set_title(f"{result.model}, batch {result.batch}", fontsize=10)
+    axes.set_xlabel(panel.unit, fontsize=_FONT)
+    axes.set_title(f"{result.model}, batch {result.batch}", fontsize=_FONT)
 
 
 def _draw_bar(axes: Any, panel: _Panel, i: int, row: Row, value: float) -> float:
@@ -135,7 +145,7 @@ def _draw_lines(axes: Any, panel: _Panel, group: Sequence[Result], variants: Seq
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=f"C{i % 10}", label=label)
     sizes = [result.batch for result in group]
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
+    axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=_FONT)
     if panel.linear:
         axes.axhline(1.0, color="gray", linewidth=0.8)
         axes.set_ylim(bottom=0)
@@ -144,9 +154,9 @@ def _draw_lines(axes: Any, panel: _Panel, group: Sequence[Result], variants: Seq
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.set_xlabel("batch size", fontsize=9)
-    axes.set_ylabel(panel.unit, fontsize=9)
-    axes.set_title(group[0].model, fontsize=10)
+    axes.set_xlabel("batch size", fontsize=_FONT)
+    axes.set_ylabel(panel.unit, fontsize=_FONT)
+    axes.set_title(group[0].model, fontsize=_FONT)
     axes.grid(alpha=0.3)
 
 

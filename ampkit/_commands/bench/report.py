@@ -191,6 +191,29 @@ def joined(parts: Sequence[Figures]) -> Figures:
     return Figures(setting, notes, [result for part in parts for result in part.results])
 
 
+def chosen(
+    figures: Figures,
+    models: Sequence[str] | None = None,
+    batches: Sequence[int] | None = None,
+    variants: Sequence[str] | None = None,
+) -> Figures:
+    """Return the figures with only these models, batch sizes and variants. None means all of them.
+
+    Raises:
+        FiguresError: if there are none.
+    """
+    found = [
+        Result(result.model, result.batch, [row for row in result.rows if variants is None or row.variant in variants])
+        for result in figures.results
+        if (models is None or result.model in models) and (batches is None or result.batch in batches)
+    ]
+    found = [result for result in found if result.rows]
+    if not found:
+        there = dict.fromkeys(f"{result.model} with batch {result.batch}" for result in figures.results)
+        raise FiguresError(f"the files have no such model, batch size or variant. They have {', '.join(there)}.")
+    return Figures(figures.setting, figures.notes, found)
+
+
 def _ranges(settings: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Return the smallest and the largest value of each setting in which these runs differ and may differ."""
     found = {}

@@ -8,9 +8,14 @@ from ..._text import size_text
 from .plot_data import COLOURS, ByteAxis, PlottedMark, PlottedProfile, plotted_profiles
 from .profile import MemoryProfile, profile_title
 
+# In a text column of 740 pixels, that of the documentation, this font is 12 pixels high.
+_WIDTH = 9.0  # inches
+_DPI = 160
+_FONT = 11
+
 
 def plot_memory(profile: MemoryProfile, *others: MemoryProfile, path: str | os.PathLike[str]) -> None:
-    """Draw the bytes alive in each category over time into an image file, several profiles beside each other.
+    """Draw the bytes alive in each category over time into an image file, several profiles below each other.
 
     Args:
         profile: what `ampkit.debug.memory` or `ampkit.debug.forecast` returned.
@@ -27,15 +32,16 @@ def plot_memory(profile: MemoryProfile, *others: MemoryProfile, path: str | os.P
         raise ImportError("plot_memory needs matplotlib: pip install 'ampkit[plots]'") from error
     plotted = plotted_profiles("plot_memory", (profile, *others))
     check_path("plot_memory", "path", path)
-    figure = Figure(figsize=(1.8 + 5.8 * len(plotted), 4.6), dpi=130, layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 0.4 + 3.8 * len(plotted)), dpi=_DPI, layout="constrained")
     axis = ByteAxis.over(plotted)
-    for axes, one in zip(figure.subplots(1, len(plotted), sharey=True, squeeze=False)[0], plotted, strict=True):
+    for axes, one in zip(figure.subplots(len(plotted), sharey=True, squeeze=False)[:, 0], plotted, strict=True):
         _draw(axes, one, axis)
         axes.set_ylim(0, axis.top / axis.unit)
-        axes.yaxis.set_tick_params(labelleft=True)
-    figure.axes[0].set_ylabel(f"memory alive, {axis.unit_name}")
+        axes.set_ylabel(f"memory alive, {axis.unit_name}", fontsize=_FONT)
+        axes.tick_params(labelsize=_FONT)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)  # as stacked, topmost first
+    # As stacked, the topmost first.
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=_FONT)
     figure.savefig(path)
 
 
@@ -47,8 +53,8 @@ def _draw(axes: Any, plotted: PlottedProfile, axis: ByteAxis) -> None:
     )
     first, last = plotted.x[0], plotted.x[-1]
     axes.set_xlim(first, last if last > first else first + 1)
-    axes.set_xlabel(plotted.x_label)
-    axes.set_title(profile_title(plotted.profile), fontsize=10, pad=26)
+    axes.set_xlabel(plotted.x_label, fontsize=_FONT)
+    axes.set_title(profile_title(plotted.profile), fontsize=_FONT, pad=34)
     for mark in plotted.marks:
         _draw_mark(axes, mark)
     _draw_peak(axes, plotted, axis)
@@ -60,10 +66,10 @@ def _draw_mark(axes: Any, mark: PlottedMark) -> None:
     axes.annotate(
         mark.label,
         (mark.x, 1),
-        (0, 13 if mark.is_step else 3),  # above the drawing, steps in a row of labels above that of phases
+        (0, 17 if mark.is_step else 3),  # above the drawing, steps in a row of labels above that of phases
         xycoords=("data", "axes fraction"),
         textcoords="offset points",
-        fontsize=8 if mark.is_step else 7,
+        fontsize=_FONT,
     )
 
 
@@ -79,6 +85,6 @@ def _draw_peak(axes: Any, plotted: PlottedProfile, axis: ByteAxis) -> None:
         textcoords="offset points",
         ha="right" if label_left else "left",
         weight="bold",
-        fontsize=9,
+        fontsize=_FONT,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )

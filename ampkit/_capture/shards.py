@@ -1,0 +1,76 @@
+"""Which sharded models a graph can hold: those that `fully_shard` has split over one dimension of a mesh."""
+
+from typing import Any
+
+from torch import nn
+
+from .._torch.sharding import ShardedModules, mesh_group, sharded_class
+
+_INSTEAD = "Or pass graph='off'."
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a parameter of the model is split over processes."""
+    kind = sharded_class()
+    return any(isinstance(param, kind) for param in model.parameters())
+
+
+def shard_group(model: nn.Module) -> Any:
+    """Return the process group over which the parameters are split, None if none is, or not in one way only."""
+    kind = sharded_class()
+    groups = [mesh_group(param) for param in model.parameters() if isinstance(param, kind)]
+    return groups[0] if groups and all(group is groups[0] for group in groups) else None
+
+
+def refuse_sharded(where: str, model: nn.Module, *, observed: bool) -> None:
+    """Raise a `NotImplementedError` if a step of this model cannot be captured because of how its parameters are split.
+
+    Args:
+        where: the function that the user has called.
+        model: the model.
+        observed: whether somebody measures in the step.
+    """
+    if problem := why_not_sharded(model):
+        raise NotImplementedError(f"{where}(model): {problem}")
+    if observed and is_sharded(model):
+        raise NotImplementedError(
+            f"{where}(numerics): gradients that fully_shard splits over processes cannot be measured in a graph. Pass "
+            "numerics=None, or graph='off'."
+        )
+
+
+def why_not_sharded(model: nn.Module) -> str:
+    """Return why a step of this model cannot be captured with its parameters split over processes, and what to write
+    instead; "" if it can, or if none is split."""
+    kind = sharded_class()
+    named = dict(model.named_parameters())
+    split = {name: param for name, param in named.items() if isinstance(param, kind)}
+    if not split:
+        return ""
+    modules = ShardedModules(model)
+    managed = set(map(id, modules.managed()))
+    for name, param in named.items():
+        if name in split and (problem := _why_not_placed(param)):
+            return f"parameter {name} {problem} {_INSTEAD}"
+        if id(param) not in managed and (param.requires_grad or name in split):
+            return (
+                f"parameter {name} is not managed by fully_shard, so that no gradient of it would be averaged over the "
+                f"ranks. Call fully_shard(model) last, for what remains, or freeze it. {_INSTEAD}"
+            )
+    if shard_group(model) is None:
+        return f"parameters are split over different process groups. Give each fully_shard the same mesh. {_INSTEAD}"
+    problem = modules.why_not_captured()
+    return problem and f"fully_shard: {problem} {_INSTEAD}"
+
+
+def _why_not_placed(param: Any) -> str:
+    mesh, placements = param.device_mesh, param.placements
+    if mesh.ndim > 1:
+        return (
+            f"is a DTensor on a mesh of {mesh.ndim} dimensions: norm and overflow check are not implemented for HSDP "
+            "and for tensor parallelism beside fully_shard. Pass fully_shard a mesh of one dimension, as "
+            "init_device_mesh('cuda', (ranks,))."
+        )
+    if not placements[0].is_shard():
+        return f"is a DTensor with the placement {placements[0]}: only parameters that fully_shard splits are captured."
+    return ""

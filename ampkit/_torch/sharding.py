@@ -1,0 +1,162 @@
+"""What torch keeps private of parameters that `fully_shard` has split over processes, and of the wrapped modules.
+
+Nothing here imports `torch.distributed.tensor` or `torch.distributed.fsdp`, which takes long. Whoever has made a
+DTensor, or has called `fully_shard`, has imported them.
+"""
+
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .guard import private
+from .streams import is_capturing
+
+
+def sharded_class() -> Any:
+    """Return the class DTensor, () if nobody has imported it. Both can be the second argument of `isinstance`."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this process's part of a DTensor, and any other tensor as it is. Aliasing: the part itself, no copy."""
+    return _local(tensor) if isinstance(tensor, sharded_class()) else tensor
+
+
+_local: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
+
+
+def as_shard(local: Tensor, like: Any) -> Tensor:
+    """Return a DTensor that consists of such parts, placed as another one is. Aliasing: it has the part's memory.
+
+    Args:
+        local: of the shape of this process's part of `like`.
+        like: a DTensor.
+    """
+    made: Tensor = sharded_class().from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
+
+
+def mesh_group(tensor: Any) -> Any:
+    """Return the process group that a DTensor is split over, None if it is not split over one dimension of a mesh."""
+    placements = tensor.placements
+    if len(placements) != 1 or not placements[0].is_shard():
+        return None
+    return tensor.device_mesh.get_group()
+
+
+class ShardedModules:
+    """The modules of a model that `fully_shard` has wrapped, with what they keep from one call to the next.
+
+    Args:
+        model: the whole model. All its modules must be wrapped already.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        wrapped = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+        found = [module for module in model.modules() if isinstance(module, wrapped)]
+        # Modules that were wrapped together share a state.
+        states = {id(state): state for state in (private(module, "_get_fsdp_state")() for module in found)}
+        self._states: list[Any] = list(states.values())
+        self._groups: list[Any] = [group for state in self._states if (group := _group(state)) is not None]
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def managed(self) -> Iterable[nn.Parameter]:
+        """Return the parameters whose gradients these modules average."""
+        return [param.sharded_param for group in self._groups for param in group.fsdp_params]
+
+    def gather(self) -> None:
+        """Give the modules their sharded parameters, if a forward outside of a step has left them whole. Sync: none."""
+        for group in self._groups:
+            if not group.is_sharded:
+                group.reshard()
+
+    def settle(self) -> None:
+        """Bring the modules to where they are between two steps, also behind a forward or backward that has raised.
+
+        A capture leaves CUDA events behind that later calls must not wait for, and a step that has raised leaves
+        gathered parameters and gradients. All that is dropped. Sync: none.
+        """
+        has_raised = any(map(_is_within_a_call, self._states))
+        for state in self._states:
+            state._training_state = _idle(state)
+            state._modules_to_run_forward.clear()
+            context = state._state_ctx
+            context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+            _settle_streams(private(state, "_comm_ctx"))
+        for group in self._groups:
+            _settle_group(group, has_raised)
+
+    def why_not_captured(self) -> str:
+        """Return which setting a graph cannot follow and what to write instead, "" if there is none."""
+        for group in self._groups:
+            if not group.reduce_grads:
+                return "set_requires_gradient_sync(False) was called on it. Leave it True, and pass accumulate=N."
+            if not group.reshard_after_backward:
+                return "set_reshard_after_backward(False) was called on it. Leave it True."
+            if group._all_reduce_hook is not None:
+                return "it has an all-reduce hook, which may do anything on a stream of its own. Remove the hook."
+            if any(param.offload_to_cpu for param in group.fsdp_params):
+                return "it has a CPUOffloadPolicy, so that the optimizer steps on the CPU. Leave out offload_policy."
+        if any(state._state_ctx.post_optim_event is not None for state in self._states):
+            return "set_post_optim_event was called on it, and a capture may not wait for that event. Leave it out."
+        return ""
+
+
+def _group(state: Any) -> Any:
+    return private(state, "_fsdp_param_group")
+
+
+def _idle(state: Any) -> Any:
+    return type(private(state, "_training_state")).IDLE
+
+
+def _is_within_a_call(state: Any) -> bool:
+    context = private(state, "_state_ctx")
+    return context.iter_forward_root is not None or context.post_backward_final_callback_queued
+
+
+def _settle_streams(streams: Any) -> None:
+    """Drop what modules share. `streams` is an FSDPCommContext; before the first forward it lacks most attributes."""
+    if getattr(streams, "reduce_scatter_state", None) is not None and not is_capturing():
+        _wait_for(streams)  # a backward has raised, and the memory that is dropped here may still be in use
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        if hasattr(streams, name):
+            setattr(streams, name, None)
+    if hasattr(streams, "post_forward_order"):
+        streams.post_forward_order.clear()
+
+
+def _wait_for(streams: Any) -> None:
+    if not torch.cuda.is_available():
+        return
+    for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
+        if isinstance(stream := getattr(streams, name, None), torch.cuda.Stream):
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+_OF_A_CALL = (  # of an FSDPParamGroup: what a backward without an error leaves at None
+    *("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"),
+    *("_all_reduce_state", "_partial_reduce_output"),
+)
+
+
+def _settle_group(group: Any, has_raised: bool) -> None:
+    group._training_state = type(private(group, "_training_state")).IDLE
+    for name in _OF_A_CALL:
+        private(group, name)
+        setattr(group, name, None)
+    group._post_forward_indices.clear()
+    group.reshard()
+    for param in group.fsdp_params if has_raised else ():
+        param.unsharded_accumulated_grad = None
+        whole = getattr(param, "_unsharded_param", None)  # made by the first forward
+        if whole is not None:
+            whole.grad = None

@@ -1,0 +1,230 @@
+"""graphed_step under fully_shard: the bits of eager training on every rank, one decision, a clean end.
+
+What trains runs in processes of its own, one per rank (fsdp_train.py), so that a hang is a failure and not the end of
+the test run. One start of the ranks does many cases, because a start takes long.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ddp_train
+import fsdp_train
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import ampkit
+
+FAST = ("float32", "float16", "accumulate float16", "evaluation")
+Rows = list[dict[str, Any]]  # of one case, one per rank
+
+
+def launched(device: str, cases: tuple[str, ...], timeout: float) -> dict[str, Rows]:
+    """Train these cases on two ranks; return what came of each, by its name."""
+    rows = ddp_train.launch("--device", device, "--cases", *cases, timeout=timeout, script=fsdp_train.__file__)
+    return {case: [row[case] for row in rows] for case in cases}
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> dict[str, Rows]:
+    return launched("cpu", FAST, 180)
+
+
+@pytest.fixture(scope="module")
+def others_on_cpu() -> dict[str, Rows]:
+    return launched("cpu", tuple(name for name in fsdp_train.CASES if name not in FAST), 400)
+
+
+@pytest.fixture(scope="module")
+def on_gpus() -> dict[str, Rows]:
+    return launched("cuda", tuple(fsdp_train.CASES), 240)
+
+
+def check(case: str, rows: Rows, device: str = "cpu") -> None:
+    """Assert that a case left the bits of eager steps on each rank, and was captured unless a rank could not."""
+    for row in rows:
+        assert "error" not in row, row["error"]
+        assert row["differ"] == []
+        assert row["differ from torch"] == []
+        assert row["norms"] == pytest.approx(rows[0]["norms"], abs=0, nan_ok=True)  # all ranks have one norm
+    kind = {**fsdp_train.CASES, **fsdp_train.FOUR_RANKS}[case]
+    calls = fsdp_train.CALLS + 4 * (kind.accumulate - 1)
+    expected = calls - 3 * kind.accumulate
+    if kind.event == "scan":
+        expected = 2 * calls - 3
+    if kind.event.startswith("resume"):
+        expected = calls // 2 - 3  # of the new step
+    if kind.event == "other size":  # rank 1 makes two calls of its own layout, one of them in the warm-up
+        assert [row["replays"] for row in rows] == [expected - 1, expected - 2]
+    elif kind.event == "waits" or (kind.event == "raises" and device == "cuda"):
+        assert [row["replays"] for row in rows] == [0, 0]
+        assert "another rank" in rows[0]["messages"][0]
+        assert "fsdp_train.py:" in rows[1]["messages"][0]
+    else:
+        assert [row["replays"] for row in rows] == [expected, expected]
+        assert all(row["messages"] == [] or kind.behind for row in rows)
+    assert [row["skipped"] for row in rows] == [len(kind.overflows)] * 2
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> None:
+    """R12: parameters, optimizer state, losses, norms, scale and averages of a sharded model are those of eager."""
+    check(case, on_cpu[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name in fsdp_train.CASES if name not in FAST])
+def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
+    """R12: policies, resharding, optimizers, tied and frozen weights, resume, state dicts, ranks that disagree."""
+    check(case, others_on_cpu[case])
+
+
+@pytest.mark.slow
+def test_resharding_to_fewer_ranks() -> None:
+    """R12: `reshard_after_forward=2` on four ranks, which gathers among two of them in backward."""
+    rows = ddp_train.launch(
+        *("--device", "cpu", "--cases", "resharded to two"), ranks=4, timeout=240, script=fsdp_train.__file__
+    )
+    check("resharded to two", [row["resharded to two"] for row in rows][:2])
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("case", fsdp_train.CASES)
+def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
+    """R12: the same with NCCL's collectives in the graph."""
+    check(case, on_gpus[case], "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["imported", "nothing"])
+def test_a_job_ends(how: str) -> None:
+    """R12: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
+    rows = ddp_train.launch(
+        "--device", "cpu", "--cases", "float32", "--end", how, timeout=90, script=fsdp_train.__file__
+    )
+    assert [row["float32"]["replays"] for row in rows] == [fsdp_train.CALLS - 3] * 2
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ddp_train.ENDS)
+def test_a_job_on_two_gpus_ends(how: str) -> None:
+    """R12: with a graph that holds NCCL's work, both ranks exit with 0, whatever the user forgets."""
+    rows = ddp_train.launch(
+        "--device", "cuda", "--cases", "float32", "--end", how, timeout=90, script=fsdp_train.__file__
+    )
+    assert [row["float32"]["replays"] for row in rows] == [fsdp_train.CALLS - 3] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def refusal(sharded: nn.Module, **options: Any) -> str:
+    """Return what the refusal of a model says."""
+    optimizer = torch.optim.AdamW([param for param in sharded.parameters() if param.requires_grad], fused=True)
+    with pytest.raises(NotImplementedError) as raised:
+        ampkit.graphed_step(loss_fn, sharded, optimizer, graph="emulate", **options)
+    eager = {**options, "graph": "off"}
+    if not options:  # the same step trains eagerly, as the message says
+        assert "pass graph='off'" in str(raised.value)
+        ampkit.graphed_step(loss_fn, sharded, optimizer, **eager)
+    return str(raised.value)
+
+
+def loss_fn(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return net(x).square().mean()
+
+
+def test_meshes_of_two_dimensions_are_refused(process_group: None) -> None:
+    """R12: HSDP, and tensor parallelism beside fully_shard, are refused by the parameter and the mesh."""
+    hybrid = model()
+    fully_shard(hybrid, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
+    assert "parameter 0.weight is a DTensor on a mesh of 2 dimensions" in refusal(hybrid)
+    assert "init_device_mesh('cuda', (ranks,))" in refusal(hybrid)
+
+
+def test_parameters_that_fully_shard_does_not_manage_are_refused(process_group: None) -> None:
+    """R12: no gradient of theirs would be averaged: plain ones, and DTensors of tensor parallelism alone."""
+    partly = model()
+    fully_shard(partly[0], mesh=init_device_mesh("cpu", (1,)))
+    assert "parameter 2.weight is not managed by fully_shard" in refusal(partly)
+    mesh = init_device_mesh("cpu", (1,))
+    parallel, replicated = model(), model()
+    for kind, placements in ((parallel, None), (replicated, [Replicate()])):
+        for module in (kind[0], kind[2]):
+            for name, param in list(module.named_parameters()):
+                module.register_parameter(name, nn.Parameter(distribute_tensor(param, mesh, placements)))
+    assert isinstance(parallel[0].weight, DTensor)
+    assert "only parameters that fully_shard splits" in refusal(replicated)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("set_requires_gradient_sync", "pass accumulate=N"),
+        ("set_reshard_after_backward", "Leave it True"),
+    ],
+)
+def test_settings_that_a_graph_cannot_follow_are_refused(process_group: None, setting: str, words: str) -> None:
+    """R12: settings that leave gathered parameters or gradients behind a step are refused by name."""
+    sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
+    getattr(sharded, setting)(False)
+    message = refusal(sharded)
+    assert setting in message
+    assert words in message
+    later = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
+    step = ampkit.graphed_step(loss_fn, later, torch.optim.AdamW(later.parameters(), fused=True), graph="emulate")
+    step(torch.ones(2, 8))
+    getattr(later, setting)(False)
+    with pytest.raises(ValueError, match=setting):
+        step(torch.ones(2, 8))
+
+
+def test_offloaded_parameters_are_refused(process_group: None) -> None:
+    """R12: with a CPUOffloadPolicy the optimizer steps on the CPU."""
+    sharded = fully_shard(
+        model(), mesh=init_device_mesh("cpu", (1,)), offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
+    assert "Leave out offload_policy" in refusal(sharded)
+
+
+def test_what_does_not_go_with_sharded_models_is_refused(process_group: None) -> None:
+    """R12: verify, compile, numerics and `graphed` say what to write instead."""
+    sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
+    assert "without DistributedDataParallel or fully_shard" in refusal(sharded, verify=1)
+    assert "block.compile()" in refusal(sharded, compile="default")
+    assert "Pass numerics=None" in refusal(sharded, numerics=ampkit.debug.numerics(sharded, every=2))
+    with pytest.raises(NotImplementedError, match=r"graphed\(evaluate\), modules\[0\]: .*Use ampkit.graphed_step"):
+
+        @ampkit.graphed(modules=(sharded,), graph="emulate")
+        def evaluate(x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = sharded(x)
+            return result
+
+
+def test_the_script_ends_ranks_that_hang(tmp_path: Path) -> None:
+    """The tests above would notice a case that fails on a rank, and ranks that do not end in time."""
+    assert os.path.exists(fsdp_train.__file__)
+    with pytest.raises(ddp_train.JobError, match="rank 0: exit -9"):
+        ddp_train.launch("--device", "cpu", timeout=0.1, script=fsdp_train.__file__)

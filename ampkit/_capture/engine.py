@@ -14,8 +14,9 @@ from .._torch.modes import modes
 from .._torch.settings import settle_attention_priority
 from .._undo import Undo
 from .bound import why_not_scripted
-from .cache import Cache, Captured, copied
+from .cache import Cache, Captured
 from .capture_query import answered, captures
+from .eager_call import called_on
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
 from .inputs import BatchReader
@@ -315,13 +316,7 @@ class Engine:
         number = self.replays + sum(self._eager.values())
         self._told_since = self._told_since or number
         self._layouts.tell(key)
-        self._fallback.warn_once(
-            "told",
-            f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
-            f"{layout.problem_untold} From call {number} on the answer is True, in eager calls too. The last bits may "
-            "differ from those of the other branch. Pass capturing=True to begin with it, or capturing=False to stay "
-            "eager.",
-        )
+        self._fallback.say_told(number, layout.problem_untold)
         layout.problem_untold = ""
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:
@@ -398,22 +393,9 @@ class Engine:
 
         Autograd and cuBLAS keep memory for each stream. With one stream for eager calls and captures they do so once.
         """
-        with Undo() as undo:
-            undo.note(modes())
-            if self._fallback.refused:
-                self._leave_capture_stream()
-            if self._stream is None:
-                with context:
-                    outputs = copied(fn())
-            else:
-                self._stream.wait_stream(torch.cuda.current_stream(self._device))
-                try:
-                    with torch.cuda.stream(self._stream), context:
-                        outputs = copied(fn())
-                finally:
-                    torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            undo.forget()
-        return outputs
+        if self._fallback.refused:
+            self._leave_capture_stream()
+        return called_on(self._stream, self._device, fn, context)
 
     # ------------------------------------------------------------------------------------------ report and release
 

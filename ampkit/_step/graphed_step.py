@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -22,15 +21,13 @@ from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
-from .compiled import CompiledTrainingStep, check_compile
+from .compiled import check_compile, step_maker, warmup_of
 from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
 from .split import StepSplitter
 from .training_step import StepOutput, TrainingStep
 from .window import Window
-
-_COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal
 
 
 class Scheduler(Protocol):
@@ -140,7 +137,7 @@ def graphed_step(
 
     Sync: only the call that captures a graph waits for the device.
     """
-    warmup = _warmup(warmup, compile)
+    warmup = warmup_of(warmup, compile)
     given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
     options = given.checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
@@ -155,7 +152,7 @@ def graphed_step(
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
-    step = _maker(compile, options)(
+    step = step_maker(compile, options)(
         loss_fn,
         model,
         optimizer,
@@ -391,25 +388,10 @@ def _check_optimizer(
     refuse_sparse(model, optimizer, max_norm)
 
 
-def _maker(compile: str | None, options: Options) -> Callable[..., TrainingStep]:
-    """Return what makes the step."""
-    if compile is None:
-        return TrainingStep
-    raises = options.on_failure == "raise"
-    return partial(CompiledTrainingStep, compile=compile, raises=raises, generators=options.generators)
-
-
 def _follow_up(after_step: Callable[[nn.Module], object] | None) -> tuple[Any, dict[str, nn.Module]]:
     """Return `after_step` in the form that a graph needs, and the module that it changes, if that is known."""
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     return follow_up, {} if follower is None else {"after_step": follower}
-
-
-def _warmup(warmup: int, compile: str | None) -> int:
-    """Return how many warm-up calls there are. What is no number above 0 is refused later."""
-    if compile is None or not isinstance(warmup, int) or warmup <= 0:
-        return warmup
-    return max(warmup, _COMPILED_WARMUP)
 
 
 def _read_max_norm(max_norm: float | None) -> float | None:

@@ -57,8 +57,8 @@ class StepSplitter:
         self._options, self._ranks, self._device = options, ranks, device
         wanted = options.on_failure == "parts" and options.graph != "off"
         why_never = "compile= compiles forward and backward" if compiled else ""
-        if ranks.wrappers:
-            why_never = "DistributedDataParallel averages gradients in one backward, on all ranks at once"
+        if ranks.several:
+            why_never = "several processes train together (DistributedDataParallel, fully_shard)"
         self._why_never = why_never if wanted else "unwanted"
         self._why_not: dict[str, None] = {}
         # The layouts keep them, so that they end with these.

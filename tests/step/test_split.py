@@ -1,6 +1,5 @@
 """Steps with a line that no graph can hold: the largest modules without such a line, and the update, are captured."""
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator

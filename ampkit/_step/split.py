@@ -25,6 +25,7 @@ from .training_step import PartOfStep, Phase, TrainingStep
 
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
 _TIMED = 5  # calls of each kind, to find out which is faster
+_SHOWN = 4  # reasons
 TIMES = True  # whether a split that is slower than eager steps is given up
 _SURVEYED = "looking for modules to capture"
 
@@ -239,7 +240,11 @@ class Split:
             emulated = self._options.graph == "emulate"
             self._parts = Parts(choice, self._device, self._options.generators, emulated=emulated)
         else:
-            self.refusal = "no module that could be captured by itself has enough kernels to be worth it"
+            reasons = [f"{name or 'the model'}: {why}" for name, why in choice.reasons.items()]
+            more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+            self.refusal = (
+                f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})."
+            )
 
     def _updated(self, update: Engine, phase: Phase, outputs: PartOfStep) -> PartOfStep:
         """Step the optimizer, if the call does that. Return its outputs."""

@@ -243,6 +243,11 @@ def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, 
     """R4: losses, parameters, state, scale, average and random numbers are those of eager steps after each call."""
     calls = 24 if "accumulate" in options else 13
     report = compared(engine, MODELS[model], calls, **options).report()
+    if model == "shared" and "policy" in options:
+        # Autocast casts the weight once for all of its uses, and their gradients are added in low precision.
+        assert (report.outcome, report.in_parts) == ("eager", 0)
+        assert "a gradient gets into it through a tensor that is no output of it" in str(report)
+        return
     assert (report.outcome, report.failure, report.replays) == ("in parts", None, 0)
     assert report.in_parts + sum(report.eager.values()) == calls
     assert report.in_parts >= 6

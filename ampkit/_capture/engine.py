@@ -369,7 +369,7 @@ class Engine:
             return
         if self._fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
-        self._fallback.give_up(layout, reason, error, is_last=not len(self._cache))
+        self._fallback.give_up(layout, reason, error, is_last=not (len(self._cache) or self._splitter.has_parts))
 
     # ------------------------------------------------------------------------------------------------ eager calls
 

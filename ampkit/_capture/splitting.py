@@ -11,6 +11,10 @@ IN_PARTS = "in parts"  # what such calls are counted under
 class Splitter(Protocol):
     """Decides which layouts are done in parts."""
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether some layout is done in parts, or may be."""
+
     def takes(self, key: Key, layout: Layout) -> bool:
         """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
 
@@ -26,6 +30,8 @@ class Splitter(Protocol):
 
 class _Never:
     """Takes no layout."""
+
+    has_parts = False
 
     def takes(self, key: Key, layout: Layout) -> bool:
         return False

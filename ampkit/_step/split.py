@@ -26,7 +26,6 @@ from .training_step import PartOfStep, Phase, TrainingStep
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
 _TIMED = 5  # calls of each kind, to find out which is faster
 _SHOWN = 4  # reasons
-TIMES = True  # whether a split that is slower than eager steps is given up
 _SURVEYED = "looking for modules to capture"
 
 
@@ -88,6 +87,11 @@ class StepSplitter:
         self._by_layout[layout] = split
         layout.refusal = IN_PARTS
         return True
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether some layout is done in parts, or may be."""
+        return any(not split.refusal for split in self._splits.values())
 
     def _why_not_now(self, layout: Layout) -> str:
         if layout.told:
@@ -168,7 +172,7 @@ class Split:
 
     def __init__(self, step: TrainingStep, model: nn.Module, device: torch.device, options: Options) -> None:
         self._step, self._model, self._device, self._options = step, model, device, options
-        self.is_timed = TIMES and options.graph == "auto"
+        self.is_timed = is_timed(options)
         self.clock = Clock(device if device.type == "cuda" else None)
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
         self._surveys: list[Survey] = []
@@ -297,6 +301,11 @@ class Split:
         names = ", ".join(name or "the model" for name in self._choice.names)
         reasons = [f"eager: {name or 'the model'}: {why}" for name, why in self._choice.reasons.items()]
         return [f"captured by itself: {names}", *reasons, *self._parts.failures()]
+
+
+def is_timed(options: Options) -> bool:
+    """Return whether calls are timed. Those with emulated graphs are slower than eager ones."""
+    return options.graph == "auto"
 
 
 def _update_words(update: Engine) -> str:

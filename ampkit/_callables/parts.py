@@ -20,7 +20,8 @@ from .._torch.settings import settings
 from .._torch.tree import tree_unflatten
 from .._undo import Undo
 from .autograd_node import PENDING
-from .module_survey import Choice, Layout, ModuleCall
+from .module_choice import Choice
+from .module_survey import Layout, ModuleCall
 from .part_passes import GraphedPart, PartMemory, PartPasses
 from .passes import Passes, replace_forward, undone
 
@@ -64,12 +65,11 @@ class Parts:
             module: {number: _Part(call, self._memory, self._generators) for number, call in calls.items()}
             for module, calls in choice.calls.items()
         }
-        self._tables: list[dict[Any, Any]] = [
-            table
-            for module in self._modules
-            for each in module.modules()
-            for table in (*(hook_tables(each) if each is not module else ()), vars(each))
-        ]
+        self._tables: list[dict[Any, Any]] = []
+        for module in self._modules:
+            for each in module.modules():
+                self._tables += hook_tables(each) if each is not module else ()
+                self._tables.append(vars(each))
         self._hosted = self._host_state()
 
     def why_not_now(self) -> str:

@@ -106,8 +106,9 @@ def graphed_step(
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
             optimizer eagerly behind each graph. If a line of these cannot be captured, warn once, capture the largest
             modules without such a line one by one, and the update, unless that is slower. If there is no such module,
-            warn once and go on eagerly. The same happens if no graph is ever used, because the batch or a setting was new in each of 32 calls. "eager":
-            go on eagerly in all these cases. "raise": raise `CaptureError` in all these cases.
+            warn once and go on eagerly. The same happens if no graph is ever used, because the batch or a setting was
+            new in each of 32 calls. "eager": go on eagerly in all these cases. "raise": raise `CaptureError` in all
+            these cases.
         graph: "auto": a CUDA graph if the model is on CUDA. "emulate": works on any device, and a replay runs `loss_fn`
             again instead of a graph. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._callables.module_survey import Choice, Survey, chosen
+from .._callables.module_choice import Choice, chosen
+from .._callables.module_survey import Survey
 from .._callables.parts import CHANGED, PartReport, Parts
 from .._capture.capture_query import captures
 from .._capture.engine import Engine

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_at_least, check_callable, check_choice, check_flag, check_instance
-from .._capture.capture_query import captures
+from .._capture.capture_query import captures, noting_questions
 from .._capture.graph import describe_failure
 from .._capture.inputs import Spec, StaticInputs, flatten, is_plain, read_batch
+from .._capture.ranks import several_processes
 from .._capture.state import Generation, Settings, TrainingState
 from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
 from .._torch.autograd import in_backward
@@ -25,6 +25,7 @@ from .._torch.modules import has_legacy_backward_hooks, hook_tables
 from .._torch.tree import TreeSpec, tree_unflatten
 from .._undo import Undo, call
 from .._user_line import users_level
+from .arguments import LEGACY_HOOK, check_options, device_of, parse
 from .autograd_node import PENDING, GraphedPasses
 from .passes import Passes, UnusedError, undone
 from .shared_memory import SharedMemory, shared_memory_of
@@ -41,6 +42,7 @@ def make_graphed_callables(
     *,
     sample_kwargs: Any = None,
     graph: str = "auto",
+    capturing: str | bool = "auto",
 ) -> Any:
     """Return callables whose forward pass is one CUDA graph launch, and whose backward pass is another.
 
@@ -63,15 +65,23 @@ def make_graphed_callables(
         sample_kwargs: keyword arguments of the call, a dict; for a tuple of callables a tuple of dicts.
         graph: "auto": CUDA graphs where the tensors are on CUDA. "emulate": the same engine, re-running the callable
             instead of a graph, on any device. "off": eager.
+        capturing: what user code is told that asks `torch.cuda.is_current_stream_capturing()`, as the masks of
+            transformers do. "auto": in a capture what it is told eagerly, False. But if the branch that it then takes
+            cannot be captured, and the other one can, the callable is told True from then on, in eager calls too; a
+            warning says so, and `told` is True. With several processes, "auto" is as False. True, False: this, from the
+            first call on, also with `graph="off"`. Code from torch.compile is not told.
 
     Returns:
         `callables`, graphed: a function for a function, a tuple for a tuple. That function, or `module.forward`, has a
-        method `close()`, which frees the graphs and restores `forward`, and the counts `captures`, `replays`, and
-        `eager` by reason. A copy of a graphed module, by deepcopy or pickle, has no graphs.
+        method `close()`, which frees the graphs and restores `forward`, the counts `captures`, `replays`, and
+        `eager` by reason, and `told`: whether its code is told that it is being captured. A copy of a graphed module,
+        by deepcopy or pickle, has no graphs.
 
     Raises:
         ValueError: an argument that cannot work; the message says what to pass.
         CaptureError: an input or parameter is unused and `allow_unused_input` is False.
+        NotImplementedError: an eager call that is told True asks within a checkpointed function, which backward would
+            call again without being told.
 
     A new layout is captured at its first call; a callable is captured 32 times at most. These calls run eagerly, as
     before: calls under `torch.no_grad`, calls in another mode (train or eval) than now, calls within the capture of
@@ -93,16 +103,16 @@ def make_graphed_callables(
     to the caller. Calls may be made on any stream and in any thread, and graphs on one device take turns. If one thread
     calls a callable while another one captures it, that is an error.
     """
-    functions, samples = _parse(callables, sample_args, sample_kwargs)
-    _check_options(num_warmup_iters, allow_unused_input, graph, pool)
+    functions, samples = parse(callables, sample_args, sample_kwargs)
+    check_options(num_warmup_iters, allow_unused_input, graph, pool, capturing)
     handle = object() if pool is None else pool
     made = []
     for function, sample in zip(functions, samples, strict=True):
-        device = _device(function, sample)
+        device = device_of(function, sample)
         shared = shared_memory_of(handle, device, emulated=graph != "auto" or device.type != "cuda")
         # At least two, because saved_tensors_hooks are on in the first one, for which torch.compile compiles anew.
         warmup, blocker = max(2, num_warmup_iters), _why_never_captured(function, device, graph)
-        made.append(GraphedCallable(function, shared, warmup, allow_unused_input, blocker))
+        made.append(GraphedCallable(function, shared, warmup, allow_unused_input, blocker, capturing))
     for reason in dict.fromkeys(each.blocker for each in made if each.blocker and graph != "off"):
         _warn(f"{reason} Calls are eager; graph='off' makes them eager without a warning.")
     for each, sample in zip(made, samples, strict=True):
@@ -118,10 +128,17 @@ class GraphedCallable:
         captures: pairs of graphs captured so far.
         replays: calls that replayed a graph.
         eager: other calls, by reason.
+        told: whether its code is told that it is being captured, whenever it asks.
     """
 
     def __init__(
-        self, function: Callable[..., Any], shared: SharedMemory, warmup: int, allow_unused: bool, blocker: str
+        self,
+        function: Callable[..., Any],
+        shared: SharedMemory,
+        warmup: int,
+        allow_unused: bool,
+        blocker: str,
+        capturing: str | bool,
     ) -> None:
         self._module = function if isinstance(function, nn.Module) else None
         self._original: Callable[..., Any] = function if self._module is None else self._module.forward
@@ -142,6 +159,8 @@ class GraphedCallable:
         self.captures = 0
         self.replays = 0
         self.eager: Counter[str] = Counter()
+        self.told = capturing is True
+        self._may_tell = capturing == "auto" and not several_processes()  # each process would decide by itself
         functools.update_wrapper(self, self._original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +182,15 @@ class GraphedCallable:
                 return results
             reason = "not captured" if passes is None else "an earlier call has yet to be backpropagated"
         self.eager[reason] += 1
-        return self._original(*args, **kwargs)
+        return self._told_call(args, kwargs) if self.told else self._original(*args, **kwargs)
+
+    def _told_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call eagerly, and tell the code that it is being captured."""
+        with noting_questions(True):
+            result = self._original(*args, **kwargs)
+            if captures.asked_in_checkpoint and torch.is_grad_enabled():
+                raise NotImplementedError(_CHECKPOINTED)
+        return result
 
     def close(self) -> None:
         """Free the graphs and restore the module's `forward`. Later calls are eager.
@@ -209,8 +236,10 @@ class GraphedCallable:
         elsewhere = self._shared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if Passes.recording or captures.recorded or elsewhere:
             return "in the capture of another graph"
+        if captures.answer is True and not self.told:
+            return "the call around it is told that it is being captured"
         if self._module is not None and has_legacy_backward_hooks(self._module):
-            self._warn(_LEGACY_HOOK)
+            self._warn(LEGACY_HOOK)
             return "register_backward_hook"
         return ""
 
@@ -259,7 +288,7 @@ class GraphedCallable:
                 undo.note(setattr, self, "_capturing_thread", None)
                 undo.note(modes())
                 self._capturing_thread = threading.get_ident()
-                passes = self._record(key, leaves)
+                passes = self._record_and_tell(key, leaves)
         except Exception as error:
             is_refused = isinstance(error, CaptureError)
             if is_sample and (isinstance(error, UnusedError) or not is_refused):
@@ -267,6 +296,30 @@ class GraphedCallable:
             self._warn(f"{error} Calls are eager." if is_refused else f"{describe_failure(error)} The call is eager.")
             return None
         self.captures += 1
+        return passes
+
+    def _record_and_tell(self, key: "_GraphKey", leaves: list[Any]) -> GraphedPasses:
+        """Warm up and capture. If that fails because of a branch for eager calls, do so with the other branch."""
+        if not self._may_tell:
+            return self._record(key, leaves)
+        blocker = self.blocker
+        try:
+            with noting_questions(False):
+                return self._record(key, leaves)
+        except UnusedError:
+            raise
+        except CaptureError as error:
+            if not captures.asked or captures.asked_in_checkpoint:
+                raise
+            after, self.blocker, problem = self.blocker, blocker, str(error)
+            try:
+                self.told = True
+                passes = self._record(key, leaves)
+            except Exception:
+                self.told, self.blocker = False, after
+                raise error from None
+        self._may_tell, self._graphs = False, {}  # other layouts are captured again, with this answer
+        self._warn(_TOLD.format(problem.rstrip(".")))
         return passes
 
     def _record(self, key: "_GraphKey", leaves: list[Any]) -> GraphedPasses:
@@ -283,7 +336,7 @@ class GraphedCallable:
         inputs = StaticInputs(key.spec, leaves)
         with torch.no_grad():
             inputs.copy_(leaves)
-        passes = Passes(self._original, walk.modules, tensors, inputs, key.wants_grad, device)
+        passes = Passes(self._original, walk.modules, tensors, inputs, key.wants_grad, device, self.told)
         with undone(walk.modules, device) as rebound:
             graphs = passes.capture(self._shared, self._warmup, self._allow_unused)
             if names := rebound():
@@ -315,64 +368,24 @@ _MANY_LAYOUTS = (
     f"{_MAX_CAPTURES} captures so far, so calls with inputs of other layouts are eager from now on. Pass numbers that "
     "vary as tensors, and pad shapes that vary to a few sizes."
 )
-_LEGACY_HOOK = (
-    "a hook of register_backward_hook reads the last operation of a module, which is inside the graph. Calls are "
-    "eager. Use register_full_backward_hook."
-)
 _RECORDED = (
     "make_graphed_callables: a callable was called while another thread captures it, with other tensors in place of "
     "its parameters. Call it once in each layout before threads share it."
+)
+_TOLD = (
+    "code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: {}. From now "
+    "on the answer is True, in eager calls too. The last bits may differ from those of the other branch. Pass "
+    "capturing=True to begin with it, or capturing=False to stay eager."
+)
+_CHECKPOINTED = (
+    "make_graphed_callables: this call is eager, and code asks torch.cuda.is_current_stream_capturing() within a "
+    "checkpointed function. It was told True, but backward will call it again, and it would be told False there. Leave "
+    "that function out of the checkpoint, use graphed_step, or pass capturing=False."
 )
 _LATE_HOOK = (
     "a hook was registered on a submodule since the capture, or removed from one. Calls are eager until that is "
     "undone. Register hooks of submodules before the first capture."
 )
-
-
-def _parse(callables: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[Any, ...], list[tuple[Any, Any]]]:
-    """Return the callables, and the positional and keyword arguments of a sample for each of them."""
-    if not isinstance(callables, tuple):
-        callables, sample_args = (callables,), (sample_args,)
-        sample_kwargs = None if sample_kwargs is None else (sample_kwargs,)
-    if sample_kwargs is None:
-        sample_kwargs = ({},) * len(callables)
-    where = "make_graphed_callables"
-    check_instance(where, "sample_args", sample_args, (tuple, list), "a tuple of arguments for each callable")
-    check_instance(where, "sample_kwargs", sample_kwargs, (tuple, list), "a dict of arguments for each callable")
-    if not len(callables) == len(sample_args) == len(sample_kwargs):
-        raise ValueError(
-            f"make_graphed_callables: {len(callables)} callables, but {len(sample_args)} sample_args and "
-            f"{len(sample_kwargs)} sample_kwargs. Pass a tuple of arguments, and a dict if any, for each callable."
-        )
-    for function, args, named in zip(callables, sample_args, sample_kwargs, strict=True):
-        check_callable(where, "callables", function, "a module, a function or a tuple of them")
-        expected = "a tuple of arguments; for one argument write sample_args=(x,)"
-        check_instance(where, "sample_args", args, (tuple, list), expected)
-        check_instance(where, "sample_kwargs", named, dict, "a dict of keyword arguments")
-        if isinstance(function, nn.Module) and has_legacy_backward_hooks(function):
-            raise ValueError(f"make_graphed_callables: {_LEGACY_HOOK}")
-    return callables, [(tuple(args), dict(named)) for args, named in zip(sample_args, sample_kwargs, strict=True)]
-
-
-def _check_options(num_warmup_iters: object, allow_unused_input: object, graph: object, pool: object) -> None:
-    where = "make_graphed_callables"
-    check_at_least(where, "num_warmup_iters", num_warmup_iters, 0, "the number of passes before a capture")
-    check_flag(where, "allow_unused_input", allow_unused_input)
-    check_choice(where, "graph", graph, ("auto", "emulate", "off"))
-    if pool is not None and not isinstance(pool, tuple):
-        raise ValueError(
-            f"make_graphed_callables(pool={type(pool).__name__}): expected a handle as torch.cuda.graph_pool_handle() "
-            "returns it, or None."
-        )
-
-
-def _device(function: Any, sample: Any) -> torch.device:
-    """Return the CUDA device of the sample and parameters, or another device if none is on CUDA."""
-    tensors = [leaf for leaf in flatten(*sample)[0] if isinstance(leaf, Tensor)]
-    if isinstance(function, nn.Module):
-        tensors += [*function.parameters(), *function.buffers()]
-    devices = sorted({tensor.device for tensor in tensors}, key=lambda device: device.type != "cuda")
-    return devices[0] if devices else torch.device("cpu")
 
 
 def _is_lazy(module: nn.Module) -> bool:

@@ -83,7 +83,7 @@ class PartPasses(Passes):
     ) -> None:
         modules = list(module.modules())
         tensors = list(dict.fromkeys(chain(module.parameters(), module.buffers())))
-        super().__init__(function, modules, tensors, inputs, wants_grad, device)
+        super().__init__(function, modules, tensors, inputs, wants_grad, device, told=False)
         self._static_leaves = list(self._leaves)
         self._gradients = gradients
         self._owners = [

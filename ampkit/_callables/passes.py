@@ -3,13 +3,14 @@
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from .._capture.capture_query import answering
 from .._capture.graph import Graph
 from .._capture.inputs import Constant, StaticInputs
 from .._capture.pool import no_recompile
@@ -43,6 +44,7 @@ class Passes:
         inputs: the static inputs, filled with a sample.
         wants_grad: whether a leaf of the input requires grad, for each leaf.
         device: where all of these are.
+        told: whether user code is told that it is being captured, in the calls before the capture, too.
 
     Attributes:
         grad_inputs: which leaves of the input require grad, by number.
@@ -65,8 +67,10 @@ class Passes:
         inputs: StaticInputs,
         wants_grad: tuple[bool, ...],
         device: torch.device,
+        told: bool,
     ) -> None:
         self.inputs = inputs
+        self._told = told
         self.grad_inputs = [i for i, wanted in enumerate(wants_grad) if wanted]
         self.params = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
         self.grads: Sequence[Tensor | None] = ()
@@ -186,7 +190,8 @@ class Passes:
             torch.clear_autocast_cache()
             Passes.recording.add(run)
             exchange(self._places)
-            yield
+            with answering(True) if self._told else nullcontext():
+                yield
 
     # --------------------------------------------------------------------------------------------------------- checks
 

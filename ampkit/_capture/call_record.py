@@ -171,7 +171,8 @@ _RANDOM_STATE = ("philox_seed", "philox_offset", "rng_state", "unused")
 _SKIPPED = ("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_comms", "[pytorch|profiler|")
 # Compiled code detaches the inputs that it saves for its backward if they are views (torch/_functorch/_aot_autograd/
 # runtime_wrappers.py). The batch of an eager call may consist of views, the buffers of a graph never do.
-_WITHOUT_EFFECT = frozenset(("aten::detach", "detach"))
+# In a capture only, a copy to the device asks whether its source is pinned (aten/src/ATen/native/cuda/Copy.cu).
+_WITHOUT_EFFECT = frozenset(("aten::detach", "detach", "aten::is_pinned"))
 _NUMBERED = ("nccl:", "gloo:", "c10d::", "ProcessGroup")
 
 

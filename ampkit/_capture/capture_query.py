@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -30,11 +31,15 @@ class _Captures(threading.local):
         recorded: how many calls it is in whose operations are those of a graph, or are compared with them.
         answer: what user code is told; None if that is the truth.
         asked: whether user code has asked.
+        noting: whether it is to be noted, too, where user code asks.
+        asked_in_checkpoint: whether it has asked in a function that a backward pass may call again.
     """
 
     recorded = 0
     answer: bool | None = None
     asked = False
+    noting = False
+    asked_in_checkpoint = False
 
 
 captures = _Captures()
@@ -99,8 +104,10 @@ def answered(fn: Callable[_P, _R], answer: bool) -> Callable[_P, _R]:
 @contextmanager
 def noting_questions(answer: bool) -> Iterator[Callable[[], bool]]:
     """Context of an eager call. It yields a function that returns whether user code of this thread has asked."""
-    captures.asked = False
-    with answering(answer):
+    captures.asked = captures.asked_in_checkpoint = False
+    with answering(answer), Undo() as undo:
+        undo.note(setattr, captures, "noting", captures.noting)
+        captures.noting = True
         yield lambda: captures.asked
 
 
@@ -124,4 +131,15 @@ def _answer() -> bool:
     if caller.partition(".")[0] in _TOLD_THE_TRUTH:
         return (answer is True and caller in _BRANCHES_OF_TORCH) or _is_capturing()
     captures.asked = True
+    if captures.noting and not captures.asked_in_checkpoint:
+        captures.asked_in_checkpoint = _is_checkpointed(sys._getframe(2))
     return _is_capturing() if answer is None else answer
+
+
+def _is_checkpointed(frame: FrameType | None) -> bool:
+    """Return whether a frame runs in a function that torch's checkpointing calls."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False

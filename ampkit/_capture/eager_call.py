@@ -1,4 +1,4 @@
-"""An eager call on the capture stream, which leaves copies of its outputs."""
+"""An eager call on the capture stream, which leaves outputs of the caller's own."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,13 +8,16 @@ import torch
 
 from .._torch.modes import modes
 from .._undo import Undo
-from .cache import copied
 
 
 def called_on(
-    stream: torch.cuda.Stream | None, device: torch.device, fn: Callable[[], Any], context: AbstractContextManager[Any]
+    stream: torch.cuda.Stream | None,
+    device: torch.device,
+    fn: Callable[[], Any],
+    context: AbstractContextManager[Any],
+    own: Callable[[Any], Any],
 ) -> Any:
-    """Return copies of what `fn` returns, called on this stream and in this context; None is the caller's stream.
+    """Return `own(outputs)` of what `fn` returns, called on this stream and in this context; None is the caller's one.
 
     Work of the caller's stream comes before that of `fn`, and later work of the caller's stream behind it. Sync: none.
     """
@@ -22,12 +25,12 @@ def called_on(
         undo.note(modes())
         if stream is None:
             with context:
-                outputs = copied(fn())
+                outputs = own(fn())
         else:
             stream.wait_stream(torch.cuda.current_stream(device))
             try:
                 with torch.cuda.stream(stream), context:
-                    outputs = copied(fn())
+                    outputs = own(fn())
             finally:
                 torch.cuda.current_stream(device).wait_stream(stream)
         undo.forget()

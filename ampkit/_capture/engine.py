@@ -14,7 +14,7 @@ from .._torch.modes import modes
 from .._torch.settings import settle_attention_priority
 from .._undo import Undo
 from .bound import why_not_scripted
-from .cache import Cache, Captured
+from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
 from .eager_call import called_on
 from .fallback import UNMOVED, Fallback, MovableOptimizer
@@ -35,6 +35,9 @@ from .variation import Key, Variation
 from .verify import check_verify, verified_replay
 from .warm_up import WarmUp
 
+_Fn = Callable[[], Any]
+_Context = AbstractContextManager[Any]
+
 
 class Engine:
     """Calls `fn(phase, *args, **kwargs)`, first eagerly, then by replaying a graph of it.
@@ -54,8 +57,8 @@ class Engine:
         blocker: why `fn` cannot be captured, if that is known already; else "".
         name: what messages call it.
         captured: what a graph records: `fn`, or something that leaves the same bits.
-        whole: what is called once nothing is captured any more: `fn`, or something that does what the caller would do
-            behind `fn`, too.
+        whole: what is called once nothing is captured any more, in place of `fn`. It does what the caller would do
+            behind `fn`, too, and its outputs belong to the caller.
         optimizer: where the optimizer steps, if that may be behind `fn`.
         watching: returns a context for the call of `fn` that runs under the preflight.
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
@@ -94,7 +97,7 @@ class Engine:
         captured = captured or fn
         # Two calls at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
-        self._fn, self._whole = fn, whole or fn
+        self._fn, self._whole, self._own = fn, whole or fn, copied if whole is None else lambda outputs: outputs
         self._state, self._watch = state, state.watch
         self._device, self._reader = device, BatchReader(device)
         self._options, self._ranks = options, ranks
@@ -191,7 +194,7 @@ class Engine:
         if self._fallback.refused and self._options.graph != "off":
             self._ranks.decide(wants=False, can=True, settled=True)
         fn = answered(self._whole, self._options.capturing is True)
-        return self.run(reason, lambda: fn(phase, *args, **kwargs))
+        return self.run(reason, lambda: fn(phase, *args, **kwargs), own=self._own)
 
     # ----------------------------------------------------------------------------------------------- with a graph
 
@@ -373,11 +376,11 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ eager calls
 
-    def run(self, reason: str, fn: Callable[[], Any], context: AbstractContextManager[Any] | None = None) -> Any:
-        """Return what `fn` returns, called eagerly in this context and counted under this reason."""
+    def run(self, reason: str, fn: _Fn, context: _Context | None = None, own: Callable[[Any], Any] = copied) -> Any:
+        """Return what `fn` returns, the caller's own; it is called eagerly, and counted under this reason."""
         self._eager[reason] += 1
         self._watch.refresh_rates()
-        return self._on_stream(fn, nullcontext() if context is None else context)
+        return self._on_stream(fn, nullcontext() if context is None else context, own)
 
     def _leave_capture_stream(self) -> None:
         """Call on the caller's stream from now on, since there will be no graph. Sync: waits for the device, once."""
@@ -388,14 +391,14 @@ class Engine:
             gc.collect()
             torch.cuda.empty_cache()  # memory that is cached for the capture stream would serve no other one
 
-    def _on_stream(self, fn: Callable[[], Any], context: AbstractContextManager[Any] = nullcontext()) -> Any:  # noqa: B008 - has no state
-        """Call `fn` on the capture stream and return copies of its outputs.
+    def _on_stream(self, fn: _Fn, context: _Context = nullcontext(), own: Callable[[Any], Any] = copied) -> Any:  # noqa: B008 - has no state
+        """Call `fn` on the capture stream and return `own(outputs)`.
 
         Autograd and cuBLAS keep memory for each stream. With one stream for eager calls and captures they do so once.
         """
         if self._fallback.refused:
             self._leave_capture_stream()
-        return called_on(self._stream, self._device, fn, context)
+        return called_on(self._stream, self._device, fn, context, own)
 
     # ------------------------------------------------------------------------------------------ report and release
 

@@ -30,8 +30,7 @@ class Options(NamedTuple):
             ValueError: an option cannot work. The message names it as an argument of the public function `where`.
         """
         check_choice(where, "graph", self.graph, GRAPHS)
-        if not isinstance(self.capturing, bool) and self.capturing != "auto":
-            raise wrong(where, "capturing", self.capturing, "'auto', True or False")
+        check_capturing(where, self.capturing)
         check_choice(where, "on_failure", self.on_failure, ON_FAILURE)
         check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
         check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")
@@ -46,3 +45,9 @@ class Options(NamedTuple):
         """Return why a model on this device cannot be captured, "" if it can."""
         needs_cuda = self.graph == "auto" and device.type != "cuda"
         return f"the model is on {device}, and CUDA graphs need a CUDA device." if needs_cuda else ""
+
+
+def check_capturing(where: str, capturing: object) -> None:
+    """Raise a `ValueError` unless this says what code is told that asks whether its stream is being captured."""
+    if not isinstance(capturing, bool) and capturing != "auto":
+        raise wrong(where, "capturing", capturing, "'auto', True or False")

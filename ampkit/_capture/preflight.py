@@ -117,6 +117,7 @@ class Preflight(TorchDispatchMode):
         self._located = located
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # places that are known to wait, with the operation that does
+        self._covered: dict[str, _Key] = {}  # lines of which one finding says all
         self._waits: int | None = None  # how often the operation that runs has waited; None outside of operations
         self._stepped_aside = False  # whether a node of this backward has run without this mode
         self._reported = False  # whether a call runs that has been reported as a whole
@@ -392,11 +393,16 @@ class Preflight(TorchDispatchMode):
         if place is None or _compiles(place) or (in_engine and self._checks_nan and problem is READ):
             return None
         self._explained.add(place.key)
-        return self._add(problem, place, node)
+        if place.line and place.line in self._covered:
+            self._tell(problem, place, node)
+            return self._covered[place.line]
+        key = self._add(problem, place, node)
+        if problem.whole_line:
+            self._covered[place.line] = key
+        return key
 
     def _add(self, problem: Problem, place: SourceLocation, node: Any = None) -> _Key:
-        if self._located is not None:
-            self._located(place.line, problem.what, node)
+        self._tell(problem, place, node)
         what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
         if place.backward and (place.line, what) not in self._found:
             what = f"{what}, in its backward"
@@ -405,6 +411,10 @@ class Preflight(TorchDispatchMode):
         graph_only = known.graph_only and problem.graph_only
         self._found[place.line, what] = known._replace(count=known.count + 1, graph_only=graph_only)
         return place.line, what
+
+    def _tell(self, problem: Problem, place: SourceLocation, node: Any) -> None:
+        if self._located is not None:
+            self._located(place.line, problem.what, node)
 
     def _spent(self, key: _Key | None, seconds: float) -> None:
         """Add to the time of a finding."""

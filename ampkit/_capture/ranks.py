@@ -102,3 +102,9 @@ class Ranks:
 _QUIET = 16  # mostly more than a window has micro-batches
 _EAGER_VOTES = 256  # votes; ranks whose batches always differ would vote in every call for ever
 _EVERY = 61  # prime, so that the votes fall on every micro-batch of a window in turn
+
+
+def several_processes() -> bool:
+    """Return whether this process belongs to a job of several."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -23,12 +23,14 @@ class Problem(NamedTuple):
         advice: what to write instead.
         elsewhere: what to write instead outside of a graphed step, if that differs.
         graph_only: whether only a graph rules it out. Otherwise the host waits for the device.
+        whole_line: whether it explains all else that is wrong with its line.
     """
 
     what: str
     advice: str
     elsewhere: str = ""
     graph_only: bool = False
+    whole_line: bool = False
 
 
 _KEEP_SHAPE = "Use torch.where or masked_fill, which keep the shape."
@@ -42,6 +44,15 @@ READ = Problem(
     "waits for the device to read a value (.item(), float(tensor), `if tensor:`)",
     "Keep the value on the device (torch.where), or return it in aux and read it after the step.",
     "Keep the value on the device (torch.where), or read it once in many steps.",
+)
+# torch's `ctc_loss` copies lengths between host and device in forward, backward and mean (aten/src/ATen/native/cuda/
+# LossCTC.cu, LossCTC.cpp). cuDNN's form, for int32 tensors, takes them where they are. But eagerly it looks at them on
+# the host, and in a capture it asserts on the device that input lengths are below 256, which fails with valid ones.
+CTC = Problem(
+    "ctc_loss waits for the device: it handles the lengths on the host, as tensors or as numbers",
+    "Have ampkit.make_graphed_callables capture the module that computes log_probs, and call the loss behind it.",
+    "Lengths that are tuples or tensors on the CPU are copied to the device only, and not read from it first.",
+    whole_line=True,
 )
 PRINT = Problem(
     "prints a tensor, which reads it",
@@ -149,13 +160,23 @@ class _OperationCall(NamedTuple):
 
 
 def _reads(call: _OperationCall) -> Iterator[Problem]:
-    if call.watched.has(call.args):
-        yield READ if call.name in _SINGLE_READS else READ._replace(what=f"{call.name} waits for the device")
+    if not call.watched.has(call.args):
+        return
+    if call.name in _SINGLE_READS:
+        yield READ
+    else:
+        yield READ._replace(what=f"{call.name} waits for the device", advice=_COMPARE, elsewhere=_COMPARE)
 
 
 def _depends_on_data(call: _OperationCall) -> Iterator[Problem]:
     if call.watched.has((call.args, call.kwargs)):
-        yield Problem(f"{call.name} waits for the device: the shape of its result depends on data", _KEEP_SHAPE)
+        what = f"{call.name} waits for the device: the shape of its result depends on data"
+        yield Problem(what, next((text for names, text in _INSTEAD.items() if call.name in names), _KEEP_SHAPE))
+
+
+def _aligns(call: _OperationCall) -> Iterator[Problem]:
+    if call.watched.has(call.args):
+        yield CTC
 
 
 def _repeats(call: _OperationCall) -> Iterator[Problem]:
@@ -231,6 +252,15 @@ def _draws(call: _OperationCall) -> Iterator[Problem]:
 
 
 _Check = Callable[[_OperationCall], Iterator[Problem]]
+_COMPARE = "Use (a == b).all() or torch.isclose(a, b).all(), which stay on the device as tensors."
+_INSTEAD = {
+    ("bincount",): "Write torch.zeros(n, device=x.device).index_add_(0, x, weights), with a number n that is known.",
+    ("one_hot",): "Pass num_classes=.",
+    ("_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive"): (
+        "Do it before the step and pass the result in; or count in a tensor of known size (index_add_)."
+    ),
+}
+_CTC = ("_ctc_loss", "_ctc_loss_backward", "_cudnn_ctc_loss", "_use_cudnn_ctc_loss")
 _SINGLE_READS = ("_local_scalar_dense", "item", "is_nonzero")
 # Operations of ATen have checks by name, others by their tags. `linalg_lstsq` has the tag of a shape that depends on
 # data, but the shapes of its solutions do not. If a solver waits, the sync debug mode reports it.
@@ -239,6 +269,7 @@ _CHECKS: dict[object, _Check | None] = {
     **dict.fromkeys(("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"), _indexes),
     **dict.fromkeys(("_to_copy", "to", "copy_", "copy", "_foreach_copy_", "_foreach_copy", "lift_fresh"), _copies),
     "repeat_interleave": _repeats,
+    **dict.fromkeys(_CTC, _aligns),
     "linalg_lstsq": None,
     torch.Tag.data_dependent_output: _reads,
     torch.Tag.dynamic_output_shape: _depends_on_data,

@@ -88,9 +88,7 @@ def step_clipped(
     Sync: none beyond the optimizer's own.
     """
     grads = gradients(optimizer)
-    if any(optimizer.state.get(param) for param in parameters(optimizer)):
-        # torch 2.11's fused SGD raises a TypeError where a parameter gets its first gradient later than others did.
-        seed_momentum(optimizer)
+    seed_late_momentum(optimizer)
     if max_norm is None or not grads:
         return step(), None
     if not scales_in_kernel(optimizer) or any(grad.dtype in _DOUBLES for grad in grads):
@@ -104,6 +102,15 @@ def step_clipped(
     norm = total_norm(grads, grads[0].device, norm_type, over_ranks)
     with kernel_scaling(optimizer, clip_coefficient(norm, max_norm).reciprocal(), None):
         return step(), norm
+
+
+def seed_late_momentum(optimizer: Optimizer) -> None:
+    """Give SGD zero momentum buffers where a parameter gets its first gradient later than others did.
+
+    torch 2.11's fused SGD raises a TypeError there.
+    """
+    if any(optimizer.state.get(param) for param in parameters(optimizer)):
+        seed_momentum(optimizer)
 
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:

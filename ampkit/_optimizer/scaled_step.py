@@ -5,14 +5,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
 from .._errors import AmpkitWarning, CaptureError
 from .._torch.streams import is_capturing
 from .._user_line import users_level
-from .device_step import changed_by_step, kernel_scaling, multiply_, seed_momentum, step_or_undo
+from .device_step import changed_by_step, kernel_scaling, seed_momentum, step_or_undo
+from .preparation import divide_and_clip_
 from .rollback import StepChanges
 from .step_kind import can_be_undone, runs_beside_step, scales_in_kernel, takes_scale, torch_class
 
@@ -72,14 +72,7 @@ class ScaledStep:
         Returns:
             What `optimizer.step` returned, None if it was not called.
         """
-        if clip is not None:
-            # nan or 0 comes from a norm that is not finite: the step is skipped, but the divisor must stay a number.
-            coefficient = torch.where(clip > 0, clip, 1.0)
-            divisor = coefficient.reciprocal() if divisor is None else divisor / coefficient
-        in_step = takes_scale(optimizer) and (scales_in_kernel(optimizer) or clip is None)
-        if divisor is not None and (not in_step or divisor.dtype is not torch.float32):  # kernels take float32 only
-            multiply_(grads, divisor.reciprocal())
-            divisor = None
+        divisor = divide_and_clip_(optimizer, grads, divisor, clip)
         if not takes_scale(optimizer):
             return self._skip_or_step(optimizer, grads, found_inf, args, kwargs)
         stepped: float | None = None

@@ -3,31 +3,25 @@
 import copy
 import inspect
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.amp import grad_scaler as upstream
 from torch.amp.grad_scaler import OptState
 
 from .._arguments import read_positive, wrong
-from .._errors import AmpkitWarning
 from .._torch.optimizers import supports_amp_scaling
-from .._torch.streams import is_capturing
-from .._torch.tensors import foreach_add_
 from .._undo import Undo, call
-from .._user_line import users_level
-from .device_step import any_found, clip_coefficient, step_clipped, total_norm
+from .device_scale import DeviceScale
+from .device_step import any_found, clip_coefficient, seed_late_momentum, step_clipped
+from .preparation import Measured, Prepared, can_be_prepared, measured, prepared, prepared_unscaled
 from .rollback import StepChanges
-from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_limits, read_new_scale, read_number, read_state
+from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
-from .sharded import OverRanks, on_shards
-from .skip_watch import ALL_SKIPPED, SkipWatch
-from .step_kind import gradients, parameters, scales_in_kernel, skips_by_itself, takes_scale
+from .sharded import ONE_RANK, OverRanks, on_shards
+from .skip_watch import SkipWatch
+from .step_kind import gradients, parameters, scales_in_kernel, skips_by_itself
 
 _WITHOUT_GRADIENT = "without gradient"  # our entry in what torch's scaler keeps per optimizer until `update`
 _NO_GRADIENT = "no parameter of the optimizer has a gradient. Call scaler.scale(loss).backward() before step()."
@@ -49,7 +43,7 @@ class ScalerStats(NamedTuple):
     grad_norm: float | None
 
 
-class GradScaler(upstream.GradScaler):
+class GradScaler(DeviceScale):
     """A `torch.amp.GradScaler` that does not wait for the device, and whose scale can be bounded.
 
     `step` computes the norm of the gradients. If the norm is not finite the step is skipped, on the device. How it is
@@ -98,18 +92,9 @@ class GradScaler(upstream.GradScaler):
         dynamic: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**read_arguments(args, kwargs))
-        self._limits = ScaleLimits(hysteresis, min_scale, max_scale, dynamic)
-        if self._enabled:
-            self._limits = read_limits(self._limits, self._init_scale)
+        super().__init__(read_arguments(args, kwargs), ScaleLimits(hysteresis, min_scale, max_scale, dynamic))
         self.grad_norm: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self.steps: Tensor | None = None
-        self.skipped: Tensor | None = None
-        self._patience: Tensor | None = None  # overflows left until the scale backs off
-        self._init_counts = (0.0, 0.0)
-        self._init_patience = self._limits.hysteresis
-        self._skip_watch: SkipWatch | None = SkipWatch()
         self._scaled_step = ScaledStep()
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -127,32 +112,6 @@ class GradScaler(upstream.GradScaler):
         where = "GradScaler.set_growth_interval"
         self._growth_interval = read_number(where, "growth_interval", new_interval, argument="new_interval")
 
-    def rule(self) -> dict[str, Any]:
-        """Return the numbers that decide how the scale moves, by name. They are constants in a captured step."""
-        return {
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            **self._limits._asdict(),
-        }
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return scale and counters by name, {} before the first `scale`. Aliasing: the live tensors."""
-        named = {
-            "scale": self._scale,
-            "growth_tracker": self._growth_tracker,
-            "steps": self.steps,
-            "skipped": self.skipped,
-            "patience": self._patience,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        # float64, so that `+= found_inf` is one kernel and counts are exact to 2**53.
-        self.steps, self.skipped = (torch.full((), n, dtype=torch.float64, device=dev) for n in self._init_counts)
-        self._patience = torch.full((), self._init_patience, dtype=torch.int32, device=dev)
-        super()._lazy_init_scale_growth_tracker(dev)  # last, so that whoever sees a scale finds the others too
-
     def is_undecided(self) -> bool:
         """Return whether the last `step` waited for the device only to learn what the optimizer changes."""
         return self._scaled_step.undecided
@@ -160,14 +119,6 @@ class GradScaler(upstream.GradScaler):
     def changes_of(self, optimizer: torch.optim.Optimizer) -> StepChanges:
         """Return what is known of the tensors that an optimizer's step changes."""
         return self._scaled_step.changes_of(optimizer)
-
-    def materialize(self, device: torch.device) -> None:
-        """Create scale and counters on `device` now rather than in the first `scale`.
-
-        If a captured step made them, each replay would set the scale back to its first value.
-        """
-        if self._enabled and self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
 
     def scale(self, outputs: Any) -> Any:
         """Return a tensor, or the tensors of an iterable, multiplied by the scale; unchanged if disabled.
@@ -259,35 +210,67 @@ class GradScaler(upstream.GradScaler):
             state[_WITHOUT_GRADIENT] = not grads
             if any(grad.is_sparse for grad in grads) or skips_by_itself(optimizer):
                 return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
-            divisor = self._measure(optimizer, grads, state, norm_type, over_ranks)
-            assert self.found_inf is not None  # set by _measure, as the norm
-            assert self.grad_norm is not None
-            clip = None if max_norm is None else clip_coefficient(self.grad_norm, max_norm)
-            stepped = self._scaled_step.step(optimizer, grads, self.found_inf, divisor, clip, args, kwargs)
-            state["stage"] = OptState.STEPPED
-            self._count()
-            return stepped
+            found = self._measured(optimizer, grads, state, norm_type, over_ranks)
+            self.grad_norm, self.found_inf = found.norm, found.found_inf
+            clip = None if max_norm is None else clip_coefficient(found.norm, max_norm)
+            return self._step_scaled(optimizer, grads, found.divisor, clip, args, kwargs)
 
-    def _measure(
+    def _measured(
         self, optimizer: Any, grads: list[Tensor], state: dict[str, Any], norm_type: float, over_ranks: OverRanks
-    ) -> Tensor | None:
-        """Set `grad_norm` and `found_inf`. Return what the gradients are still to be divided by, None if nothing."""
+    ) -> Measured:
         scale, _ = self._check_scale_growth_tracker("step")
-        unscaled = state["stage"] is OptState.UNSCALED
-        divisor = None if unscaled else scale
-        preset = getattr(optimizer, "grad_scale", None) if takes_scale(optimizer) else None
-        if preset is not None:
-            preset = preset.reshape(()).to(scale.device, non_blocking=True)
-            divisor = preset if divisor is None else divisor * preset
-        norm = total_norm(grads, scale.device, norm_type, over_ranks)
-        self.grad_norm = norm if divisor is None else norm / divisor
-        if unscaled:
-            self.found_inf = any_found(state["found_inf_per_device"].values(), scale.device)
+        found_infs = state["found_inf_per_device"].values() if state["stage"] is OptState.UNSCALED else None
+        return measured(optimizer, grads, scale, found_infs, norm_type, over_ranks)
+
+    def _step_scaled(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: list[Tensor],
+        divisor: Tensor | None,
+        clip: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        """Step or skip, by the `found_inf` that was measured."""
+        assert self.found_inf is not None  # set by the caller
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            state["found_inf_per_device"] = {self.found_inf.device: self.found_inf} if grads else {}
+        stepped = self._scaled_step.step(optimizer, grads, self.found_inf, divisor, clip, args, kwargs)
+        state["stage"] = OptState.STEPPED
+        self._count()
+        return stepped
+
+    def prepare(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Prepared | None:
+        """Do what `step` does before the optimizer steps, where that can be done apart, for `step_prepared`.
+
+        The two leave the bits that `step` leaves. In between the scaler knows nothing of the step, so that the two may
+        be done apart: this in a graph, and the optimizer's step behind it.
+
+        Args:
+            optimizer: its gradients are unscaled and clipped in memory. `unscale_` may have been called for it.
+            max_norm: clip the 2-norm over all unscaled gradients to this; None does not clip.
+
+        Returns:
+            What was measured; None if nothing was done, because only `step` can do it. Sync: none.
+        """
+        if not can_be_prepared(optimizer):
+            return None
+        if not self._enabled:
+            return prepared_unscaled(optimizer, max_norm, 2.0)
+        state = self._per_optimizer_states[id(optimizer)]
+        found = self._measured(optimizer, gradients(optimizer), state, 2.0, ONE_RANK)
+        return prepared(optimizer, found, max_norm)
+
+    def step_prepared(self, optimizer: torch.optim.Optimizer, found: Prepared) -> None:
+        """Step an optimizer, or skip its step, whose gradients have been prepared by `prepare`. Sync: as for `step`."""
+        self.grad_norm, self.found_inf = found
+        self._scaled_step.undecided = False
+        if found.found_inf is None:
+            seed_late_momentum(optimizer)
+            self._scaled_step.step_unscaled(optimizer, (), {})
         else:
-            found = torch.where(norm < torch.inf, 0.0, 1.0)  # also 1 for nan; two kernels, isfinite takes four
-            self.found_inf = found.float()  # made in the default dtype, which may be float64
-            state["found_inf_per_device"] = {scale.device: self.found_inf} if grads else {}
-        return divisor
+            self._step_scaled(optimizer, gradients(optimizer), None, None, (), {})
 
     def _step_as_torch(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, norm_type: float, *args: Any, **kwargs: Any
@@ -307,12 +290,6 @@ class GradScaler(upstream.GradScaler):
         self.found_inf = any_found(state["found_inf_per_device"].values(), scale.device)
         self._count()
         return result
-
-    def _count(self) -> None:
-        assert self.found_inf is not None  # set by step
-        assert self.steps is not None  # made with the scale, as the next
-        assert self.skipped is not None
-        foreach_add_([self.steps, self.skipped], [torch.ones_like(self.found_inf), self.found_inf])
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by the rule, or set it to `new_scale` (a float or a tensor of shape ()).
@@ -355,39 +332,6 @@ class GradScaler(upstream.GradScaler):
         overflow = found > 0
         grew = ~overflow & (count + 1 == self._growth_interval)
         self._limits.apply_(scale, before, self._patience, overflow, grew)
-
-    def watch_skips(self) -> None:
-        """Warn, once, if the last 50 steps were all skipped. `update` calls this, and a graphed step after a replay.
-
-        Sync: none. The counters are copied to the host every 25 calls, and read in a later call.
-        """
-        if self._skip_watch is None or self.steps is None or self.skipped is None or is_capturing():
-            return
-        if count := self._skip_watch.look(self.steps, self.skipped):
-            warnings.warn(ALL_SKIPPED.format(count), AmpkitWarning, stacklevel=users_level())
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Context in which `update` does not call `watch_skips`, so that it runs the same operations in each call."""
-        with Undo() as undo:
-            undo.note(setattr, self, "_skip_watch", self._skip_watch)
-            self._skip_watch = None
-            yield
-
-    def forgetting(self) -> Callable[[], None]:
-        """Return a function that makes the scaler forget every `step` and `unscale_` after this call.
-
-        A training step that is interrupted calls that function, because no `update` follows there.
-        """
-        before = {key: dict(state) for key, state in self._per_optimizer_states.items()} if self._enabled else {}
-
-        def forget() -> None:
-            if not self._enabled:
-                return
-            self._per_optimizer_states.clear()
-            self._per_optimizer_states.update(before)
-
-        return forget
 
     def stats(self) -> ScalerStats:
         """Return the counters as host numbers. Waits for the device, once."""

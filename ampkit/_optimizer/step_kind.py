@@ -33,17 +33,21 @@ def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
 
     Inheritance does not decide this, because the step of a subclass may do anything.
     """
-    cls = type(optimizer)
-    base = next((base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer)
-    if base is Optimizer or _is_step_replaced(optimizer) or class_step(cls) is not class_step(base):
+    own, cls = vars(optimizer), type(optimizer)
+    if cls.__module__.startswith("torch.optim."):
+        base = cls
+    else:
+        base = next((base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer)
+    if base is Optimizer or any(map(own.__contains__, _CALLED_BY_STEP)) or _is_step_replaced(optimizer):
         return None
-    code = getattr(class_step(base), "__code__", None)
+    step = class_step(base)
+    code = getattr(step, "__code__", None)
     if code is None or not code.co_filename.startswith(TORCH):  # somebody replaced the step of torch's own class
         return None
-    is_replaced = any(
-        name in vars(optimizer) or getattr(cls, name, None) is not getattr(base, name, None) for name in _CALLED_BY_STEP
-    )
-    return None if is_replaced else base
+    if cls is base:
+        return base
+    called = ((getattr(cls, name, None), getattr(base, name, None)) for name in _CALLED_BY_STEP)
+    return base if class_step(cls) is step and all(own is torchs for own, torchs in called) else None
 
 
 def _is_step_replaced(optimizer: Optimizer) -> bool:

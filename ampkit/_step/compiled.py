@@ -21,6 +21,7 @@ from .._capture.snapshot import Snapshot
 from .._capture.state import TrainingState
 from .._errors import AmpkitWarning, CaptureError
 from .._optimizer.compiled_update import CompiledUpdate, why_not_compiled
+from .._optimizer.preparation import Prepared
 from .._optimizer.step_kind import why_not_capturable
 from .._text import ProgressBar, dtype_name, error_line
 from .._torch.compile import Compiler, GraphBreak, cause_of, compiled_part, notice_compiled_code
@@ -135,7 +136,7 @@ class CompiledTrainingStep(TrainingStep):
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window."""
-        return self._call(phase, args, kwargs, steps=phase.last)
+        return self._own(self._call(phase, args, kwargs, steps=phase.last))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -311,11 +312,11 @@ class CompiledTrainingStep(TrainingStep):
             return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
         return why_not_compiled(self._optimizer)
 
-    def _step_optimizer(self) -> None:
+    def _step_optimizer(self, prepared: Prepared | None = None) -> None:
         if not self._why_update_not and self._layout is not None and self._updated():
             return
         cast_gradients(self._kept)
-        super()._step_optimizer()
+        super()._step_optimizer(prepared)
 
     def _updated(self) -> bool:
         """Do the update by compiled code. Return False if that cannot be done in this call."""

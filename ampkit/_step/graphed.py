@@ -22,6 +22,7 @@ from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_capturable
 from .._torch.compile import cudagraphs_of_its_own
+from .._torch.graph_order import make_graphs_here
 from .._undo import Undo
 from .outputs import mapped_outputs
 
@@ -245,6 +246,7 @@ class _EngineFunction:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(_set_gradients, params, gradients)
+            make_graphs_here(undo)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             if self._scaler is not None:
                 stack.enter_context(self._scaler.unwatched())

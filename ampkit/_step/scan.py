@@ -53,7 +53,7 @@ class Windows:
                 for place in range(self._size):
                     given, named = sliced(leaves, tree, window * self._size + place)
                     with noting():
-                        out, kept = self._call(Phase(place + 1 == self._size, accumulated), *given, **named)
+                        out, kept, _ = self._call(Phase(place + 1 == self._size, accumulated), *given, **named)
                     accumulated = kept or ()
                     outs.append(out)
         return stacked(outs, views=True)

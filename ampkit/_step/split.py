@@ -253,11 +253,11 @@ class Split:
 
     def _updated(self, update: Engine, phase: Phase, outputs: PartOfStep) -> PartOfStep:
         """Step the optimizer, if the call does that. Return its outputs."""
-        out, accumulated = outputs
+        accumulated = outputs.accumulated
         if accumulated is None or not phase.last or self._step.steps_behind:
             return outputs
         norm, skipped = update((), {}, Phase(last=True, accumulated=accumulated))
-        return out._replace(grad_norm=norm, skipped=skipped), None
+        return PartOfStep(outputs.output._replace(grad_norm=norm, skipped=skipped), None)
 
     def _compare(self) -> None:
         """Give the split up if calls in parts are slower than eager ones. Sync: waits for these calls, once."""

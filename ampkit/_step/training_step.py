@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._capture.cache import copied
 from .._capture.ranks import Ranks
 from .._capture.state import TrainingState
 from .._capture.variation import Part
 from .._optimizer.param_groups import CapturableGroups
+from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import parameters
 from .._precision.policy import Policy
+from .._torch.graph_order import make_graphs_here
 from .._torch.sharding import local_shard
 from .._torch.tensors import foreach_copy_
 from .._undo import Undo
@@ -41,9 +45,20 @@ class StepOutput(NamedTuple):
     skipped: Tensor
 
 
-# What a call of `TrainingStep` returns: the output, and the indices of the parameters that have an accumulated gradient
-# behind the call; None in their place if the call has stepped the optimizer.
-PartOfStep = tuple[StepOutput, tuple[int, ...] | None]
+class PartOfStep(NamedTuple):
+    """What a call of `TrainingStep` returns.
+
+    Attributes:
+        output: the output of the step, so far.
+        accumulated: indices of the parameters that have an accumulated gradient behind the call. None if the call has
+            stepped the optimizer.
+        prepared: what the optimizer behind the call needs to know of these gradients, which are unscaled and clipped.
+            None if they are not, or if there is more to accumulate.
+    """
+
+    output: StepOutput
+    accumulated: tuple[int, ...] | None
+    prepared: Prepared | None = None
 
 
 class Phase(NamedTuple):
@@ -170,8 +185,18 @@ class TrainingStep:
         return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
-        """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them."""
-        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last)
+        """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them.
+
+        The tensors in the output are the caller's own.
+        """
+        return self._own(self._run(phase, args, kwargs, nullcontext(), steps=phase.last))
+
+    def _own(self, part: PartOfStep) -> PartOfStep:
+        """Copy what else refers to: the loss and aux, which the loss function may have kept, and a constant."""
+        out = part.output
+        skipped = out.skipped.clone() if out.skipped is self._not_skipped else out.skipped
+        aux = None if out.aux is None else copied(out.aux)
+        return part._replace(output=out._replace(loss=out.loss.clone(), aux=aux, skipped=skipped))
 
     def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same without the optimizer step, for which `finish` must be called behind the last micro-batch."""
@@ -225,6 +250,7 @@ class TrainingStep:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(_clear_gradients, params)
+            make_graphs_here(undo)
             undo.note(self._ranks.shards.settle)
             self._restore_gradients(params, phase.accumulated)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
@@ -235,19 +261,22 @@ class TrainingStep:
                 for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward_and_backward(args, kwargs)
+            behind = phase.last and self._place.behind and not steps
+            prepared = self._prepare(phase.observed) if behind else None
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
             norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
         aux = mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux")
-        return StepOutput(self._output(loss), aux, norm, skipped), accumulated
+        return PartOfStep(StepOutput(self._output(loss), aux, norm, skipped), accumulated, prepared)
 
     def finish(
-        self, accumulated: tuple[int, ...], observed: bool, *, averaged: bool = True
+        self, accumulated: tuple[int, ...], observed: bool, prepared: Prepared | None = None, *, averaged: bool = True
     ) -> tuple[Tensor | None, Tensor]:
         """Step the optimizer on the accumulated gradients.
 
         Args:
             accumulated: the indices of the parameters that have one.
             observed: whether the observer measures.
+            prepared: what the last call of the window has returned of these gradients.
             averaged: whether DDP has averaged them, as it does in the last backward of a window.
 
         Returns:
@@ -260,7 +289,7 @@ class TrainingStep:
             self._restore_gradients(params, accumulated)
             if not averaged:
                 self._ranks.average([self.gradients[_name(i)] for i in accumulated])
-            finished = self._finish(observed)
+            finished = self._finish(observed, prepared)
         if self._place.behind:
             self._place.has_stepped()
         return finished
@@ -294,30 +323,50 @@ class TrainingStep:
     def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._loss_fn(self._model, *args, **kwargs)
 
-    def _finish(self, observed: bool) -> tuple[Tensor | None, Tensor]:
-        """Do what comes behind the last backward; return the gradient norm, and whether the step was skipped."""
+    def _prepare(self, observed: bool) -> Prepared | None:
+        """Unscale and clip the gradients for an optimizer that steps behind the call, if that can be done apart."""
+        if not can_be_prepared(self._optimizer):
+            return None
+        self._measure_gradients(observed)
+        with Undo() as undo:
+            undo.note(self.scaler.forgetting())
+            self._clip_values()
+            return self.scaler.prepare(self._optimizer, self._max_norm)
+
+    def _measure_gradients(self, observed: bool) -> None:
         if observed and self.observer is not None:
             self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
-        self._step_optimizer()
+
+    def _finish(self, observed: bool, prepared: Prepared | None = None) -> tuple[Tensor | None, Tensor]:
+        """Do what comes behind the last backward; return the gradient norm, and whether the step was skipped."""
+        if prepared is None:
+            self._measure_gradients(observed)
+        self._step_optimizer(prepared)
         if self._after_step is not None:
             with torch.no_grad():
                 self._after_step(self._model)
         found_inf = self.scaler.found_inf
         return self.scaler.grad_norm, self._not_skipped if found_inf is None else found_inf > 0
 
-    def _step_optimizer(self) -> None:
+    def _step_optimizer(self, prepared: Prepared | None = None) -> None:
         """Unscale, clip, step or skip, and move the loss scale. The scaler has norm and `found_inf` afterwards."""
         with Undo() as undo:
             undo.note(self.scaler.forgetting())
-            if self._max_value is not None:
-                self.scaler.unscale_(self._optimizer)
-                params = [param for group in self._optimizer.param_groups for param in group["params"]]
-                nn.utils.clip_grad_value_(params, self._max_value)
+            if prepared is None:
+                self._clip_values()
             with self.groups.applied() if self._capturable else ExitStack():
-                self.scaler.step(self._optimizer, max_norm=self._max_norm)
+                if prepared is None:
+                    self.scaler.step(self._optimizer, max_norm=self._max_norm)
+                else:
+                    self.scaler.step_prepared(self._optimizer, prepared)
             with self.scaler.unwatched():
                 self.scaler.update()
             undo.forget()
+
+    def _clip_values(self) -> None:
+        if self._max_value is not None:
+            self.scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_value_(parameters(self._optimizer), self._max_value)
 
     # ------------------------------------------------------------------------------------------------ accumulation
 

@@ -83,16 +83,16 @@ class Window:
         before, failure = (self.count, self._accumulated, self._observed), None
         self._begin()
         try:
-            out, accumulated = self.call(args, kwargs, Phase(last, before[1], before[2], parts))
+            out, accumulated, prepared = self.call(args, kwargs, Phase(last, before[1], before[2], parts))
         except StepDoneError as error:
-            (out, accumulated), failure = error.outputs, error
+            (out, accumulated, prepared), failure = error.outputs, error
         except (InputMismatch, CaptureError, NoStepError):
             self.count, self._accumulated, self._observed = before
             raise
         # The caller's autocast, if there is one, would go on with casts of weights that this step has changed.
         torch.clear_autocast_cache()
         if accumulated is not None and last:  # the optimizer is no part of the call
-            norm, skipped = self._step.finish(accumulated, bool(before[2]))
+            norm, skipped = self._step.finish(accumulated, bool(before[2]), prepared)
             out = out._replace(grad_norm=norm, skipped=skipped)
         if last:
             self._stepped(out.grad_norm)

@@ -235,16 +235,16 @@ class TrainerStep:
             index = BatchIndex(self._further_args[0])
             self._further_args = (index, *self._further_args[1:])
         with HostWrites(self._module) as writes:
-            out, accumulated = self._call_or_stay_eager(phase, batch)
+            part = self._call_or_stay_eager(phase, batch)
         if index is not None and index.used:
             self._problem = self._problem or _USES_INDEX
-        self._problem = self._problem or writes.problem or self._changed_number(out, batch)
+        self._problem = self._problem or writes.problem or self._changed_number(part.output, batch)
         if self._calls_to_check == 0:
             if not self._ranks.agree(not self._problem):
                 self._stay_eager(self._problem or self._ranks.other_found)
             elif not self._why_eager:
                 self._window.call = self._engine
-        return out, accumulated
+        return part
 
     def _changed_number(self, out: StepOutput, batch: Any) -> str:
         """Return which Python number was logged with two values for batches of equal shapes, "" if none was."""

@@ -1,5 +1,6 @@
 """An optimizer that no graph can hold: forward and backward are captured, and it steps eagerly behind them."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -9,8 +10,10 @@ import pytest
 import torch
 from harness import ENGINES, assert_same, deterministic, make_net, training_state
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
+from ampkit._step.training_step import TrainingStep
 
 Engine = tuple[str, str]
 
@@ -129,6 +132,118 @@ def test_the_bits_of_a_loop_of_torch_alone(engine: Engine) -> None:
             schedule.step()
     assert step.replays == 6
     assert_same(list(plain.state_dict().values()), list(model.state_dict().values()))
+
+
+class OpNames(TorchDispatchMode):
+    """Notes the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [{"policy": "float16", "max_norm": 0.5}, {"max_norm": 0.5}, {"policy": "float16"}])
+def test_unscale_norm_and_clipping_are_in_the_graph(
+    engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R4: behind a replay only the optimizer and the loss scale run, and `param.grad` is what it steps on."""
+    finish = TrainingStep.finish
+    behind: list[list[str]] = []
+    norms: list[Tensor] = []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        with OpNames() as ops:
+            finished = finish(*args, **kwargs)
+        behind.append(ops.names)
+        return finished
+
+    class Looking(Lion):
+        def step(self, closure: None = None) -> None:
+            grads = [param.grad for group in self.param_groups for param in group["params"]]
+            norms.append(torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads])))
+            super().step()
+
+    model = make_net(engine[0])
+    scaler = ampkit.GradScaler(engine[0], init_scale=8.0) if "policy" in options else None
+    optimizer = Looking(model.parameters())
+    step = ampkit.graphed_step(loss_fn, model, optimizer, scaler=scaler, graph=engine[1], **options)
+    x, y, boost = batch(engine[0], 0, 100.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for _ in range(4):
+            step(x, y, boost)
+    monkeypatch.setattr(TrainingStep, "finish", noting)
+    norms.clear()
+    before = step.replays
+    outs = [step(x, y, boost) for _ in range(3)]
+    assert step.replays == before + 3
+    for names in behind:
+        measuring = [name for name in names if "norm" in name and name != "linalg_vector_norm"]
+        assert not measuring, "the norm is measured in the graph"
+        assert names.count("linalg_vector_norm") == 1, "that of this test's own optimizer"
+        assert not [name for name in names if name in ("_foreach_mul_", "_foreach_mul", "reciprocal")]
+        assert not any("unscale" in name for name in names)
+    for out, norm in zip(outs, norms, strict=True):
+        limit = 0.5 if "max_norm" in options else math.inf
+        torch.testing.assert_close(norm, torch.clamp(out.grad_norm, max=limit), rtol=1e-4, atol=0.0)
+        assert out.grad_norm > 0.5
+
+
+def two_groups(params: Any) -> torch.optim.Optimizer:
+    given = list(params)
+    return Lion([{"params": given[:3]}, {"params": given[3:], "betas": (0.8, 0.95)}])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "float16", "max_norm": 0.5},
+        {"policy": "float16", "max_norm": 0.5, "accumulate": 3, "numerics": True},
+        {"policy": "bfloat16", "max_norm": 0.5, "numerics": True},
+        {"max_norm": 0.5, "verify": 3},
+        {"policy": "float16", "max_norm": math.inf, "verify": 3, "accumulate": 2},
+    ],
+    ids=["groups", "observed", "observed-bf16", "verified", "verified-fp16"],
+)
+def test_the_bits_of_eager_steps_with_several_groups(engine: Engine, options: dict[str, Any]) -> None:
+    """R4: with two param groups, a scaler with hysteresis and limits, an observer, `verify`, and a resumed training."""
+    results, reports = [], []
+    for graph in ("off", engine[1]):
+        history: list[Any] = []
+        saved: tuple[Any, ...] = ()
+        for part in range(2):  # the second one goes on from the state dicts of the first
+            model = make_net(engine[0])
+            optimizer = two_groups(model.parameters())
+            scaler = ampkit.GradScaler(engine[0], init_scale=2.0**10, hysteresis=2, min_scale=2.0**6)
+            if saved:
+                for owner, state in zip((model, optimizer, scaler), saved, strict=True):
+                    owner.load_state_dict(state)
+            given = {**options}
+            numerics = ampkit.debug.numerics(model, every=2) if given.pop("numerics", False) else None
+            given["verify"] = given.get("verify", 0) if graph != "off" else 0
+            if "policy" in given and given["policy"] == "float16":
+                given["scaler"] = scaler
+            with deterministic(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", ampkit.CaptureWarning)
+                step = ampkit.graphed_step(loss_fn, model, optimizer, numerics=numerics, graph=graph, **given)
+                torch.manual_seed(part)
+                for i in range(26 if "accumulate" in given else 14):
+                    out = step(*batch(engine[0], i, math.inf if "scaler" in given and i in (1, 8, 9, 13) else 1.0))
+                    history += [*training_state(model, optimizer, step.scaler), out.loss, out.grad_norm, out.skipped]
+                step.flush()
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
+            reports.append((step.report(), str(numerics and numerics.report())))
+        results.append(history)
+    assert_same(*results)
+    assert [report.outcome for report, _ in reports[2:]] == ["in parts"] * 2
+    assert all(report.replays >= 4 and report.failure is None for report, _ in reports[2:])
+    assert reports[0][1] == reports[2][1], "what the observer has measured"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

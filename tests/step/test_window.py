@@ -8,8 +8,11 @@ import torch
 
 import ampkit
 from ampkit._capture.fallback import StepDoneError
-from ampkit._step.training_step import Phase, StepOutput
+from ampkit._optimizer.preparation import Prepared
+from ampkit._step.training_step import PartOfStep, Phase, StepOutput
 from ampkit._step.window import NoStepError, Place, Window
+
+PREPARED = Prepared(torch.ones(()), torch.zeros(()))
 
 
 class Observer:
@@ -35,10 +38,8 @@ class Calls:
 
     def __call__(self, args: Any, kwargs: Any, phase: Phase) -> Any:
         self.phases.append(phase)
-        done = (
-            StepOutput(torch.zeros(()), None, torch.ones(()), torch.zeros(())),
-            (*phase.accumulated, len(self.phases)),
-        )
+        out = StepOutput(torch.zeros(()), None, torch.ones(()), torch.zeros(()))
+        done = PartOfStep(out, (*phase.accumulated, len(self.phases)), PREPARED)
         error, self.error = self.error, None
         if isinstance(error, StepDoneError):
             error.outputs = done
@@ -72,6 +73,14 @@ def test_a_window_of_three() -> None:
     assert [phase.accumulated for phase in calls.phases] == [(), (1,), (1, 2), (), (4,), (4, 5)]
     assert [phase.observed for phase in calls.phases] == [False] * 3 + [True] * 3
     assert (observer.begun, observer.told, steps) == (2, 2, ["after", "after"])
+
+
+def test_the_optimizer_behind_a_call_gets_what_the_call_has_prepared() -> None:
+    """R4: the end of a window passes it on; the end of a short window has nothing of the kind."""
+    window, _, _, _ = made()
+    assert [window.run((), {}).skipped for _ in range(3)][2] == ((1, 2, 3), False, PREPARED)
+    window.run((), {})
+    window.flush("short")
 
 
 @pytest.mark.parametrize("error", [ampkit.InputMismatch("x"), ampkit.CaptureError("x"), NoStepError("x")])

@@ -1,0 +1,111 @@
+"""The loss scale and its counters as tensors on the device: when they are made, what they count, who watches them."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import grad_scaler as upstream
+
+from .._errors import AmpkitWarning
+from .._torch.streams import is_capturing
+from .._torch.tensors import foreach_add_
+from .._undo import Undo
+from .._user_line import users_level
+from .scale_rule import ScaleLimits, read_limits
+from .skip_watch import ALL_SKIPPED, SkipWatch
+
+
+class DeviceScale(upstream.GradScaler):
+    """The part of a `GradScaler` that keeps the scale and its counters on the device. Users see `GradScaler` only.
+
+    Args:
+        given: the arguments of torch's scaler, by name.
+        limits: what else bounds the scale.
+    """
+
+    def __init__(self, given: dict[str, Any], limits: ScaleLimits) -> None:
+        super().__init__(**given)
+        self._limits = read_limits(limits, self._init_scale) if self._enabled else limits
+        self.found_inf: Tensor | None = None
+        self.steps: Tensor | None = None
+        self.skipped: Tensor | None = None
+        self._patience: Tensor | None = None  # overflows left until the scale backs off
+        self._init_counts = (0.0, 0.0)
+        self._init_patience = self._limits.hysteresis
+        self._skip_watch: SkipWatch | None = SkipWatch()
+
+    def rule(self) -> dict[str, Any]:
+        """Return the numbers that decide how the scale moves, by name. They are constants in a captured step."""
+        return {
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            **self._limits._asdict(),
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return scale and counters by name, {} before the first `scale`. Aliasing: the live tensors."""
+        named = {
+            "scale": self._scale,
+            "growth_tracker": self._growth_tracker,
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "patience": self._patience,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        # float64, so that `+= found_inf` is one kernel and counts are exact to 2**53.
+        self.steps, self.skipped = (torch.full((), n, dtype=torch.float64, device=dev) for n in self._init_counts)
+        self._patience = torch.full((), self._init_patience, dtype=torch.int32, device=dev)
+        super()._lazy_init_scale_growth_tracker(dev)  # last, so that whoever sees a scale finds the others too
+
+    def materialize(self, device: torch.device) -> None:
+        """Create scale and counters on `device` now rather than in the first `scale`.
+
+        If a captured step made them, each replay would set the scale back to its first value.
+        """
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+
+    def _count(self) -> None:
+        assert self.found_inf is not None  # set by step
+        assert self.steps is not None  # made with the scale, as the next
+        assert self.skipped is not None
+        foreach_add_([self.steps, self.skipped], [torch.ones_like(self.found_inf), self.found_inf])
+
+    def watch_skips(self) -> None:
+        """Warn, once, if the last 50 steps were all skipped. `update` calls this, and a graphed step after a replay.
+
+        Sync: none. The counters are copied to the host every 25 calls, and read in a later call.
+        """
+        if self._skip_watch is None or self.steps is None or self.skipped is None or is_capturing():
+            return
+        if count := self._skip_watch.look(self.steps, self.skipped):
+            warnings.warn(ALL_SKIPPED.format(count), AmpkitWarning, stacklevel=users_level())
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Context in which `update` does not call `watch_skips`, so that it runs the same operations in each call."""
+        with Undo() as undo:
+            undo.note(setattr, self, "_skip_watch", self._skip_watch)
+            self._skip_watch = None
+            yield
+
+    def forgetting(self) -> Callable[[], None]:
+        """Return a function that makes the scaler forget every `step` and `unscale_` after this call.
+
+        A training step that is interrupted calls that function, because no `update` follows there.
+        """
+        before = {key: dict(state) for key, state in self._per_optimizer_states.items()} if self._enabled else {}
+
+        def forget() -> None:
+            if not self._enabled:
+                return
+            self._per_optimizer_states.clear()
+            self._per_optimizer_states.update(before)
+
+        return forget

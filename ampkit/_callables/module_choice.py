@@ -26,13 +26,14 @@ class Choice(NamedTuple):
         return list(dict.fromkeys(call.name for calls in self.calls.values() for call in calls.values()))
 
 
-def chosen(first: Survey, second: Survey, fewest: int) -> Choice:
+def chosen(first: Survey, second: Survey, fewest: int, failed: dict[ModuleCall, str]) -> Choice:
     """Return the largest calls that can be captured, as two steps with the same layout of the batch have shown.
 
     Args:
         first: of one step.
         second: of a later one.
         fewest: how many kernels a call must have.
+        failed: why calls of the second step could not be captured, as far as that was tried.
     """
     known = {key: call for key, call in _numbered(first.calls)}
     captured: set[ModuleCall] = set()
@@ -42,7 +43,7 @@ def chosen(first: Survey, second: Survey, fewest: int) -> Choice:
         if any(above in captured for above in call.chain()):
             continue
         outer.append(call)
-        why = _why_not(known.get(key), call, fewest)
+        why = failed.get(call) or _why_not(known.get(key), call, fewest)
         if why:
             reasons.setdefault(call.name, why)
         else:

@@ -37,14 +37,21 @@ class PartMemory(SharedMemory):
         super().__init__(device, emulated)
         self._generators = tuple(generators)
         self._backward_pool = Pool()
+        self._forward_pools: list[Pool] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools. It reads the allocator and does not wait for the device."""
+        return sum(pool.nbytes for pool in (self._backward_pool, *self._forward_pools))
 
     def graphs(self) -> tuple[Graph, Graph]:
         """Return a forward and a backward graph to capture."""
         if self.emulated:
             return super().graphs()
-        stream = capture_stream(self.device, self.use)
-        generators = self._generators
-        return CudaGraph(stream, Pool(), generators), CudaGraph(stream, self._backward_pool, generators)
+        stream, pool = capture_stream(self.device, self.use), Pool()
+        self._forward_pools.append(pool)
+        backward = CudaGraph(stream, self._backward_pool, self._generators)
+        return CudaGraph(stream, pool, self._generators), backward
 
 
 class PartPasses(Passes):

@@ -95,13 +95,14 @@ class Parts:
         """Return what happened to the calls."""
         return [part.report(number) for parts in self._modules.values() for number, part in parts.items()]
 
-    def captured(self) -> int:
-        """Return how many pairs of graphs there are."""
-        return sum(part.is_captured for part in self._all())
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs' pools take."""
+        return self._memory.nbytes
 
-    def failures(self) -> list[str]:
-        """Return why some modules could not be captured, with their paths."""
-        return [f"{part.name}: {part.failure}" for part in self._all() if part.failure]
+    def failures(self) -> dict[ModuleCall, str]:
+        """Return why some calls could not be captured."""
+        return {part.call: part.failure for part in self._all() if part.failure}
 
     def _all(self) -> "Iterator[_Part]":
         return chain.from_iterable(parts.values() for parts in self._modules.values())
@@ -132,17 +133,14 @@ class _Part:
     """One call of a module in a step.
 
     Attributes:
-        name: the path of the module.
+        call: as a survey saw it.
         failure: why it could not be captured, "" if it could, or may be.
     """
 
     def __init__(self, call: ModuleCall, memory: PartMemory, generators: tuple[torch.Generator, ...]) -> None:
         assert call.layout is not None  # or it is not chosen
-        self._module = call.module
-        self.name = call.name
-        self._kernels = call.kernels
+        self.call = call
         self._layout: Layout = call.layout
-        self._gradients = call.gradients
         self._memory = memory
         self._generators = generators
         self._reader = BatchReader(memory.device)
@@ -151,11 +149,6 @@ class _Part:
         self._replays = 0
         self._eager: Counter[str] = Counter()
         self.failure = ""
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether there are graphs."""
-        return self._graphs is not None
 
     def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module: replay its graph, or call `original`."""
@@ -205,8 +198,8 @@ class _Part:
         inputs = StaticInputs(spec, leaves)
         with torch.no_grad():
             inputs.copy_(leaves)
-        passes = PartPasses(original, self._module, inputs, wants_grad, self._memory.device, self._gradients)
-        with undone(list(self._module.modules()), self._memory.device) as rebound:
+        passes = PartPasses(original, self.call.module, inputs, wants_grad, self._memory.device, self.call.gradients)
+        with undone(list(self.call.module.modules()), self._memory.device) as rebound:
             graphs = passes.capture(self._memory, _WARM_UP)
             if names := rebound():
                 raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
@@ -214,7 +207,7 @@ class _Part:
 
     def report(self, number: int) -> PartReport:
         """Return what happened to the calls."""
-        return PartReport(self.name, number, self._kernels, self._replays, dict(self._eager))
+        return PartReport(self.call.name, number, self.call.kernels, self._replays, dict(self._eager))
 
     def reset(self) -> None:
         """Free the graphs."""

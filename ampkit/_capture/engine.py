@@ -417,7 +417,7 @@ class Engine:
                 in_parts=self._eager[IN_PARTS],
                 parts=parts,
                 split=split,
-                bytes=self._cache.nbytes,
+                bytes=self._cache.nbytes + self._splitter.nbytes,
                 per_graph=(*self._cache.reports(), *self.series.reports()),
                 skipped=skipped,
                 failure=self._fallback.failure or self._variation.text or None,

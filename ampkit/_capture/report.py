@@ -33,7 +33,7 @@ class Report:
         evictions: graphs that were dropped to make room for others.
         replays: calls that were one graph launch.
         eager: eager calls by reason.
-        bytes: device memory that only graphs use: their pool and static inputs.
+        bytes: device memory that only graphs use: their pools and static inputs. Inputs of modules are left out.
         per_graph: the graphs that are alive, the least recently used first.
         skipped: optimizer steps that the loss scale skipped.
         failure: why something was not captured, or why no graph was replayed in the last calls; None if neither is so.

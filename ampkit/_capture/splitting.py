@@ -15,6 +15,10 @@ class Splitter(Protocol):
     def has_parts(self) -> bool:
         """Whether some layout is done in parts, or may be."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the graphs of the parts take."""
+
     def takes(self, key: Key, layout: Layout) -> bool:
         """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
 
@@ -31,7 +35,7 @@ class Splitter(Protocol):
 class _Never:
     """Takes no layout."""
 
-    has_parts = False
+    has_parts, nbytes = False, 0
 
     def takes(self, key: Key, layout: Layout) -> bool:
         return False

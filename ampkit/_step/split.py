@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .._callables.module_choice import Choice, chosen
-from .._callables.module_survey import Survey
+from .._callables.module_survey import ModuleCall, Survey
 from .._callables.parts import CHANGED, PartReport, Parts
 from .._capture.capture_query import captures
 from .._capture.engine import Engine
@@ -58,6 +58,8 @@ class StepSplitter:
         self._options, self._ranks, self._device = options, ranks, device
         wanted = options.on_failure == "parts" and options.graph != "off"
         why_never = "compile= compiles forward and backward" if compiled else ""
+        if options.memory_budget is not None:
+            why_never = "memory_budget= is for graphs of whole steps"
         if ranks.several:
             why_never = "several processes train together (DistributedDataParallel, fully_shard)"
         self._why_never = why_never if wanted else "unwanted"
@@ -128,6 +130,12 @@ class StepSplitter:
             words.append(_update_words(self._update))
         return tuple(parts), tuple(dict.fromkeys(words))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs take."""
+        update = 0 if self._update is None else self._update.report().bytes
+        return update + sum(split.nbytes for split in self._splits.values())
+
     def close(self) -> None:
         """Release what is captured."""
         for split in list(self._splits.values()):
@@ -176,7 +184,8 @@ class Split:
         self.is_timed = is_timed(options)
         self.clock = Clock(device if device.type == "cuda" else None)
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
-        self._surveys: list[Survey] = []
+        self._surveys: list[Survey] = []  # kept until all modules are captured
+        self._failed: dict[ModuleCall, str] = {}
         self._choice: Choice | None = None
         self._parts: Parts | None = None
         self._calls = 0
@@ -200,6 +209,8 @@ class Split:
         with self._parts.installed():
             outputs = engine.run(IN_PARTS, lambda: self._step.in_parts(phase, *args, **kwargs))
         outputs = self._updated(update, phase, outputs)
+        if self._surveys:
+            self._settle()
         self._calls += 1
         settled = update.replays > launched or update.is_refused or self._step.steps_behind
         if self._calls > 1 and phase.last and settled and self._in_parts.wanted:
@@ -235,12 +246,23 @@ class Split:
         outputs = self._updated(update, phase, engine.run(_SURVEYED, step))
         self._surveys.append(survey)
         if len(self._surveys) == 2:
-            self._choose(*self._surveys)
-            self._surveys.clear()
+            self._choose()
         return outputs
 
-    def _choose(self, first: Survey, second: Survey) -> None:
-        choice = self._choice = chosen(first, second, _FEWEST)
+    def _settle(self) -> None:
+        """Try the modules inside of those that could not be captured, behind the first call in parts."""
+        assert self._parts is not None  # as in `call`
+        failed = self._parts.failures()
+        if failed:
+            self._failed |= failed
+            self.reset()
+            self._choose()
+        else:
+            self._surveys.clear()
+
+    def _choose(self) -> None:
+        first, second = self._surveys
+        choice = self._choice = chosen(first, second, _FEWEST, self._failed)
         if choice.calls:
             emulated = self._options.graph == "emulate"
             self._parts = Parts(choice, self._device, self._options.generators, emulated=emulated)
@@ -283,9 +305,14 @@ class Split:
         """Return why the step is not captured."""
         return f"{problem}\nNor is it done in parts: {self.refusal}"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs of the modules take."""
+        return 0 if self._parts is None else self._parts.nbytes
+
     def first_words(self) -> str:
         """Return in words what is captured, once, when that is known; else ""."""
-        if self._said or self._parts is None or self._choice is None:
+        if self._said or self._parts is None or self._choice is None or self._surveys:
             return ""
         self._said = True
         names = ", ".join(name or "the model" for name in self._choice.names)
@@ -301,7 +328,7 @@ class Split:
             return []
         names = ", ".join(name or "the model" for name in self._choice.names)
         reasons = [f"eager: {name or 'the model'}: {why}" for name, why in self._choice.reasons.items()]
-        return [f"captured by itself: {names}", *reasons, *self._parts.failures()]
+        return [f"captured by itself: {names}", *reasons]
 
 
 def is_timed(options: Options) -> bool:

@@ -395,6 +395,38 @@ def test_what_cannot_be_captured_rightly_stays_eager(engine: Engine, kind: str, 
     assert f"eager: encoder: {why}" in str(report)
 
 
+class Sums(nn.Module):
+    """Gives its input a gradient that is expanded, of which a copy has other strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x.sum(0, keepdim=True) / 8)
+
+
+class Within(Reads):
+    """The module in the middle cannot be captured; the one inside of it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = Sums()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        hidden = hidden + self.sums(hidden) * hidden.detach().abs().mean().item()
+        return self.head(self.decoder(hidden))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_where_a_capture_fails_the_modules_inside_are_tried(engine: Engine) -> None:
+    """R4: what only the capture shows is followed by another choice."""
+    report = compared(engine, Within).report()
+    assert [part.module for part in report.parts] == ["encoder", "sums.block", "decoder"]
+    assert "eager: sums: the gradient of an input has a layout that a copy would not have." in str(report)
+
+
 # ------------------------------------------------------------------------------------------------------ what changes
 
 

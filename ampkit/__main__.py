@@ -32,6 +32,7 @@ from ._commands.output import (
     policy,
     say,
 )
+from ._commands.trace import add_trace
 from ._commands.users_function import users_function
 from ._errors import AmpkitError, UsageError
 from ._precision.explain import explain
@@ -66,7 +67,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"ampkit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for add in (add_bench, _add_doctor, _add_ops, _add_explain, _add_env):
+    for add in (add_bench, _add_doctor, add_trace, _add_ops, _add_explain, _add_env):
         add(commands)
     args, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -173,6 +173,15 @@ class Cache:
             self._last = key, found
         return found
 
+    def find(self, key: Key) -> Captured | None:
+        """Return the graph for a key with outcomes as the most recently used one, or None."""
+        if key.outcomes is None:
+            return None
+        self._last = None  # `get` compares no outcomes
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+        return self._graphs.get(key)
+
     def make_room(self) -> list[Key]:
         """Reset the least recently used graphs until one more may be kept; return their keys.
 
@@ -229,7 +238,7 @@ class Cache:
 
     def reports(self) -> list[GraphReport]:
         """Return what the report says of each graph, families aside. Sync: waits for the timed calls to end."""
-        return [GraphReport(str(key.spec), graph.nbytes, *graph.timing.saving()) for key, graph in self]
+        return [GraphReport(key.text, graph.nbytes, *graph.timing.saving()) for key, graph in self]
 
     def saving(self) -> Saving:
         """Return what all graphs have saved so far, dropped ones included. Sync: waits for the timed calls to end."""

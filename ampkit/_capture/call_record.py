@@ -214,9 +214,7 @@ def _parsed(written: list[Any], calls: list[_PythonCall], lenient: bool) -> Reco
         entry = entries[i]
         skipped = entry.name in _WITHOUT_EFFECT or entry.name.startswith(_SKIPPED)
         if entry.thread in threads and entry.scope != _USER and not skipped:
-            within = (
-                entry.parent in entries and entries[entry.parent].scope == _FUNCTION
-            )  # an operation that raised has no entry
+            within = _is_within_function(entry, entries)
             if within and (lenient or entry.name.startswith(_MADE_WITHIN)):
                 continue
             if lenient and owners.is_optimizers(i):
@@ -228,6 +226,16 @@ def _parsed(written: list[Any], calls: list[_PythonCall], lenient: bool) -> Reco
             owner = calls[call] if call >= 0 else None
             threads[entry.thread].append(_operation(entry, owner, owner if first else None, autograd_node))
     return Record(tuple(map(tuple, threads.values())))
+
+
+def _is_within_function(entry: _Entry, entries: dict[int, _Entry]) -> bool:
+    """Return whether an entry is a part of an operation, with marks in between or not."""
+    while entry.parent in entries:  # an operation that raised has no entry
+        parent = entries[entry.parent]
+        if parent.scope != _USER or parent is entry:  # the outermost entry is its own parent
+            return parent.scope == _FUNCTION
+        entry = parent
+    return False
 
 
 def _entry_of(written: Any) -> _Entry:

@@ -19,7 +19,9 @@ from .capture_query import answered, captures
 from .eager_call import called_on
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
+from .host_draws import NEW, HostDraws
 from .inputs import BatchReader
+from .kernel_names import KernelNames
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
@@ -67,10 +69,12 @@ class Engine:
         splitter: does calls in parts that cannot be captured.
 
     Attributes:
-        turn: takes care that other threads wait. The engine, and all that belongs to the same call of the user's, must
-            be called in it.
+        turn: makes other threads wait. The engine, and all that belongs to the same call, must be called in it.
+        names: those of the kernels of its graphs; None without `annotate`.
         series: captures several calls in one graph.
         replays: how many calls were a graph launch.
+        eager: how many calls were eager, by reason.
+        fallback: says that calls are eager.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class Engine:
         # Two calls at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
         self._fn, self._whole, self._own = fn, whole or fn, copied if whole is None else lambda outputs: outputs
-        self._state, self._watch = state, state.watch
+        self._state, self._watch, self._optimizer, self._splitter = state, state.watch, optimizer, splitter
         self._device, self._reader = device, BatchReader(device)
         self._options, self._ranks = options, ranks
         self._stream = capture_stream(device) if on_cuda else None
@@ -107,13 +111,15 @@ class Engine:
         self._turns = turns_on(device)
         self.turn = Turn(self._turns, name)
         self._clock = Clock(device if on_cuda else None)
-        self._fallback = Fallback(
+        self.fallback = self._fallback = Fallback(
             name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
         )
         self._cache = Cache(options.max_graphs, options.memory_budget)
-        self._layouts = Layouts(self._warmup, lenient=device.type == "cpu", told=options.capturing is True)
+        self.names = KernelNames(state.modules) if options.annotate else None
+        self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
+        self._draws = HostDraws(not ranks.several, self._cache, self._layouts, self._fallback)
         self._warm_up_call = WarmUp(
             fn,
             captured,
@@ -127,21 +133,16 @@ class Engine:
             clock=self._clock,
             may_tell=options.capturing == "auto" and not ranks.several,  # each rank would decide by itself
             untimed=untimed,
+            draws=self._draws,
         )
         self._capture = LayoutCapture(
-            captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback
+            captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback, self._draws
         )
         self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback)
-        self._eager: Counter[str] = Counter()
         self._told_since: int | None = None  # the number of a call
-        self._unverified, self.replays, self._starts_to_mark = options.verify, 0, 0  # in how many calls to come
-        self._optimizer, self._splitter = optimizer, splitter
+        self.replays, self.eager = 0, Counter[str]()
+        self._unverified, self._starts_to_mark = options.verify, 0  # in how many calls to come
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether every call is eager from now on."""
-        return bool(self._fallback.refused)
 
     @property
     def captures(self) -> int:
@@ -157,6 +158,9 @@ class Engine:
         if self._watch.present() is not self._surroundings.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._surroundings.number)
+        if captured is None:
+            key = self._draws.decided(Key(spec, phase, self._surroundings.number))
+            captured = self._cache.find(key)
         if captured is not None:
             if self._ranks.several:
                 start = self._vote_before_replay(start)
@@ -165,7 +169,6 @@ class Engine:
             if self._unverified or captured.timing.replay.wanted:
                 return self._watched_replay(captured, phase, leaves, start)
             return captured.replay(leaves)
-        key = Key(spec, phase, self._surroundings.number)
         layout = self._layout(key)
         stage = self._agreed_stage(key, layout)
         if stage is Stage.COLD:
@@ -306,17 +309,18 @@ class Engine:
         if start is not None and self._ranks.several:
             start = self._clock.now()  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
-        late = len(self._layouts) > _EARLY_PREFLIGHTS
+        left = self._warmup if key.outcomes is NEW else 2 if len(self._layouts) > _EARLY_PREFLIGHTS else 3
         outputs = self._warm_up_call(
-            self.run, layout, leaves, key.phase, args, kwargs, late_preflight=late, start=start
+            self.run, layout, leaves, key.phase, args, kwargs, preflight_left=left, start=start
         )
         if layout.told and layout.problem_untold and layout.checked:
             self._say_told(key, layout)
+        self._draws.learn(key, layout)
         return outputs
 
     def _say_told(self, key: Key, layout: Layout) -> None:
         """Say from which call on the code of this layout is told that it is being captured: the call just made."""
-        number = self.replays + sum(self._eager.values())
+        number = self.replays + sum(self.eager.values())
         self._told_since = self._told_since or number
         self._layouts.tell(key)
         self._fallback.say_told(number, layout.problem_untold)
@@ -362,10 +366,6 @@ class Engine:
         if self._optimizer.stays_behind:
             self._fallback.say_behind(self._optimizer.why_behind)
 
-    def warn_once(self, kind: str, message: str) -> None:
-        """Warn unless there was a warning of this kind."""
-        self._fallback.warn_once(kind, message)
-
     def give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
         """Make the calls of a layout eager. With its key, they may be done in parts instead."""
         if self._optimizer.leave(problem=str(error)) or (key is not None and self._splitter.takes(key, layout)):
@@ -378,7 +378,7 @@ class Engine:
 
     def run(self, reason: str, fn: _Fn, context: _Context | None = None, own: Callable[[Any], Any] = copied) -> Any:
         """Return what `fn` returns, the caller's own; it is called eagerly, and counted under this reason."""
-        self._eager[reason] += 1
+        self.eager[reason] += 1
         self._watch.refresh_rates()
         return self._on_stream(fn, nullcontext() if context is None else context, own)
 
@@ -407,16 +407,15 @@ class Engine:
         with self._turns.lock:
             saving = self._cache.saving()
             self._variation.follow(self.replays, self.captures)
-            parts, split = self._splitter.report()
             return Report(
                 graphs=len(self._cache) + sum(len(family.graphs) for family in self._cache.families.values()),
                 captures=self.captures,
                 evictions=self._capture.evictions,
                 replays=self.replays,
-                eager={reason: count for reason, count in self._eager.items() if reason != IN_PARTS},
-                in_parts=self._eager[IN_PARTS],
-                parts=parts,
-                split=split,
+                eager={reason: count for reason, count in self.eager.items() if reason != IN_PARTS},
+                in_parts=self.eager[IN_PARTS],
+                parts=self._splitter.parts(),
+                split=self._splitter.words(),
                 bytes=self._cache.nbytes + self._splitter.nbytes,
                 per_graph=(*self._cache.reports(), *self.series.reports()),
                 skipped=skipped,
@@ -440,6 +439,7 @@ class Engine:
         self._cache.clear()
         self._layouts.clear()
         self._splitter.close()
+        self._draws.clear()
         self._surroundings.forget()
         self._variation.restart()
 

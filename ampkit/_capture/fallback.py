@@ -91,7 +91,7 @@ class Fallback:
         self.warn_once("behind", f"{why} {text}")
 
     def say_told(self, number: int, problem: str) -> None:
-        """Warn once that code is told that it is being captured, from the call of this number on."""
+        """Warn once that code is told that it is being captured from this call on, because of this problem."""
         self.warn_once(
             "told",
             f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "

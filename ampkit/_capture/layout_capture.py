@@ -11,6 +11,7 @@ from .cache import Cache, Captured
 from .capture_query import answered
 from .fallback import Fallback
 from .graph import Graph
+from .host_draws import HostDraws
 from .inputs import StaticInputs
 from .layouts import Layout, Layouts
 from .options import Options
@@ -33,6 +34,7 @@ class LayoutCapture:
         cache: keeps the graphs.
         layouts: those that have no graph.
         fallback: issues the warnings.
+        draws: what is known of the draws on the host.
 
     Attributes:
         captures: how many graphs were captured so far.
@@ -49,7 +51,9 @@ class LayoutCapture:
         cache: Cache,
         layouts: Layouts,
         fallback: Fallback,
+        draws: HostDraws,
     ) -> None:
+        self._draws = draws
         self._fn = fn
         self._state = state
         self._stream = stream
@@ -90,7 +94,8 @@ class LayoutCapture:
     def _record(self, key: Key, layout: Layout, leaves: list[Any]) -> tuple[Graph, StaticInputs]:
         """Return a graph that was just recorded, and the buffers that it reads its input from."""
         inputs = StaticInputs(key.spec, leaves)
-        graph = self._cache.new_graph(self._stream, self._options.generators)
+        new = self._cache.new_graph(self._stream, self._options.generators)
+        graph = layout.rehearsal.named(new if key.outcomes is None else self._draws.around(new))
         before = self._state.tensors()
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn = answered(self._fn, layout.told)

@@ -3,7 +3,9 @@
 import enum
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
+from .kernel_names import KernelNames
 from .overlaps import Writes
 from .rehearsal import Rehearsal
 from .timing import Timing
@@ -28,6 +30,7 @@ class Layout:
         warmup: how many eager calls come before its capture.
         lenient: see `Rehearsal`.
         told: see below.
+        names: see `Rehearsal`.
 
     Attributes:
         reason: as given; it may be set before each call.
@@ -42,9 +45,10 @@ class Layout:
         problem_untold: what the preflight found while the code was told the truth; "" if it found nothing.
         writes: the tensors of the state that its calls change.
         timing: how long its calls take.
+        path: what its call under the preflight has drawn on the host, see `HostDraws`; None if it draws nothing there.
     """
 
-    def __init__(self, reason: str, warmup: int, lenient: bool, told: bool) -> None:
+    def __init__(self, reason: str, warmup: int, lenient: bool, told: bool, names: KernelNames | None = None) -> None:
         self.reason = reason
         self._warmup = warmup
         self._lenient = lenient
@@ -52,13 +56,15 @@ class Layout:
         self.evictions = 0
         self.checked = False
         self.problem = ""
-        self.rehearsal = Rehearsal(lenient)
+        self._names = names
+        self.rehearsal = Rehearsal(lenient, names)
         self.differed = False
         self.refusal = ""
         self.told = told
         self.problem_untold = ""
         self.writes = Writes()
         self.timing = Timing()
+        self.path: Any = None
 
     @property
     def stage(self) -> Stage:
@@ -76,7 +82,7 @@ class Layout:
     def evict(self) -> None:
         """Begin the warm-up again, because the graph was dropped to make room for another one."""
         self.calls, self.evictions = 0, self.evictions + 1
-        self.checked, self.rehearsal = False, Rehearsal(self._lenient)
+        self.checked, self.rehearsal = False, Rehearsal(self._lenient, self._names)
         self.reason = f"{WARM_UP} again: its graph made room for another"
 
 
@@ -87,14 +93,17 @@ class Layouts:
         warmup: how many eager calls come before the capture of a layout.
         lenient: see `Rehearsal`.
         told: whether the code of all layouts is told that it is being captured.
+        names: see `Rehearsal`.
 
     Attributes:
         lenient: as given.
+        names: as given.
         reason: what a warm-up is counted under if the same input had one before, under other settings.
     """
 
-    def __init__(self, warmup: int, lenient: bool, told: bool) -> None:
+    def __init__(self, warmup: int, lenient: bool, told: bool, names: KernelNames | None = None) -> None:
         self._told = told
+        self.names = names
         self._warmup = warmup
         self.lenient = lenient
         self.reason = WARM_UP
@@ -119,11 +128,18 @@ class Layouts:
                 self._by_key.popitem(last=False)
             seen = hash((key.spec, key.phase))
             told = self._told or seen in self._told_later
-            layout = Layout(self.reason if seen in self._seen else WARM_UP, self._warmup, self.lenient, told)
+            reason = self.reason if seen in self._seen else WARM_UP
+            layout = Layout(reason, self._warmup, self.lenient, told, self.names)
             self._by_key[key] = layout
             if len(self._seen) < _MAX_SEEN:
                 self._seen.add(seen)
         return layout
+
+    def move(self, key: Key, to: Key) -> None:
+        """Have the layout of a key be that of another key from now on."""
+        layout = self._by_key.pop(key, None)
+        if layout is not None:
+            self._by_key[to] = layout
 
     def tell(self, key: Key) -> None:
         """Have the code of this input be told that it is being captured, also if its layout has to begin again."""

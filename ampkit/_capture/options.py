@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import check_at_least, check_choice, read_all, read_positive, wrong
+from .._arguments import check_at_least, check_choice, check_flag, read_all, read_positive, wrong
 
 GRAPHS = ("auto", "emulate", "off")
 ON_FAILURE = ("parts", "eager", "raise")
@@ -22,6 +22,7 @@ class Options(NamedTuple):
     max_graphs: int
     memory_budget: int | None
     capturing: str | bool = "auto"  # what code is told that asks whether its stream is being captured
+    annotate: bool = False  # whether to note which module each kernel belongs to
 
     def checked(self, where: str) -> "Options":
         """Return the same options as plain numbers and tuples.
@@ -31,6 +32,7 @@ class Options(NamedTuple):
         """
         check_choice(where, "graph", self.graph, GRAPHS)
         check_capturing(where, self.capturing)
+        check_flag(where, "annotate", self.annotate)
         check_choice(where, "on_failure", self.on_failure, ON_FAILURE)
         check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
         check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")

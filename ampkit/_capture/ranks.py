@@ -42,7 +42,9 @@ class Ranks:
         self.wrappers = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self.shards = ShardedModules(nn.Module() if model is None else model)
         self.captured = captured
-        self._group: Any = self.wrappers[0].process_group if self.wrappers else model and shard_group(model)
+        # Not `model and`: a model may have a length, or raise where torch.compile's wrapper asks for one.
+        sharded = None if model is None else shard_group(model)
+        self._group: Any = self.wrappers[0].process_group if self.wrappers else sharded
         self.several = self._group is not None
         self.warmup = WARMUP_DDP if self.wrappers else 1
         for wrapper in self.wrappers:

@@ -211,7 +211,7 @@ class Series:
         with Undo() as undo:
             undo.note(modes())
             try:
-                captured = self._record(key, family, parts, calls, fn, comparison)
+                captured = self._record(key, family, parts, calls, fn, comparison, singles)
             except CaptureError as error:
                 self._refuse(key, str(error), error)
                 return False
@@ -244,12 +244,22 @@ class Series:
         self._fallback.warn_once("series", f"{problem} Each step is a launch of its own.")
 
     def _record(
-        self, key: Key, family: Family, parts: int, calls: int, fn: MakesCalls, comparison: "_Comparison | None"
+        self,
+        key: Key,
+        family: Family,
+        parts: int,
+        calls: int,
+        fn: MakesCalls,
+        comparison: "_Comparison | None",
+        singles: Sequence[Key],
     ) -> Captured:
         rows = parts * calls
         buffers = [buffer[:rows] for buffer in family.buffers]
         inputs = StaticInputs(*_rows(key.spec, rows), buffers)
         graph = self._cache.new_graph(self._stream, self._options.generators)
+        if self._layouts.names is not None:
+            noted = [self._layouts.of(single).rehearsal.kernels for single in singles]
+            graph = self._layouts.names.named(graph, noted * parts)
         before = self._state.tensors()
         call = answered(fn, family.told)
 

@@ -25,8 +25,11 @@ class Splitter(Protocol):
     def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call of a layout that is done in parts, with the engine's `run` and `give_up`."""
 
-    def report(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        """Return the parts, and in words what is captured and why the rest is not."""
+    def parts(self) -> tuple[Any, ...]:
+        """Return a report of each call of a module that is captured by itself."""
+
+    def words(self) -> tuple[str, ...]:
+        """Return in words what is captured, and why the rest is not."""
 
     def close(self) -> None:
         """Release what is captured."""
@@ -43,8 +46,11 @@ class _Never:
     def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError  # it takes none
 
-    def report(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        return (), ()
+    def parts(self) -> tuple[Any, ...]:
+        return ()
+
+    def words(self) -> tuple[str, ...]:
+        return ()
 
     def close(self) -> None:
         pass

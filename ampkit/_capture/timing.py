@@ -26,6 +26,11 @@ class Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    @staticmethod
+    def is_past(mark: Any) -> bool:
+        """Return whether the device has reached this mark, so that `milliseconds` waits for nothing. Sync: none."""
+        return isinstance(mark, float) or bool(mark.query())
+
 
 class Durations:
     """How long some calls took.
@@ -50,7 +55,7 @@ class Durations:
 
     def median_ms(self) -> float | None:
         """Return the median, None if no call was timed. Sync: waits for the last of the calls to end."""
-        self._ms += (_milliseconds(start, end) for start, end in self._marks)
+        self._ms += (milliseconds(start, end) for start, end in self._marks)
         self._marks.clear()
         return statistics.median(self._ms) if self._ms else None
 
@@ -112,7 +117,8 @@ def _mean(weighted: list[tuple[int, float]]) -> float | None:
     return sum(weight * value for weight, value in weighted) / weights if weights else None
 
 
-def _milliseconds(start: Any, end: Any) -> float:
+def milliseconds(start: Any, end: Any) -> float:
+    """Return the time between two marks of a clock. Sync: waits until the device has reached the second one."""
     if isinstance(start, float):
         return float(1000 * (end - start))
     end.synchronize()  # sync

@@ -22,11 +22,29 @@ class Key(NamedTuple):
         phase: says which of several things the function does, see `TrainingStep`. It is None, or a hashable object
             whose `parts()` are `Part`s.
         settings: a number that stands for the settings of the call. No other settings ever get it.
+        outcomes: what the host has read of its draws in the call; None if it does not draw, see `HostDraws`.
     """
 
     spec: Spec
     phase: Any
     settings: int
+    outcomes: Any = None
+
+    @property
+    def text(self) -> str:
+        """The layout of the input, and the outcomes, in words."""
+        return str(self.spec) if self.outcomes is None else f"{self.spec}; {outcomes_text(self.outcomes)}"
+
+
+def outcomes_text(outcomes: tuple[Any, ...]) -> str:
+    """Return outcomes in words."""
+    if not outcomes:
+        return "draws on the host"
+    if not all(isinstance(outcome, bool) for outcome in outcomes):
+        return f"draws on the host: {', '.join(map(str, outcomes))}"
+    true = [str(number) for number, outcome in enumerate(outcomes, 1) if outcome]
+    which = f" ({', '.join(true)})" if 0 < len(true) < len(outcomes) else ""
+    return f"draws on the host: {len(true)} of {len(outcomes)} comparisons true{which}"
 
 
 class Part(NamedTuple):
@@ -192,6 +210,8 @@ class Variation:
             yield Part(name.replace("batch[0]", "batch", 1) if self._one_argument else name, leaf)
         if key.phase is not None:
             yield from key.phase.parts()
+        if key.outcomes is not None:
+            yield Part("outcomes", key.outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
         for name, value in call_settings.settings.named().items():
             # The values of these two say nothing to a user.
             statement = f"{name} kept changing" if name in (MODES, GRADIENTS) else ""
@@ -235,6 +255,10 @@ _SHAPES = (
 )
 _TREE = "Pass the same keys and as many entries in each call: stack or pad a list of tensors to one tensor."
 _ONCE = "Set it once, before the first call."
+DRAWS_ADVICE = (
+    "Draw less often on the host, keep more graphs (max_graphs), or draw on the device and use torch.where instead of "
+    "a branch."
+)
 _IN_PLACE = "Set gradients to zero within the function, or in place: zero_grad(set_to_none=False)."
 
 

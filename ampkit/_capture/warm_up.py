@@ -1,15 +1,21 @@
 """The eager calls before a capture, which show whether and how the step can be captured."""
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .._torch.modes import modes
+from .._torch.tensors import version
+from .._torch.tree import tree_unflatten
 from .._undo import Undo
 from .capture_query import answered, noting_questions
+from .draw_record import DrawRecorder
+from .host_draws import HostDraws
+from .inputs import flatten, own_copy
 from .layouts import Layout
 from .preflight import Preflight, describe
 from .snapshot import Snapshot
@@ -42,6 +48,7 @@ class WarmUp:
         clock: times some of the calls.
         may_tell: whether code that asks may be told that it is being captured, if its other branch cannot be.
         untimed: how many calls of a layout are slower than later ones, and are not timed.
+        draws: what is known of the draws on the host.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class WarmUp:
         clock: Clock,
         may_tell: bool,
         untimed: int,
+        draws: HostDraws,
     ) -> None:
         self._fn = fn
         self._captured = captured
@@ -72,6 +80,7 @@ class WarmUp:
         self._clock = clock
         self._may_tell = may_tell
         self._untimed = untimed
+        self._draws = draws
 
     def __call__(
         self,
@@ -82,7 +91,7 @@ class WarmUp:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        late_preflight: bool,
+        preflight_left: int,
         start: Any,
     ) -> Any:
         """Do the next call of this layout.
@@ -94,15 +103,15 @@ class WarmUp:
             phase: the first argument of `fn`.
             args: its other arguments.
             kwargs: its keyword arguments.
-            late_preflight: whether the preflight comes as late as it can. It is slow. If each call has another layout,
-                most layouts have only one call, which then needs none.
+            preflight_left: how many calls before the capture the preflight comes, at most. It is slow. If each call has
+                another layout, most layouts have only one call, which then needs none.
             start: the clock's mark of when the call began; None if it is not to be timed.
         """
         with Undo() as undo:
             undo.note(modes())
             with nullcontext() if layout.calls else layout.writes.noted(self._state):
-                if not layout.checked and layout.calls_left <= (2 if late_preflight else 3):
-                    outputs = self._call_under_preflight(run, layout, leaves, lambda: self._fn(phase, *args, **kwargs))
+                if not layout.checked and layout.calls_left <= preflight_left:
+                    outputs = self._call_under_preflight(run, layout, leaves, partial(self._fn, phase), args, kwargs)
                 else:
                     outputs = self._call(run, layout, phase, args, kwargs, start)
             undo.forget()
@@ -135,21 +144,32 @@ class WarmUp:
         return outputs
 
     def _call_under_preflight(
-        self, run: CallEagerly, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]
+        self,
+        run: CallEagerly,
+        layout: Layout,
+        leaves: Sequence[Any],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
+        def fn() -> Any:
+            return function(*args, **kwargs)
+
         before = self._state.tensors().keys()
         asked = False
 
         def call() -> Any:
             nonlocal asked
             with noting_questions(layout.told) as has_asked:
-                outputs = self._call_for_preflight(layout, leaves, fn)
+                outputs = self._call_for_preflight(layout, function, args, kwargs)
             asked = has_asked()
             return outputs
 
         with self._watching(), self._undeclared.watching(leaves) as observer:
-            preflight = Preflight(self._device, self._generators, observer=observer)
+            draws = DrawRecorder(self._device) if self._draws.enabled else None
+            preflight = Preflight(self._device, self._generators, observer=observer, draws=draws)
             outputs = run(layout.reason, lambda: self._looked(layout, leaves, preflight, call, fn))
+            layout.path = None if draws is None else draws.path
         # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
         # later ones do not, and so may a scaler that still watches what the optimizer does. Then the preflight is
         # repeated.
@@ -196,22 +216,39 @@ class WarmUp:
             outputs = fn()
         return outputs
 
-    def _call_for_preflight(self, layout: Layout, leaves: Sequence[Any], fn: Callable[[], Any]) -> Any:
+    def _call_for_preflight(
+        self, layout: Layout, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call with `no_grad` in place of inference mode, if the call is in that.
 
         In inference mode a dispatch mode gets composite operations as one, and they then compute something else than
         without it: autocast does not reach their parts. Under `no_grad` they compute the same as in inference mode.
         """
         with layout.rehearsal.looking(), ExitStack() as stack:
-            given = [*self._state.tensors().values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
             # A tensor made in inference mode may not be written to outside of it.
-            if torch.is_inference_mode_enabled() and not any(map(Tensor.is_inference, given)):
+            if torch.is_inference_mode_enabled() and not any(map(Tensor.is_inference, self._state.tensors().values())):
+                args, kwargs = stack.enter_context(writable(args, kwargs))
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
-            return fn()
+            return function(*args, **kwargs)
 
     def _with_undeclared(self, problem: str) -> str:
         """Return a problem, with what the user must declare. Take what need not be declared into the state."""
         if self._undeclared.adopt():
             self._surroundings.accept()
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
+
+
+@contextmanager
+def writable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Context that yields the same arguments with copies in place of tensors that were made in inference mode.
+
+    A copy may be written to outside of inference mode. What was written is copied back at the end.
+    """
+    leaves, tree = flatten(args, kwargs)
+    copies = {i: own_copy(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_inference()}
+    before = {i: version(copy) for i, copy in copies.items()}
+    yield tree_unflatten([copies.get(i, leaf) for i, leaf in enumerate(leaves)], tree)
+    for i, copy in copies.items():
+        if version(copy) != before[i]:
+            leaves[i].copy_(copy)

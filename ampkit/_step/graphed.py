@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._arguments import read_all
 from .._capture.engine import Engine
 from .._capture.inputs import flatten
+from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
@@ -40,6 +41,7 @@ def graphed(
     max_graphs: int = 16,
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
+    annotate: bool = False,
 ) -> "Callable[[Callable[..., Any]], GraphedFunction]":
     """Decorate a function of tensors, so that after `warmup` calls a call is a single CUDA graph launch.
 
@@ -66,6 +68,7 @@ def graphed(
         max_graphs: as for `graphed_step`.
         memory_budget: as for `graphed_step`.
         capturing: as for `graphed_step`.
+        annotate: as for `graphed_step`.
 
     Returns:
         A decorator that makes a `GraphedFunction`.
@@ -74,7 +77,7 @@ def graphed(
         ValueError: an argument that cannot work; the message says what to pass.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
     """
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
+    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
     options = options.checked("graphed")
     modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
     device = _device(modules)
@@ -192,6 +195,12 @@ class GraphedFunction:
             return Report(0, 0, 0, 0, {}, 0, (), 0, None)
         skipped = None if self._scaler is None else self._scaler.skipped
         return self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
+
+    def kernel_tables(self) -> list[KernelTable] | None:
+        """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
+        if self._engine is None:
+            return [] if self._options.annotate else None
+        return None if self._engine.names is None else list(self._engine.names.tables)
 
     @property
     def captures(self) -> int:

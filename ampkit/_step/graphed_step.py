@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
 from .._batches.buckets import Buckets
 from .._capture.engine import Engine
+from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
@@ -21,20 +22,15 @@ from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
+from .arguments import Scheduler, check_scheduler, read_scaler
 from .compiled import check_compile, step_maker, warmup_of
+from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
 from .split import StepSplitter
 from .training_step import StepOutput, TrainingStep
 from .window import Window
-
-
-class Scheduler(Protocol):
-    """A learning-rate scheduler of torch.optim.lr_scheduler that needs no metric."""
-
-    def step(self) -> None:
-        """Set the next learning rate."""
 
 
 def graphed_step(
@@ -58,6 +54,7 @@ def graphed_step(
     max_graphs: int = 16,
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
+    annotate: bool = False,
     compile: str | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
@@ -122,6 +119,9 @@ def graphed_step(
             the report say from which call. To see that, one warm-up call takes the other branch. If that cannot be
             captured either, the call is undone and made again, so that `loss_fn` runs twice in it. With
             `DistributedDataParallel`, "auto" is as False. True, False: this, from the first call on.
+        annotate: note which module each kernel of a graph belongs to, so that `ampkit.debug.name_kernels` can name the
+            kernels of replays in a profiler trace (docs/traces.md). The last warm-up call of each layout then runs
+            under torch.profiler, and waits for the device.
         compile: "default": compile forward and backward with torch.compile, once per input layout, before the capture.
             "max": also choose the kernels of matrix products by timing them, so that another run may choose others and
             have other last bits. None: compile nothing. The first call of a layout is never compiled. What cannot be
@@ -140,7 +140,7 @@ def graphed_step(
     Sync: only the call that captures a graph waits for the device.
     """
     warmup = warmup_of(warmup, compile)
-    given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing)
+    given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
     options = given.checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     max_norm = _read_max_norm(max_norm)
@@ -150,7 +150,7 @@ def graphed_step(
     _check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device, captured=options.graph != "off")
-    scaler = _scaler(scaler, policy, device)
+    scaler = read_scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
@@ -211,6 +211,7 @@ class GraphedStep:
         self._window = Window(call, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
         self._scan = Scan(engine, step, self._window, accumulate, optimizer, scheduler, buckets)
         self._buckets = buckets
+        self._metrics = StepMetrics(engine, step.scaler, step.device, accumulate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one step with this batch; with `accumulate`, one micro-batch of it.
@@ -293,6 +294,30 @@ class GraphedStep:
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
         return replace(self._engine.report(self.skipped), **self._compiled())
+
+    def kernel_tables(self) -> list[KernelTable] | None:
+        """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
+        return None if self._engine.names is None else list(self._engine.names.tables)
+
+    def metrics(self) -> dict[str, Tensor | float]:
+        """Return figures for a logger, by name. What is not known is left out.
+
+        - `loss_scale`: float32, shape (), on the device. Without a loss scale it is left out.
+        - `skipped_steps`: how many optimizer steps were skipped so far, int64, shape (), on the device. It is left out
+          without a loss scale.
+        - `grad_norm`: norm of the unscaled gradients of the last optimizer step before clipping, shape (), on the
+          device. It is left out if no norm was computed: without a loss scale and `max_norm`.
+        - `replay_share`: the share of the calls so far that were replayed, a float from 0 to 1.
+        - `ms_per_step`: milliseconds per call between two calls of `metrics`, a float: with `accumulate` per
+          micro-batch, with `scan` per slice. It contains all that the loop does in between. On CUDA it is the time that
+          passed on the current stream, measured with two events. It is that of the newest interval that the device has
+          completed, so it may be older than the tensors. It is left out until there is one.
+
+        Read the tensors as late as you can, such as at the next call of `metrics`: `.item()` waits for the device.
+
+        Sync: none. Aliasing: the tensors are copies, which later steps do not change.
+        """
+        return self._turn.take(self._metrics.read)
 
     @property
     def scaler(self) -> GradScaler:
@@ -386,7 +411,7 @@ def _check_optimizer(
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
-    _check_scheduler(scheduler, optimizer)
+    check_scheduler(scheduler, optimizer)
     refuse_sparse(model, optimizer, max_norm)
 
 
@@ -407,33 +432,3 @@ def _check_helpers(loss_fn: object, buckets: object, numerics: object) -> None:
     if numerics is not None and not isinstance(numerics, Observer):
         expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
         raise wrong("graphed_step", "numerics", numerics, expected)
-
-
-def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `ValueError` unless the scheduler can be stepped without arguments and works on this optimizer."""
-    if scheduler is None:
-        return
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
-        )
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        expected = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
-        raise wrong("graphed_step", "scheduler", scheduler, f"{expected}, or None")
-    other = getattr(scheduler, "optimizer", optimizer)
-    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
-        raise ValueError(
-            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
-            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
-        )
-
-
-def _scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.device) -> GradScaler:
-    if scaler is None:
-        return GradScaler(device.type, enabled=policy is not None and policy.needs_scaling)
-    if not isinstance(scaler, GradScaler):
-        raise ValueError(
-            f"graphed_step(scaler={type(scaler).__module__}.{type(scaler).__name__}): it waits for the device. Pass an "
-            "ampkit.GradScaler, which takes the same arguments and loads the same state_dict."
-        )
-    return scaler

@@ -112,7 +112,7 @@ class StepSplitter:
             update = self._update = self._update or self._update_engine()
             outputs = split.call(engine, update, phase, args, kwargs)
             if words := split.first_words():
-                engine.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}.")
+                engine.fallback.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}.")
             if split.refusal:
                 self._why_not[split.refusal] = None
                 engine.give_up(layout, "cannot be captured", CaptureError(split.text(layout.problem)))
@@ -120,15 +120,16 @@ class StepSplitter:
         layout.refusal = "cannot be captured"
         return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))
 
-    def report(self) -> tuple[tuple[PartReport, ...], tuple[str, ...]]:
-        """Return the parts, and in words what is captured and why the rest is not."""
-        splits = list(dict.fromkeys(self._splits.values()))
-        parts = [part for split in splits for part in split.reports()]
-        words = [line for split in splits for line in split.words()]
-        words += [f"not in parts: {reason}" for reason in self._why_not]
-        if parts and self._update is not None:
+    def parts(self) -> tuple[PartReport, ...]:
+        """Return a report of each call of a module that is captured by itself."""
+        return tuple([part for split in self._splits.values() for part in split.reports()])
+
+    def words(self) -> tuple[str, ...]:
+        """Return in words what is captured, and why the rest is not."""
+        words = [line for split in self._splits.values() for line in split.words()]
+        if words and self._update is not None:
             words.append(_update_words(self._update))
-        return tuple(parts), tuple(dict.fromkeys(words))
+        return tuple(dict.fromkeys([*words, *(f"not in parts: {reason}" for reason in self._why_not)]))
 
     @property
     def nbytes(self) -> int:
@@ -212,7 +213,7 @@ class Split:
         if self._surveys:
             self._settle()
         self._calls += 1
-        settled = update.replays > launched or update.is_refused or self._step.steps_behind
+        settled = update.replays > launched or bool(update.fallback.refused) or self._step.steps_behind
         if self._calls > 1 and phase.last and settled and self._in_parts.wanted:
             self._in_parts.add(start, self.clock.now())
             self._compare()

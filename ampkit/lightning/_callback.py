@@ -11,6 +11,8 @@ try:
 except ImportError as error:
     raise ImportError("ampkit.lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
 
+from .._arguments import check_choice, check_flag, wrong
+from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.report import Report
 from .._errors import CaptureError, CaptureWarning
@@ -18,6 +20,7 @@ from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
 from ..debug._memory.profile import MemoryProfile
 from ..debug._numerics.numerics import Numerics
+from ._evaluation import STEP_OF, STEPS, Evaluation, is_replaced
 from ._fit import Fit, nothing_captured
 from ._limits import why_not
 from ._measurements import FitMeasurements
@@ -44,16 +47,22 @@ class AmpkitCallback(Callback):
         on_failure: "parts" warns if the optimizer cannot be captured, captures forward and backward, and steps it
             eagerly behind each graph. If nothing can be captured, or if the batch or a setting was new in each of 32
             calls, it warns and trains eagerly. "eager" does so in all these cases. "raise" raises `CaptureError`.
+        annotate: note which module each kernel belongs to, for `ampkit.debug.name_kernels(trace, callback)`.
         numerics: measure what `ampkit.debug.numerics` does, once in this many optimizer steps. None measures nothing.
         memory: record what takes the memory in one of the first eager steps, as `ampkit.debug.memory` does.
+        validate: "auto" captures `validation_step` and `test_step` too, in `fit`, `validate` and `test`, on one device.
+            They return and log the same bits. What a replay would leave out, such as an attribute that the step
+            changes, is found in the warm-up as in training, and Lightning then calls the step as always. Their graphs
+            have a memory pool of their own. False leaves validation and test to Lightning.
+        log: whether the figures below go to the loggers. The progress bar shows them in any case.
 
     Raises:
         ValueError: if an argument cannot work, or, in `fit`, if the policy differs from the Trainer's precision.
 
     Every `log_every_n_steps`, the progress bar and every logger get the loss scale, the number of skipped steps, the
-    gradient norm (if there is a loss scale or clipping), samples per second and graph replays. They are written one
-    interval late, so that nothing waits for the device. With `numerics` and `memory` their figures go to the loggers
-    too, under `ampkit/numerics/` and `ampkit/memory/`.
+    gradient norm (if there is a loss scale or clipping), samples per second, milliseconds per batch, graph replays and
+    their share of all batches. They are written one interval late or later, so that nothing waits for the device. With
+    `numerics` and `memory` their figures go to the loggers too, under `ampkit/numerics/` and `ampkit/memory/`.
 
     """
 
@@ -68,20 +77,29 @@ class AmpkitCallback(Callback):
         memory_budget: int | None = None,
         verify: int = 0,
         on_failure: str = "parts",
+        annotate: bool = False,
         numerics: int | None = None,
         memory: bool = False,
+        validate: str | bool = "auto",
+        log: bool = True,
     ) -> None:
-        options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget)
+        options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget, annotate=annotate)
         self._options = options.checked("AmpkitCallback")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"AmpkitCallback(scaler={type(scaler).__name__}): pass an ampkit.GradScaler.")
+        if validate is not False and validate != "auto":
+            raise wrong("AmpkitCallback", "validate", validate, "'auto' or False")
+        check_flag("AmpkitCallback", "log", log)
+        self._validate, self._log = validate, log
         self._policy = read_policy("AmpkitCallback", policy)
         self._scaler = scaler
         captured_after = None if graph == "off" else warmup
         self._new_measurements = functools.partial(FitMeasurements, numerics, memory, captured_after)
         self._measurements = self._new_measurements()
         self._fit: Fit | None = None
-        self._last_report: Callable[[], Report] = lambda: nothing_captured(None)
+        self._last_tables: list[KernelTable] = []
+        self._evaluation: Evaluation | None = None
+        self._last_reports: dict[str, Callable[[], Report]] = {}
 
     @property
     def numerics(self) -> Numerics | None:
@@ -93,16 +111,35 @@ class AmpkitCallback(Callback):
         """The memory of one step of the current or last `fit`. None without `memory=True`, and before that step."""
         return self._measurements.memory_profile
 
-    def report(self) -> Report:
-        """Return graphs, replays, and eager steps with reasons, of the current or last `fit`. Waits for the device."""
-        return self._last_report()
+    def report(self, step: str = "training_step") -> Report:
+        """Return graphs, replays, and eager steps with reasons, of the current or last `fit`. Waits for the device.
+
+        Args:
+            step: "training_step"; or "validation_step" or "test_step", of the current or last `fit`, `validate` or
+                `test`. The batches of Lightning's sanity check are not counted.
+        """
+        check_choice("AmpkitCallback.report", "step", step, ("training_step", *STEPS))
+        return self._last_reports.get(step, lambda: nothing_captured(None))()
+
+    def kernel_tables(self) -> list[KernelTable] | None:
+        """Return what `ampkit.debug.name_kernels` reads, of the current or last `fit`. None without `annotate=True`."""
+        if not self._options.annotate:
+            return None
+        return self._last_tables if self._fit is None else self._fit.kernel_tables()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put ampkit's step into the Trainer when `fit` begins."""
-        if stage != "fit":
-            return
-        if isinstance(trainer.strategy.precision_plugin, StepPrecision):
+        """Put ampkit's steps into the Trainer when `fit`, `validate` or `test` begins."""
+        strategy = trainer.strategy
+        if isinstance(strategy.precision_plugin, StepPrecision) or is_replaced(strategy):
             raise ValueError("Trainer(callbacks=[...]): there are two AmpkitCallbacks. Pass one.")
+        if self._validate and stage in STEP_OF:  # first, for it looks at the plugin that a fit replaces
+            name = STEP_OF[stage]
+            self._evaluation = Evaluation(trainer, pl_module, name, self._options, self._give_up)
+            self._last_reports[name] = self._evaluation.report
+        if stage == "fit":
+            self._set_up_fit(trainer, pl_module)
+
+    def _set_up_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._options.verify and isinstance(trainer.strategy, DDPStrategy):
             raise NotImplementedError(
                 "AmpkitCallback(verify=...) does not work with several ranks: each would compare and repeat steps on "
@@ -111,29 +148,46 @@ class AmpkitCallback(Callback):
         plugin = trainer.strategy.precision_plugin
         problem = why_not(trainer, pl_module, plugin)
         if problem:
-            self._last_report = lambda: nothing_captured(problem)
+            self._last_reports["training_step"] = lambda: nothing_captured(problem)
             self._give_up(f"{problem} Lightning trains without ampkit.")
             return
         _check_policy(self._policy, plugin)
         self._measurements = self._new_measurements()
         self._fit = Fit(
-            trainer, pl_module, self._policy, self._scaler, self._options, self._measurements, self._give_up
+            trainer,
+            pl_module,
+            self._policy,
+            self._scaler,
+            self._options,
+            self._measurements,
+            self._give_up,
+            logs=self._log,
         )
-        self._last_report = self._fit.report
+        self._last_reports["training_step"] = self._fit.report
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the Trainer its own step back when `fit` ends."""
+        """Give the Trainer its own steps back."""
+        # Reports are made before the graphs that they count are released.
         if self._fit is not None:
-            report = self._fit.report()  # before the graphs that it counts are released
-            self._last_report = lambda: report
-            self._end_fit()
+            self._keep_report("training_step")
+        if self._evaluation is not None:
+            self._keep_report(STEP_OF[stage])
+        self._end()
+
+    def _keep_report(self, step: str) -> None:
+        report = self._last_reports[step]()
+        self._last_reports[step] = lambda: report
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the Trainer its own step back: Lightning calls no `teardown` after an error."""
-        self._end_fit()
+        """Give the Trainer its own steps back: Lightning calls no `teardown` after an error."""
+        self._end()
 
-    def _end_fit(self) -> None:
+    def _end(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
         if self._fit is not None:
+            self._last_tables = self._fit.kernel_tables()
             self._fit.end()
             self._fit = None
 

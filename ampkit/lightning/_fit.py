@@ -4,17 +4,19 @@ Only public names of Lightning are replaced.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
+from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
@@ -56,6 +58,8 @@ class Fit:
         options: Options,
         measurements: FitMeasurements,
         give_up: Callable[[str], None],
+        *,
+        logs: bool,
     ) -> None:
         strategy = trainer.strategy
         self._trainer = trainer
@@ -63,6 +67,7 @@ class Fit:
         self._options = options
         self._measurements = measurements
         self._give_up = give_up
+        self._logs = logs  # whether the statistics go to the loggers
         self._host_reads = HostReads(module, LightningModule)
         several_ranks = isinstance(strategy, DDPStrategy)  # one of them cannot turn to Lightning's step by itself
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -114,6 +119,10 @@ class Fit:
             lightning.load_state_dict(self.scaler.state_dict())
         if isinstance(self._plugin, MixedPrecision):
             self._plugin.scaler = self._lightning_scaler
+
+    def kernel_tables(self) -> list[KernelTable]:
+        """Return the names of the kernels of all graphs so far."""
+        return [] if self._step is None else self._step.kernel_tables()
 
     def report(self) -> Report:
         """Return what happened to the batches so far. Waits for the device."""
@@ -213,6 +222,7 @@ class Fit:
             self.statistics.start_timing()
         else:
             self.statistics.samples += samples
+            self.statistics.batches += 1
         return output
 
     # ----------------------------------------------------------------------------------------------------- statistics
@@ -228,19 +238,21 @@ class Fit:
         every = trainer.log_every_n_steps
         if not ended or self._step is None or self.left_to_lightning or not every or trainer.global_step % every:
             return
-        if trainer.loggers or self._bar is not None:
+        if self._loggers() or self._bar is not None:
             step = trainer.global_step - 1  # the number under which Lightning logs the metrics of this step
-            numbers = {"graph_replays": float(self._step.replays), **self._measurements.figures(self.device)}
+            graphs = {"graph_replays": float(self._step.replays), "replay_share": self._step.replay_share}
+            numbers = {**graphs, **self._measurements.figures(self.device)}
             self.log(self.statistics.start(step, self.scaler, self._step.grad_norm, numbers))
 
-    def log(self, statistics: TrainingStatistics | None) -> None:
-        """Give statistics to the loggers and to the progress bar."""
-        if statistics is None:
-            return
-        values = statistics.values
-        self._in_bar = {short: values[name] for name, short in _IN_THE_BAR.items() if name in values}
-        for logger in self._trainer.loggers:
-            logger.log_metrics({f"ampkit/{name}": value for name, value in values.items()}, step=statistics.step)
+    def log(self, arrived: Sequence[TrainingStatistics]) -> None:
+        """Give statistics to the progress bar, and to the loggers if they are to have them."""
+        for step, values in arrived:
+            self._in_bar = {short: values[name] for name, short in _IN_THE_BAR.items() if name in values}
+            for logger in self._loggers():
+                logger.log_metrics({f"ampkit/{name}": value for name, value in values.items()}, step=step)
+
+    def _loggers(self) -> list[Logger]:
+        return self._trainer.loggers if self._logs else []
 
     def _bar_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """Take the place of `ProgressBar.get_metrics`."""

@@ -1,4 +1,4 @@
-"""What a `training_step` reads and changes on the host: checked before a capture, because a replay runs no Python."""
+"""What the step of a module reads and changes on the host: checked before a capture, for a replay runs no Python."""
 
 import dis
 import inspect
@@ -6,12 +6,20 @@ from collections.abc import Hashable, Iterator
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._capture.inputs import Constant
 from .._capture.variation import Part
+from .._torch.tree import tree_flatten
 
-_IN_A_HOOK = "Do it in a hook that is called after each replay, such as on_train_batch_end."
+# The hook that Lightning calls after each replay of a step.
+HOOK_BEHIND = {
+    "training_step": "on_train_batch_end",
+    "validation_step": "on_validation_batch_end",
+    "test_step": "on_test_batch_end",
+}
+_IN_A_HOOK = "Do it in a hook that is called after each replay, such as {0}."
 # Attributes that Lightning changes on the host between two batches, and what to write instead of reading them.
 _CHANGING = {
     "global_step": "Count in a buffer: self.register_buffer('step', torch.zeros(())), self.step += 1.",
@@ -29,30 +37,32 @@ _MAX_CHANGES = 16  # after this many changes in a row, an attribute is assumed t
 
 
 class HostReads:
-    """The attributes that `training_step` and the methods it calls read, found in their bytecode, and their values.
+    """The attributes that a step and the methods it calls read, found in their bytecode, and their values.
 
     Args:
         module: the LightningModule.
         base: `LightningModule`. Its own methods are not searched.
+        method: the name of the step.
 
     Attributes:
         problem: why a graph would freeze a value that is read and changes in every call; "" if there is none.
-        reads_index: whether the code of `training_step` uses its argument batch_idx, if only to pass it on.
+        reads_index: whether the code of the step uses its argument batch_idx, if only to pass it on.
     """
 
-    def __init__(self, module: nn.Module, base: type) -> None:
+    def __init__(self, module: nn.Module, base: type, method: str = "training_step") -> None:
         self._module = module
-        readers = _attribute_readers(type(module), "training_step", base)
+        self._method = method
+        readers = _attribute_readers(type(module), method, base)
         self.problem = ""
         changing = next((name for name in _CHANGING if name in readers), None)
         if changing is not None:
             frozen = f"{readers[changing]} reads self.{changing}, whose value a graph would freeze."
-            self.problem = f"{frozen} {_CHANGING[changing]}"
+            self.problem = f"{frozen} {_CHANGING[changing].format(HOOK_BEHIND[method])}"
         self._reads_epoch = "current_epoch" in readers
         self._attributes = [name for name in readers if name != "training"]  # the engine knows the mode of each module
         self._last: tuple[tuple[str, Hashable], ...] = ()
         self._changes = 0
-        self.reads_index = _loads_argument(type(module), 1)
+        self.reads_index = _loads_argument(type(module), method, 1)
 
     def parts(self, epoch: int) -> list[Part]:
         """Return the values that the code may read now, with names: attributes that are numbers, strings or tensors."""
@@ -66,7 +76,7 @@ class HostReads:
         if self._changes >= _MAX_CHANGES:
             name = next(name for (name, new), (_, old) in zip(found, before, strict=False) if new != old)
             self.problem = (
-                f"training_step reads self.{name}, which changes with every batch: a graph would freeze its value. "
+                f"{self._method} reads self.{name}, which changes with every batch: a graph would freeze its value. "
                 "Make it a buffer, and change the buffer in place."
             )
         return [Part(f"self.{name}", value, _IN_A_BUFFER) for name, value in found]
@@ -91,17 +101,22 @@ class _SameTensor:
 
 
 class HostWrites:
-    """Context that finds what one run of `training_step` changes on the host.
+    """Context that finds what one run of a step changes on the host.
 
     It compares the module's attributes that are numbers, strings, tensors and containers before and after, and counts
     the updates of torchmetrics' metrics in it.
+
+    Args:
+        module: the LightningModule.
+        method: the name of the step.
 
     Attributes:
         problem: a change that a replay would not make, and what to write instead; "" if there is none.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, method: str = "training_step") -> None:
         self._module = module
+        self._method = method
         self.problem = ""
 
     def __enter__(self) -> "HostWrites":
@@ -113,19 +128,26 @@ class HostWrites:
         metrics, attributes = _metric_counts(self._module), _attribute_values(self._module)
         updated = [name for name, count in metrics.items() if count != self._metrics.get(name, 0)]
         changed = [name for name, value in attributes.items() if value != self._attributes.get(name, value)]
+        hook = HOOK_BEHIND[self._method]
         if updated:
             self.problem = (
-                f"training_step updates self.{updated[0]}, a metric of torchmetrics, which counts on the host. Return "
-                "the metric's inputs (return {'loss': loss, 'preds': preds}), and update and log it in "
-                "on_train_batch_end."
+                f"{self._method} updates self.{updated[0]}, a metric of torchmetrics, which counts on the host. Return "
+                f"the metric's inputs (return {{'loss': loss, 'preds': preds}}), and update and log it in {hook}."
             )
         elif changed:
-            self.problem = f"training_step changes self.{changed[0]} on the host, and a replay would not. {_IN_A_HOOK}"
+            advice = _IN_A_HOOK.format(hook)
+            self.problem = f"{self._method} changes self.{changed[0]} on the host, and a replay would not. {advice}"
 
 
 def _metric_counts(module: nn.Module) -> dict[str, int]:
-    """Return how often each metric in the module was updated, by its name in `named_modules`."""
-    counts = ((path, getattr(part, "update_count", None)) for path, part in module.named_modules())
+    """Return how often each metric was updated, by its path: those in the module, and in its lists and dicts."""
+    parts = list(module.named_modules())
+    for name, value in vars(module).items():
+        if isinstance(value, (list, tuple)) and not name.startswith("_"):
+            parts += ((f"{name}[{i}]", part) for i, part in enumerate(value))
+        elif isinstance(value, dict) and not name.startswith("_"):
+            parts += ((f"{name}[{key!r}]", part) for key, part in value.items())
+    counts = ((path, getattr(part, "update_count", None)) for path, part in parts if isinstance(part, nn.Module))
     return {path: count for path, count in counts if isinstance(count, int)}
 
 
@@ -140,7 +162,41 @@ def _attribute_values(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def not_comparable(batch: Any) -> str:
+    """Return which leaf of a batch cannot be compared with that of another batch, "" if there is none."""
+    for leaf in tree_flatten(batch)[0]:
+        if not isinstance(leaf, _COMPARABLE):
+            return (
+                f"the batch contains a {type(leaf).__name__}, and ampkit cannot see the tensors in it. Make it a "
+                "tuple, list, dict or named tuple of tensors, in the collate_fn of the DataLoader."
+            )
+    return ""
+
+
+def not_returnable(output: Any, method: str) -> str:
+    """Return which leaf of what a step returned may contain tensors that ampkit does not see, "" if there is none."""
+    for leaf in tree_flatten(output)[0]:
+        if not isinstance(leaf, _COMPARABLE):
+            return (
+                f"{method} returns a {type(leaf).__name__}, and ampkit cannot see the tensors in it. Return a tensor, "
+                "or a tuple, list, dict or named tuple of tensors."
+            )
+    return ""
+
+
+_COMPARABLE = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
 # ------------------------------------------------------------------------------------------------------------ batch_idx
+
+
+def uses_index(method: str) -> str:
+    """Return what to say of a step that computes with batch_idx."""
+    behind = HOOK_BEHIND[method]
+    return (
+        f"{method} computes with batch_idx, and a graph would freeze its value. Do what depends on it in "
+        f"{behind.replace('_end', '_start')} or {behind}, or count batches in a buffer."
+    )
 
 
 class BatchIndex(int):
@@ -232,9 +288,9 @@ def _attributes(code: CodeType) -> Iterator[str]:
                 yield instruction.argval
 
 
-def _loads_argument(cls: type, position: int) -> bool:
-    """Return whether `training_step` may read the argument at this position, counted without self."""
-    function = _function(getattr(cls, "training_step", None))
+def _loads_argument(cls: type, method: str, position: int) -> bool:
+    """Return whether a method may read its argument at this position, counted without self."""
+    function = _function(getattr(cls, method, None))
     if function is None:
         return True
     code: CodeType = function.__code__

@@ -91,6 +91,16 @@ def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 def why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     """Return why ampkit cannot train these parameters, "" if it can."""
+    if problem := why_not_module(module, device):
+        return problem
+    known = set(module.parameters())
+    if any(param not in known for group in optimizer.param_groups for param in group["params"]):
+        return "the optimizer has parameters that do not belong to the module. Make them parameters of the module."
+    return ""
+
+
+def why_not_module(module: LightningModule, device: torch.device) -> str:
+    """Return why no step of this module can be captured on this device, "" if it can."""
     if is_sharded(module):
         return (
             "its parameters are split over processes (fully_shard), which is not implemented for a Trainer. Use "
@@ -101,7 +111,4 @@ def why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer
             return f"parameter {name} is on {param.device}, not on {device}, and a graph runs on one device."
     if cudagraphs_of_its_own(module):
         return "the model is compiled with CUDA graphs of its own. Compile it in the default mode."
-    known = set(module.parameters())
-    if any(param not in known for group in optimizer.param_groups for param in group["params"]):
-        return "the optimizer has parameters that do not belong to the module. Make them parameters of the module."
     return ""

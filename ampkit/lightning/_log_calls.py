@@ -1,10 +1,10 @@
-"""What `training_step` returns and logs: split into tensors, which each replay computes, and values that never change.
+"""What a step returns and logs: split into tensors, which each replay computes, and values that never change.
 
 The calls of `self.log` are recorded at capture, and made after each replay with that replay's tensors.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from .._capture.cache import rebuild
 from .._errors import AmpkitWarning
+from .._torch.tree import tree_flatten
 from .._undo import Undo
+from ._host_state import HOOK_BEHIND
 
 
 class LogCall(NamedTuple):
@@ -80,10 +82,12 @@ class LogForwarder:
     Args:
         module: the LightningModule.
         device: where the step computes.
+        on_step: whether Lightning takes the value of each batch if `self.log` does not say: in training it does.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, on_step: bool) -> None:
         self._module = module
+        self._on_step = on_step
         self._device = device
         self._constants: dict[float, Tensor] = {}  # tensors on the device, by the number that they contain
         self._warned = device.type != "cuda"  # elsewhere reading a value waits for nothing
@@ -93,10 +97,16 @@ class LogForwarder:
         for name, value, args, kwargs in log_calls:
             if isinstance(value, (bool, int, float)):
                 value = self._on_device(value)
-            if not self._warned and isinstance(value, Tensor) and (kwargs.get("prog_bar") or (args and args[0])):
+            if not self._warned and isinstance(value, Tensor) and self._is_read_by_the_bar(*args, **kwargs):
                 self._warned = True
                 warnings.warn(_READ_BY_THE_BAR.format(name), AmpkitWarning, stacklevel=2)
             self._module.log(name, value, *args, **kwargs)  # type: ignore[operator]  # a LightningModule's
+
+    def _is_read_by_the_bar(
+        self, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None, *_: Any, **__: Any
+    ) -> bool:
+        """Return whether Lightning reads the value of each batch. Takes the arguments of `self.log` after the value."""
+        return prog_bar and (self._on_step if on_step is None else on_step)
 
     def _on_device(self, value: float) -> Tensor:
         """Return the tensor that Lightning makes of a number. Made once only, since the copy waits for the device."""
@@ -115,6 +125,39 @@ _READ_BY_THE_BAR = (
     "AmpkitCallback: self.log({0!r}, ..., prog_bar=True) makes Lightning read the value on every batch, so that each "
     "one waits for the device, even if no bar is shown. Leave prog_bar out, or pass on_step=False, on_epoch=True."
 )
+
+
+class LoggedNumbers:
+    """Finds a Python number that a step logs with several values, because a graph would log one of them each time.
+
+    Args:
+        method: the name of the step.
+    """
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._values: dict[Hashable, float] = {}
+
+    def problem(self, log_calls: list[LogCall], batch: Any, phase: Hashable = None) -> str:
+        """Return which number was logged with another value for a batch of these shapes before, "" if none was.
+
+        Args:
+            log_calls: those of one call of the step.
+            batch: its batch.
+            phase: what else may decide what is logged.
+        """
+        shapes = tuple(leaf.shape for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
+        for name, value, _, _ in log_calls:
+            if not isinstance(value, (bool, int, float)):
+                continue
+            before = self._values.setdefault((name, shapes, phase), value)
+            if before != value:
+                return (
+                    f"self.log({name!r}, {value!r}) in {self._method}: it was {before!r} in an earlier step, and "
+                    "a graph would log the same one each time. Log a tensor, or log it in "
+                    f"{HOOK_BEHIND[self._method]}."
+                )
+        return ""
 
 
 def loss_in(output: Any) -> Tensor | None:

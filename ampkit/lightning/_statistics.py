@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,11 @@ class TrainingStatistics(NamedTuple):
 
 
 class StatisticsReader:
-    """Copies statistics from the device in the background: `start` begins a copy and returns the previous statistics.
+    """Copies statistics from the device in the background: `start` begins a copy and returns the earlier ones.
+
+    The loggers of a Trainer need numbers. `Trainer.log_metrics` and each logger would call `.item()` on a tensor, which
+    waits for all steps that were launched before. So tensors are copied to pinned memory, and given to the loggers once
+    an event says that the copy is done: one interval later, or more if the device is that far behind.
 
     Args:
         device: where the step computes.
@@ -31,19 +36,20 @@ class StatisticsReader:
 
     Attributes:
         samples: how many samples this process has trained on since the interval began. The caller counts them.
+        batches: how many batches these were, counted by the caller too.
         interval_start: when the interval began; None while the time does not count.
     """
 
     def __init__(self, device: torch.device, processes: int) -> None:
         self._device = device
         self._processes = processes
-        self.samples = 0
+        self.samples = self.batches = 0
         self.interval_start: _Timestamp | None = None
-        self._pending: _PendingStatistics | None = None
+        self._pending: deque[_PendingStatistics] = deque()
 
     def start_timing(self) -> None:
         """Begin an interval now."""
-        self.interval_start, self.samples = _Timestamp(self._device), 0
+        self.interval_start, self.samples, self.batches = _Timestamp(self._device), 0, 0
 
     def restart_timing(self) -> None:
         """Exclude the time until the end of the next batch from the speed."""
@@ -51,29 +57,42 @@ class StatisticsReader:
 
     def start(
         self, step: int, scaler: GradScaler, grad_norm: Tensor | None, numbers: dict[str, float]
-    ) -> TrainingStatistics | None:
-        """Begin to read the statistics of a step, `numbers` among them. Return the previous ones, None if none.
+    ) -> list[TrainingStatistics]:
+        """Begin to read the statistics of a step, `numbers` among them. Return earlier ones that have arrived by now.
 
-        Sync: none that takes time.
+        Sync: none, unless the device is more than `_MOST_PENDING` intervals behind.
         """
-        previous = self.finish()
+        arrived = []
+        while self._pending and (len(self._pending) > _MOST_PENDING or self._pending[0].has_arrived()):
+            arrived.append(self._pending.popleft().read())
         now = _Timestamp(self._device)
         known = scaler.tensors() if scaler.is_enabled() else {}
         tensors = {"loss_scale": known.get("scale"), "skipped_steps": known.get("skipped"), "grad_norm": grad_norm}
         start = self.interval_start
-        self._pending = _PendingStatistics(
-            step,
-            {name: tensor for name, tensor in tensors.items() if tensor is not None},
-            numbers,
-            (start, now, self.samples * self._processes) if start is not None else None,
-        )
-        self.interval_start, self.samples = now, 0
-        return previous
+        interval = None
+        if start is not None:
+            interval = _Interval(start, now, self.samples * self._processes, self.batches)
+        known_tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self._pending.append(_PendingStatistics(step, known_tensors, numbers, interval))
+        self.interval_start, self.samples, self.batches = now, 0, 0
+        return arrived
 
-    def finish(self) -> TrainingStatistics | None:
-        """Return the statistics that `start` began last, None if none. Waits for their copy, mostly done by then."""
-        pending, self._pending = self._pending, None
-        return None if pending is None else pending.read()
+    def finish(self) -> list[TrainingStatistics]:
+        """Return all statistics that `start` has not returned yet. Sync: waits for their copies."""
+        pending, self._pending = self._pending, deque()
+        return [statistics.read() for statistics in pending]
+
+
+_MOST_PENDING = 64  # each holds a few bytes of pinned memory
+
+
+class _Interval(NamedTuple):
+    """From one reading to the next: when it began and ended, and what all processes, and this one, did in it."""
+
+    start: "_Timestamp"
+    end: "_Timestamp"
+    samples: int
+    batches: int
 
 
 class _PendingStatistics:
@@ -84,7 +103,7 @@ class _PendingStatistics:
         step: int,
         tensors: dict[str, Tensor],
         numbers: dict[str, float],
-        interval: "tuple[_Timestamp, _Timestamp, int] | None",
+        interval: _Interval | None,
     ) -> None:
         self._step = step
         self._names = list(tensors)
@@ -99,13 +118,20 @@ class _PendingStatistics:
         if self._copied is not None:
             self._copied.record()
 
+    def has_arrived(self) -> bool:
+        """Return whether `read` waits for nothing."""
+        ended = self._interval is None or self._interval.end.is_past()
+        return ended and (self._copied is None or self._copied.query())
+
     def read(self) -> TrainingStatistics:
         if self._copied is not None:
             self._copied.synchronize()
         values = dict(zip(self._names, self._values.tolist(), strict=True))
         if self._interval is not None:
-            start, end, samples = self._interval
-            values["samples_per_second"] = samples / max(end.seconds_since(start), 1e-9)
+            seconds = max(self._interval.end.seconds_since(self._interval.start), 1e-9)
+            values["samples_per_second"] = self._interval.samples / seconds
+            if self._interval.batches:
+                values["ms_per_step"] = 1000 * seconds / self._interval.batches
         return TrainingStatistics(self._step, {**values, **self._numbers})
 
 
@@ -117,6 +143,9 @@ class _Timestamp:
         self._seconds = math.nan if self._event else time.perf_counter()
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(device))
+
+    def is_past(self) -> bool:
+        return self._event is None or self._event.query()
 
     def seconds_since(self, before: "_Timestamp") -> float:
         if self._event is None or before._event is None:

@@ -1,6 +1,6 @@
 """One batch of a Lightning Trainer as one call of the engine: the arguments, the result, and when to stay eager."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.engine import Engine
+from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
@@ -16,11 +17,10 @@ from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
-from .._step.training_step import PartOfStep, Phase, StepOutput, TrainingStep
+from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
-from .._torch.tree import tree_flatten
 from . import _log_calls
-from ._host_state import BatchIndex, HostReads, HostWrites
+from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, uses_index
 
 
 class Clip(NamedTuple):
@@ -117,12 +117,12 @@ class TrainerStep:
             observer=observer,
         )
         self._engine = self._make_engine(device, options, place)
-        self._log = _log_calls.LogForwarder(module, device)
+        self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self._engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
         self._window = Window(self._guarded_call, self._engine.run, self._step, size=1)
         self._divisor = 1  # of the loss
-        self._logged_numbers: dict[Hashable, float] = {}
+        self._logged_numbers = _log_calls.LoggedNumbers("training_step")
         self._problem = ""  # found in the calls that are checked
         self._why_eager = ""  # why no further call is captured
         self.grad_norm: Tensor | None = None
@@ -149,6 +149,15 @@ class TrainerStep:
         """How many batches were replayed."""
         return self._engine.replays
 
+    def kernel_tables(self) -> list[KernelTable]:
+        """Return the names of the kernels of all graphs so far."""
+        return [] if self._engine.names is None else list(self._engine.names.tables)
+
+    @property
+    def replay_share(self) -> float:
+        """The share of the batches so far that were replayed."""
+        return self._engine.replays / max(1, self._engine.replays + sum(self._engine.eager.values()))
+
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""
         skipped = self._step.scaler.skipped
@@ -173,7 +182,7 @@ class TrainerStep:
             try:
                 out = self._turn.take(self._window.run, (batch,), {}, in_window)
             except InputMismatch as error:
-                self._stay_eager(_not_comparable(batch) or str(error))
+                self._stay_eager(not_comparable(batch) or str(error))
                 out = self._turn.take(self._window.run, (batch,), {}, in_window)
         except NoLossError as none:
             return self._turn.take(self._without_loss, none, place.last)
@@ -198,7 +207,7 @@ class TrainerStep:
             try:
                 return self._engine((batch,), {}, phase)  # type: ignore[no-any-return]  # what the step returns
             except InputMismatch as error:
-                self._stay_eager(_not_comparable(batch) or str(error))
+                self._stay_eager(not_comparable(batch) or str(error))
         if self._captures:
             self._ranks.decide(wants=False, can=True, settled=True)  # other ranks may vote in this call
         return self._engine.run("cannot be captured", lambda: self._step.whole(phase, batch))  # type: ignore[no-any-return]  # what the step returns
@@ -229,7 +238,7 @@ class TrainerStep:
     def _checked_call(self, phase: Phase, batch: Any) -> PartOfStep:
         """Call, and check that the result of `training_step` depends on its batch and tensors only."""
         self._calls_to_check -= 1
-        self._problem = self._problem or _not_comparable(batch)
+        self._problem = self._problem or not_comparable(batch)
         index = None
         if self._further_args and self._host_reads.reads_index:
             index = BatchIndex(self._further_args[0])
@@ -237,29 +246,16 @@ class TrainerStep:
         with HostWrites(self._module) as writes:
             part = self._call_or_stay_eager(phase, batch)
         if index is not None and index.used:
-            self._problem = self._problem or _USES_INDEX
-        self._problem = self._problem or writes.problem or self._changed_number(part.output, batch)
+            self._problem = self._problem or uses_index("training_step")
+        ((template, tensors),) = part.output.aux.items()
+        log_calls = template.filled(iter(tensors))[1]
+        self._problem = self._problem or writes.problem or self._logged_numbers.problem(log_calls, batch)
         if self._calls_to_check == 0:
             if not self._ranks.agree(not self._problem):
                 self._stay_eager(self._problem or self._ranks.other_found)
             elif not self._why_eager:
                 self._window.call = self._engine
         return part
-
-    def _changed_number(self, out: StepOutput, batch: Any) -> str:
-        """Return which Python number was logged with two values for batches of equal shapes, "" if none was."""
-        ((template, tensors),) = out.aux.items()
-        shapes = tuple(leaf.shape for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
-        for name, value, _, _ in template.filled(iter(tensors))[1]:
-            if not isinstance(value, (bool, int, float)):
-                continue
-            before = self._logged_numbers.setdefault((name, shapes), value)
-            if before != value:
-                return (
-                    f"self.log({name!r}, {value!r}) in training_step: it was {before!r} in an earlier step, and "
-                    "a graph would log the same one each time. Log a tensor, or log it in on_train_batch_end."
-                )
-        return ""
 
     def _stay_eager(self, reason: str) -> None:
         if not self._why_eager:
@@ -271,19 +267,3 @@ class TrainerStep:
 
 
 _SAME_WINDOW = "Keep accumulate_grad_batches the same."
-_USES_INDEX = (
-    "training_step computes with batch_idx, and a graph would freeze its value. Do what depends on it in "
-    "on_train_batch_start or on_train_batch_end, or count batches in a buffer."
-)
-_COMPARABLE = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def _not_comparable(batch: Any) -> str:
-    """Return which leaf of a batch cannot be compared with that of another batch, "" if there is none."""
-    for leaf in tree_flatten(batch)[0]:
-        if not isinstance(leaf, _COMPARABLE):
-            return (
-                f"the batch contains a {type(leaf).__name__}, and ampkit cannot see the tensors in it. Make it a "
-                "tuple, list, dict or named tuple of tensors, in the collate_fn of the DataLoader."
-            )
-    return ""

@@ -488,7 +488,7 @@ def test_who_is_told_what(monkeypatch: pytest.MonkeyPatch) -> None:
         names = ("model", "transformers.masking_utils", "torch.optim.optimizer", "ampkit._callables.graphed_callable")
         assert [answers(name) for name in names] == [False, False, True, True]
         # What autograd's threads see: they are not the one that captures.
-        monkeypatch.setattr(_capturing, "captures", types.SimpleNamespace(answer=None))
+        monkeypatch.setattr(_capturing, "captures", types.SimpleNamespace(answer=None, noting=False))
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         assert answers("model") is False
         current[0] = others

@@ -564,6 +564,25 @@ def test_no_fault(script, text):
     assert "no findings" in str(found)
 
 
+def test_decisions_of_the_host(script):
+    """R3: draws on the CPU that are only compared can be captured; that each outcome takes a graph is said."""
+    _, found = script("""
+        class Dropping(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.extra = net(), nn.Linear(8, 8)
+            def forward(self, x):
+                return self.net(x if torch.rand(()) < 0.5 else self.extra(x))
+        def training():
+            model = Dropping()
+            return loss_fn, model, sgd(model), data()
+        """)
+    (fault,) = found.findings
+    assert (fault.severity, fault.kind) == ("low", "host random numbers")
+    assert "decides by 1 comparison(s) of random draws in a step" in fault.what
+    assert "captures the whole step" in str(found)
+
+
 # ------------------------------------------------------------------------------------------------------------ Lightning
 
 LIGHTNING = """

@@ -400,7 +400,9 @@ def test_readings_have_what_there_is(tmp_path: Path) -> None:
     header = (Path(run.trainer.logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {name for name in header if name.startswith("ampkit/")} == {
         "ampkit/graph_replays",
+        "ampkit/replay_share",
         "ampkit/samples_per_second",
+        "ampkit/ms_per_step",
     }
 
 

@@ -22,7 +22,7 @@ from ampkit.__main__ import main
 from ampkit._commands.bench.variants import VARIANTS, Variant
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("bench", "doctor", "ops", "explain", "env")
+COMMANDS = ("bench", "doctor", "trace", "ops", "explain", "env")
 SHORT = ["--variants", "amp", "--repeats", "1", "--seconds", "0.01"]
 # What the commands are called with below. The user's own module, in the folder that the command runs in.
 MODULE = """

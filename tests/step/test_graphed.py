@@ -112,6 +112,29 @@ def test_evaluation_without_gradients(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_batch_of_inference_mode(engine: Engine) -> None:
+    """R7, A1: every call has the bits of the plain function, the one under the preflight too: autocast reaches the
+    parts of einsum. A change of the batch in place is written back."""
+    device, graph = engine
+
+    def outer(x: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            product = torch.einsum("bi,bj->ij", x, x)
+        x.add_(1)
+        return product
+
+    captured = ampkit.graphed(modules=(), graph=graph, on_failure="raise")(outer)
+    with torch.inference_mode():
+        for seed in range(6):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).to(device) * 1
+            assert x.is_inference()
+            own = x.clone()
+            assert_same(captured(x), outer(own))
+            assert_same(x, own)
+    assert captured.replays == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_from_before_are_kept(engine: Engine) -> None:
     """param.grad that exists before a call is accumulated into in place and stays; None stays None."""
     device, graph = engine

@@ -122,7 +122,7 @@ def diagnose(
 def _trial(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) -> Trial:
     """Return the training loop after its first step, which makes the optimizer's state."""
     try:
-        trial = Trial((_lightning_subject if lightning else _subject)(name, find))
+        trial = Trial(load_subject(name, find, lightning))
         trial.run()
     except UsageError:
         raise
@@ -168,6 +168,22 @@ def _unchecked_if_it_fails(diagnosis: Diagnosis, title: str) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop
+
+
+def load_subject(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) -> Subject:
+    """Return the training loop that a function of the user's returns, after checking its parts.
+
+    Args:
+        name: the name of the function in messages.
+        find: imports and returns the function.
+        lightning: whether the function returns a LightningModule.
+
+    Raises:
+        DoctorError: the function returned something else.
+        UsageError: `find` raises it.
+        Exception: what the user's code raises.
+    """
+    return (_lightning_subject if lightning else _subject)(name, find)
 
 
 def _subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from ..._capture.draw_record import DrawRecorder
 from ..._capture.inputs import Spec, path
 from ..._capture.preflight import Finding, Preflight
+from ..._capture.variation import DRAWS_ADVICE
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code
@@ -153,6 +155,12 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
             severity, what = "low", f"{what}, on a branch that graphed_step leaves: {_OTHER_BRANCH}"
             advice = "Pass capturing=True to train on the other branch from the first step on."
         yield Fault(severity, kind, found.line, what, advice, found.count, ms)
+    if trial.decisions:
+        what = (
+            f"the host decides by {trial.decisions} comparison(s) of random draws in a step: each outcome takes a "
+            "graph of its own, and steps cannot be compared with each other to find what else varies"
+        )
+        yield Fault("low", "host random numbers", "", what, DRAWS_ADVICE)
 
 
 _OTHER_BRANCH = "told that it is being captured, the code takes another one"
@@ -162,12 +170,15 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
     """Return what a step does that a graph cannot contain, and what of it an optimizer does that is not captured."""
     bounds: list[int] = []
     with ExitStack() as stack:
-        preflight = stack.enter_context(Preflight(trial.device, trial.subject.options.get("generators", ())))
+        draws = DrawRecorder(trial.device)  # what the host only compares can be captured
+        generators = trial.subject.options.get("generators", ())
+        preflight = stack.enter_context(Preflight(trial.device, generators, draws=draws))
         if trial.why_apart:
             optimizer = trial.subject.optimizer
             for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
                 stack.callback(register(lambda *_: bounds.append(len(preflight.findings))).remove)
         trial.run(recorded="torch._dynamo" not in sys.modules)  # recording recompiles compiled code
+    trial.decisions = 0 if draws.path is None else len(draws.path.outcomes)
     return preflight.findings, preflight.findings[slice(*bounds)] if bounds else []
 
 
@@ -216,10 +227,13 @@ def kernel_faults(trial: Trial) -> Iterator[Fault]:
 def host_faults(trial: Trial) -> Iterator[Fault]:
     """Yield the calls and numbers that differ between recorded steps whose batches have the same layout.
 
-    Lines that cannot be captured are left out: a number that they read from the device may differ rightly.
+    Lines that cannot be captured are left out: a number that they read from the device may differ rightly. Steps in
+    which the host decides by random draws differ rightly, too, and are not compared.
     """
     found: Counter[tuple[str, str]] = Counter()
     lines: dict[str, str] = {}
+    if trial.decisions:
+        return
     for records in trial.records.values():
         for other in records[1:]:
             for line, what in differences(records[0], other):

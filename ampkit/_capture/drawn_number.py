@@ -1,0 +1,88 @@
+"""A drawn number that a step reads with `.item()`: whether Python code only compares it, and what it learns so."""
+
+import dis
+import operator
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+Compared = Callable[[Callable[[Any, Any], bool], float], object]  # is told of a comparison with this number
+
+_PUSHES = frozenset(
+    (
+        "LOAD_FAST",
+        "LOAD_FAST_BORROW",
+        "LOAD_FAST_CHECK",
+        "LOAD_CONST",
+        "LOAD_SMALL_INT",
+        "LOAD_DEREF",
+        "LOAD_GLOBAL",
+        "LOAD_NAME",
+    )
+)
+_IDLE = frozenset(("CACHE", "EXTENDED_ARG", "NOP", "PRECALL"))
+
+
+def is_compared_at_once(frame: FrameType | None) -> bool:
+    """Return whether what a function returns to this frame is only compared there, as in `draw.item() < self.rate`.
+
+    C code reads a float without asking it. So the bytecode behind the call must take the number off the stack in a
+    comparison, before any other code can have it.
+    """
+    if frame is None:
+        return False
+    above = 0  # values on the stack above the number
+    for instruction in dis.get_instructions(frame.f_code):
+        name = instruction.opname
+        if instruction.offset <= frame.f_lasti or name in _IDLE:
+            continue
+        if name == "COMPARE_OP":
+            return above <= 1
+        calls = "NULL" in instruction.argrepr  # the beginning of a call
+        if name in _PUSHES and not calls:
+            above += 1
+        elif name.startswith("BINARY_") and above >= 2:
+            above -= 1
+        elif name != "LOAD_ATTR" or not above or calls:
+            return False
+    return False
+
+
+class DrawnNumber(float):
+    """A float that tells of its comparisons."""
+
+    told: Compared
+
+    def _compare(self, other: Any, compare: Callable[[Any, Any], bool]) -> bool:
+        if type(other) not in (bool, int, float):
+            self.told(compare, float("nan"))
+            return compare(float(self), other)
+        self.told(compare, other)
+        return compare(float(self), other)
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compare(other, operator.lt)
+
+    def __le__(self, other: Any) -> bool:
+        return self._compare(other, operator.le)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compare(other, operator.gt)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compare(other, operator.ge)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compare(other, operator.eq)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compare(other, operator.ne)
+
+    __hash__ = float.__hash__
+
+
+def told_of(value: float, told: Compared) -> DrawnNumber:
+    """Return this float, which tells of its comparisons. What is no number, it tells as nan."""
+    number = DrawnNumber(value)
+    number.told = told
+    return number

@@ -1,0 +1,333 @@
+"""Decisions of the host: random draws on the CPU that a step only compares, made before the step to find its graph."""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._errors import CaptureError
+from .._torch.modes import without_dispatch_modes, without_torch_function
+from .._torch.tree import tensors_in
+from .cache import Cache
+from .compared_numbers import KeptNumber
+from .fallback import Fallback
+from .graph import EmulatedGraph, Graph, MakeContext
+from .layouts import Layout, Layouts
+from .variation import DRAWS_ADVICE, Key
+
+Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, or whole numbers
+
+
+class Slot(NamedTuple):
+    """Stands for the tensor that is the n-th result of the operations of a path."""
+
+    number: int
+
+
+class Like(NamedTuple):
+    """Stands for a tensor that is made anew, because only its layout decides how much is drawn."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Operation(NamedTuple):
+    """An operation on the CPU.
+
+    Attributes:
+        function: what is called.
+        args: its arguments. Lists are tuples, and tensors are `Slot` or `Like`.
+        kwargs: its keyword arguments by name.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+class Read(NamedTuple):
+    """The host reads a number.
+
+    Attributes:
+        slot: of which tensor.
+        of: returns what the host learns from the number.
+        by: its second argument, for a comparison with a number; None if it has one argument.
+    """
+
+    slot: Slot
+    of: Callable[..., Any]
+    by: Any = None
+
+    def outcome(self, number: Any) -> Hashable:
+        """Return what the host learns of this number."""
+        value = self.of(number) if self.by is None else self.of(number, self.by)
+        assert isinstance(value, (bool, int))
+        return value
+
+
+class Stretch(NamedTuple):
+    """What a step does on the host between two reads.
+
+    Attributes:
+        operations: draws, and what is computed from their numbers.
+        read: what is read then; None behind the last read of a step.
+        outcome: what the host learned by that.
+    """
+
+    operations: tuple[Operation, ...]
+    read: Read | None
+    outcome: Hashable = None
+
+
+class Path(NamedTuple):
+    """What a step does on the host.
+
+    Attributes:
+        stretches: in order.
+        numbers: where the numbers are kept that draws were compared with.
+    """
+
+    stretches: tuple[Stretch, ...]
+    numbers: tuple[KeptNumber, ...]
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What the host has learned."""
+        return tuple(stretch.outcome for stretch in self.stretches if stretch.read is not None)
+
+
+class _Node:
+    """What a step does on the host after some outcomes, and what follows by the outcome of its next read."""
+
+    def __init__(self, stretch: Stretch) -> None:
+        self.operations, self.read = stretch.operations, stretch.read
+        self.next: dict[Hashable, _Node] = {}
+
+
+class Tree:
+    """The paths that the host may take in a step, as far as they are known.
+
+    Attributes:
+        paths: how many there are.
+        numbers: where the numbers are kept that draws are compared with.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[int, str], KeptNumber] = {}
+        self._start: dict[Hashable, _Node] = {}  # has one node, of what comes first
+        self.paths = 0
+
+    def add(self, path: Path) -> bool:
+        """Add a path. Return whether it fits: after the same outcomes the host has done the same on all paths."""
+        nodes, outcome, new = self._start, None, False
+        for stretch in path.stretches:
+            node = nodes.get(outcome)
+            if node is None:
+                node = nodes[outcome] = _Node(stretch)
+                new = True
+            elif (node.operations, node.read) != (stretch.operations, stretch.read):
+                return False
+            nodes, outcome = node.next, stretch.outcome
+        self.paths += new
+        for number in path.numbers:
+            if len(self.numbers) < _MOST_NUMBERS:
+                self.numbers.setdefault(number.place, number)
+        return True
+
+    def draw(self) -> Outcomes | None:
+        """Draw as the step does. Return the outcomes; None as soon as it is not known what comes next."""
+        node, results, outcomes = self._start.get(None), list[Tensor](), list[Hashable]()
+        # The modes of the user's must not see these operations, nor change them.
+        with without_torch_function(), torch.no_grad():
+            while node is not None:
+                for operation in node.operations:
+                    results += _run(operation, results)
+                if node.read is None:
+                    return tuple(outcomes)
+                outcomes.append(node.read.outcome(results[node.read.slot.number].item()))
+                node = node.next.get(outcomes[-1])
+        return None
+
+
+def _run(operation: Operation, results: Sequence[Tensor]) -> list[Tensor]:
+    args = [_filled(argument, results) for argument in operation.args]
+    kwargs = {name: _filled(argument, results) for name, argument in operation.kwargs}
+    result = operation.function(*args, **kwargs)
+    return [result] if isinstance(result, Tensor) else tensors_in(result)
+
+
+def _filled(argument: Any, results: Sequence[Tensor]) -> Any:
+    """Return an argument with tensors in it."""
+    kind = type(argument)
+    if kind is Slot:
+        return results[argument.number]
+    if kind is Like:
+        return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype).zero_()
+    return [_filled(each, results) for each in argument] if kind is tuple else argument
+
+
+def repeats(path: Path, before: Tensor, after: Tensor) -> bool:
+    """Return whether drawing from the generator's state `before` leads along this path to its state `after`.
+
+    It does not if something else has drawn, such as compiled code, or if the step has put the generator back.
+    """
+    tree = Tree()
+    tree.add(path)
+    now = torch.default_generator.get_state()
+    with without_dispatch_modes():
+        try:
+            torch.default_generator.set_state(before)
+            outcomes = tree.draw()
+            return outcomes == path.outcomes and torch.equal(torch.default_generator.get_state(), after)
+        except (RuntimeError, IndexError):  # a draw whose numbers depend on tensors that are not there
+            return False
+        finally:
+            torch.default_generator.set_state(now)
+
+
+class HostDraws:
+    """Knows by key which draws the calls of a step make on the host, and makes them to find the graph of a call.
+
+    Torch's default CPU generator is where an eager call finds it, or leaves it, in every call: an eager call draws for
+    itself; behind a replay the generator is put to where the draws of this object have left it.
+
+    Args:
+        enabled: whether steps may decide by draws. Ranks would have to agree on the outcomes.
+        cache: keeps the graphs.
+        layouts: those that have no graph.
+        fallback: issues the warnings.
+    """
+
+    def __init__(self, enabled: bool, cache: Cache, layouts: Layouts, fallback: Fallback) -> None:
+        self.enabled = enabled
+        self._cache = cache
+        self._layouts = layouts
+        self._fallback = fallback
+        self._trees: dict[Key, Tree] = {}
+        self._changes = self._calls = 0  # changes of what is drawn, and calls since the last one
+        self._before = self._after = torch.default_generator.get_state()
+
+    def decided(self, key: Key) -> Key:
+        """Draw for a call of this key. Return its key with the outcomes, `NEW` if nobody knows yet what they lead to.
+
+        If the calls of the key draw nothing as far as is known, or a number that is compared with a draw has changed,
+        the key is returned as it is. In the latter case all is forgotten. The generator is put back to where it was.
+        """
+        tree = self._trees.get(key)
+        if tree is None:
+            return key
+        self._calls += 1
+        if any(number.has_changed() for number in tree.numbers.values()):
+            self._forget()
+            return key
+        self._before = torch.default_generator.get_state()
+        try:
+            outcomes = tree.draw()
+            self._after = torch.default_generator.get_state()
+        finally:
+            torch.default_generator.set_state(self._before)
+        return key._replace(outcomes=NEW if outcomes is None else outcomes)
+
+    def learn(self, key: Key, layout: Layout) -> None:
+        """Take note of what an eager call of a layout has drawn, and have the layout be that of the outcomes.
+
+        If the call has drawn something else than an earlier one after the same outcomes, all is forgotten.
+        """
+        path, layout.path = layout.path, None
+        if path is None:
+            return
+        if len(self._trees) == _MOST_KEYS:
+            self._trees.clear()  # their layouts learn again
+        tree = self._trees.setdefault(key._replace(outcomes=None), Tree())
+        if not tree.add(path) or key.outcomes not in (None, NEW, path.outcomes):
+            self._forget()
+            return
+        self._layouts.move(key, key._replace(outcomes=path.outcomes))
+        if tree.paths >= MOST_PATHS:
+            problem = (
+                f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"
+            )
+            self._layouts.of(key._replace(outcomes=NEW)).refusal = problem
+            self._fallback.warn_once("outcomes", f"{problem}. {DRAWS_ADVICE}")
+
+    def _forget(self) -> None:
+        """Drop all graphs, because the step does something else now. Give up if it does so again and again."""
+        self._changes = 1 if self._calls > _RARELY else self._changes + 1
+        self._calls = 0
+        self.enabled = self.enabled and self._changes < _MOST_CHANGES
+        self._cache.clear()
+        self._layouts.clear()
+        self.clear()
+        self._fallback.warn_once("draws", _CHANGED)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._trees.clear()
+
+    def around(self, graph: Graph) -> Graph:
+        """Return a graph that leaves the generator as an eager call does."""
+        return _DrawnGraph(graph, self)
+
+    def put_back(self) -> None:
+        """Put the generator back to where it was before the draws of this call."""
+        torch.default_generator.set_state(self._before)
+
+    def is_kept(self) -> bool:
+        """Return whether the generator is where the draws of this call have left it."""
+        return torch.equal(torch.default_generator.get_state(), self._after)
+
+    def keep(self) -> None:
+        """Put the generator to where the draws of this call have left it."""
+        torch.default_generator.set_state(self._after)
+
+
+class _DrawnGraph:
+    """A graph of a call whose draws on the host were made."""
+
+    def __init__(self, graph: Graph, draws: HostDraws) -> None:
+        self._graph = graph
+        self._draws = draws
+
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
+        """Record `fn`, which draws again, from where this call has drawn.
+
+        Raises:
+            CaptureError: see `CudaGraph`; or `fn` has drawn something else than was drawn before.
+        """
+        draws = self._draws
+
+        def drawn() -> Any:  # an attempt may have failed before
+            draws.put_back()
+            return fn()
+
+        try:
+            self._graph.capture(drawn, context)
+            if not (isinstance(self._graph, EmulatedGraph) or self._draws.is_kept()):
+                raise CaptureError(f"in the capture, {_CHANGED}")
+        finally:
+            self._draws.put_back()
+
+    def replay(self) -> Any:
+        """Do the recorded work. An emulated graph draws again in that."""
+        outputs = self._graph.replay()
+        self._draws.keep()
+        return outputs
+
+    def reset(self) -> None:
+        """Release the graph and its memory."""
+        self._graph.reset()
+
+
+NEW: Outcomes = ("?",)  # outcomes that no eager call under the preflight has had
+_CHANGED = (
+    "draws on the host, or the numbers that they are compared with, have changed. All graphs are dropped. If such a "
+    "number changes often, draw on the device and compare with a tensor."
+)
+MOST_PATHS = 64  # per key; each takes a slow eager call
+_MOST_KEYS = 256
+_MOST_NUMBERS = 64  # each is looked at in each call
+_MOST_CHANGES = 3
+_RARELY = 64  # calls between two changes

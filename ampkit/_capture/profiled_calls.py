@@ -1,0 +1,315 @@
+"""What an exported profiler trace says of marked calls: the kernels that each launched, and whose kernels they are.
+
+The traces are those of `torch.profiler.profile.export_chrome_trace`. Where no GPU took part, operations on the CPU
+stand in for kernels.
+"""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+MODULE_MARK = "ampkit: module "
+
+_DEVICE_KINDS = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+_LAUNCH_KINDS = frozenset(("cuda_runtime", "cuda_driver"))
+_HOST_KINDS = frozenset(("cpu_op", "user_annotation"))
+_GRAPH_LAUNCH = "GraphLaunch"  # in cudaGraphLaunch and cuGraphLaunch
+_NODE = "autograd::engine::evaluate_function: "
+_OPTIMIZER_STEP = "Optimizer.step#"
+_COMPILED = "Torch-Compiled Region: "
+_OWN = "ampkit: "
+_AROUND_OPERATIONS = ("autograd::", "torch::autograd::", "profiler::")
+
+
+class Kernel(NamedTuple):
+    """One kernel, copy or fill on a GPU in a trace; or one operation on the CPU, where no GPU took part.
+
+    Attributes:
+        name: what the trace calls it.
+        stream: the stream that it ran on, "device 0, stream 7", or the thread of the CPU.
+        start: when it began, in microseconds of the trace.
+        duration: how long it took, in microseconds.
+        event: its place in the list of events.
+        launch: the place of the event of the host that it belongs to, -1 if that is not known.
+    """
+
+    name: str
+    stream: str
+    start: float
+    duration: float
+    event: int
+    launch: int
+
+
+class Call(NamedTuple):
+    """What ran within a mark in a trace.
+
+    Attributes:
+        mark: the name of the mark, "" for the launch of a graph outside of all marks.
+        kernels: what it ran on the GPU, or on the CPU, in the order of their starts.
+        graph: whether a CUDA graph was launched. Then only its kernels are listed.
+    """
+
+    mark: str
+    kernels: tuple[Kernel, ...]
+    graph: bool
+
+
+class Owner(NamedTuple):
+    """Whose kernel it is.
+
+    Attributes:
+        phase: "forward", "backward" or "optimizer".
+        module: the path of the innermost module whose forward ran it; in backward, of the one that made the autograd
+            node. "" outside of all modules.
+        operation: the operation of torch, in backward the autograd node.
+    """
+
+    phase: str
+    module: str
+    operation: str
+
+
+class ProfiledCalls:
+    """The events of a trace, in which calls are looked up.
+
+    Args:
+        events: the `traceEvents` of an exported trace.
+    """
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self._events = events
+        self._threads = _threads(events)
+        self._parents = {i: up for thread in self._threads.values() for i, up in thread.parents.items()}
+        self._by_id = {
+            event["args"]["External id"]: i
+            for i, event in enumerate(events)
+            if event.get("cat") in _HOST_KINDS and "External id" in event.get("args", ())
+        }
+        self._launches = [i for i, event in enumerate(events) if event.get("cat") in _LAUNCH_KINDS]
+        self._on_device: dict[Any, list[int]] = defaultdict(list)
+        for i, event in enumerate(events):
+            if event.get("cat") in _DEVICE_KINDS:
+                self._on_device[event["args"].get("correlation")].append(i)
+
+    # ----------------------------------------------------------------------------------------------------- calls
+
+    def marked(self, prefix: str) -> Iterator[Call]:
+        """Yield the calls within marks whose names begin like this, in order of time."""
+        marks = [
+            event
+            for event in self._events
+            if event.get("cat") == "user_annotation" and event["name"].startswith(prefix)
+        ]
+        for mark in sorted(marks, key=lambda event: float(event["ts"])):
+            yield self._call(mark)
+
+    def unmarked_graphs(self, prefix: str) -> Iterator[Call]:
+        """Yield the launches of graphs outside of all such marks, in order of time."""
+        marks = [e for e in self._events if e.get("cat") == "user_annotation" and e["name"].startswith(prefix)]
+        for i in sorted(self._launches, key=lambda i: float(self._events[i]["ts"])):
+            event = self._events[i]
+            if _GRAPH_LAUNCH in event["name"] and not any(_within(event, mark) for mark in marks):
+                yield Call("", self._of_graphs([i]), True)
+
+    def _call(self, mark: Any) -> Call:
+        nodes = {
+            _thread_of(event)
+            for event in self._events
+            if event.get("cat") == "cpu_op" and event["name"].startswith(_NODE) and _during(event, mark)
+        }
+        threads = {_thread_of(mark), *nodes}
+        launches = [i for i in self._launches if _during(self._events[i], mark)]
+        graphs = [i for i in launches if _GRAPH_LAUNCH in self._events[i]["name"] and _within(self._events[i], mark)]
+        if graphs:
+            return Call(mark["name"], self._of_graphs(graphs), True)
+        kernels = [kernel for i in launches for kernel in self._launched(i)]
+        found = {kernel.event for kernel in kernels}
+        # Not every call that launches a kernel is in the trace, but the operation around it is.
+        others = [place for places in self._on_device.values() for place in places if place not in found]
+        kernels += [k for place in others if (k := self._kernel(place, None)).launch >= 0 and self._is_during(k, mark)]
+        # What other threads launch meanwhile, such as a loader's, is no part of the call.
+        kernels = [kernel for kernel in kernels if self._thread(kernel) in threads]
+        if not kernels:
+            kernels = list(self._operations(mark, threads))
+        return Call(mark["name"], _in_order(kernels), False)
+
+    def _is_during(self, kernel: Kernel, mark: Any) -> bool:
+        return _during(self._events[kernel.launch], mark)
+
+    def _thread(self, kernel: Kernel) -> Any:
+        return _thread_of(self._events[kernel.launch]) if kernel.launch >= 0 else None
+
+    def _of_graphs(self, launches: Sequence[int]) -> tuple[Kernel, ...]:
+        return _in_order([kernel for i in launches for kernel in self._launched(i)])
+
+    def _launched(self, i: int) -> Iterator[Kernel]:
+        """Yield what a launch ran on the GPU."""
+        for place in self._on_device.get(_correlation(self._events[i]), ()):
+            yield self._kernel(place, self._events[i])
+
+    def _kernel(self, place: int, launched: Any) -> Kernel:
+        """Return a kernel by the place of its event, and by the call that launched it if the trace has that."""
+        event = self._events[place]
+        args = event["args"]
+        stream = f"device {args.get('device', 0)}, stream {args.get('stream', event.get('tid'))}"
+        start, duration = float(event["ts"]), float(event.get("dur", 0))
+        owner = self._by_id.get(args.get("External id"), -1)
+        if owner < 0 and launched is not None:
+            thread = self._threads.get(_thread_of(launched))
+            owner = -1 if thread is None else thread.innermost(float(launched["ts"]))
+        return Kernel(event["name"], stream, start, duration, place, owner)
+
+    def _operations(self, mark: Any, threads: set[Any]) -> Iterator[Kernel]:
+        """Yield the operations on the CPU within a mark, without those that are parts of others."""
+        for thread in threads:
+            inside: set[int] = set()
+            for i in self._threads[thread].places:
+                event = self._events[i]
+                if self._parents[i] in inside:
+                    inside.add(i)
+                elif _is_operation(event) and _during(event, mark):
+                    inside.add(i)
+                    start = float(event["ts"])
+                    yield Kernel(event["name"], f"thread {thread[1]}", start, float(event["dur"]), i, i)
+
+    # ---------------------------------------------------------------------------------------------------- owners
+
+    def owners(self, kernels: Sequence[Kernel]) -> list[Owner]:
+        """Return whose kernels these are, which one call has launched one by one, in order of their starts."""
+        makers, linked = self._makers()
+        owners: list[Owner] = []
+        behind = ""  # the last phase that is certain
+        for kernel in kernels:
+            chain = list(self._chain(kernel.launch))
+            phase, module, operation = self._owner(chain, makers)
+            if not phase and (module or any(i in linked for i in chain)):
+                phase = FORWARD
+            behind = phase or behind
+            # What follows backward without being a part of it: unscale, clip, the optimizer's kernels, the loss scale.
+            phase = phase or (OPTIMIZER if behind in (BACKWARD, OPTIMIZER) else FORWARD)
+            owners.append(Owner(phase, module, operation))
+        return owners
+
+    def _owner(self, chain: Sequence[int], makers: dict[int, int]) -> tuple[str, str, str]:
+        """Return phase, module and operation, "" where the events around a kernel do not say it."""
+        names = [self._events[i]["name"] for i in chain]
+        operations = [name for i, name in zip(chain, names, strict=True) if self._events[i]["cat"] == "cpu_op"]
+        node = next((name.removeprefix(_NODE) for name in operations if name.startswith(_NODE)), "")
+        module = self._module(chain)
+        if node:
+            if not module and (maker := next((makers[i] for i in chain if i in makers), None)) is not None:
+                module = self._module(list(self._chain(maker)))
+            return BACKWARD, module, node
+        stepping = any(name.startswith(_OPTIMIZER_STEP) for name in names)
+        return OPTIMIZER if stepping else "", module, operations[0] if operations else ""
+
+    def _module(self, chain: Sequence[int]) -> str:
+        """Return the innermost module around, or without one the innermost compiled region or scope of the user's."""
+        events = [self._events[i] for i in chain]
+        names = [e["name"] for e in events if e["cat"] == "user_annotation" or e["name"].startswith(_COMPILED)]
+        modules = [name.removeprefix(MODULE_MARK) for name in names if name.startswith(MODULE_MARK)]
+        scopes = [name for name in names if not name.startswith((_OWN, _OPTIMIZER_STEP, "Optimizer.", "ProfilerStep"))]
+        return next(iter(modules or scopes), "")
+
+    def _chain(self, i: int) -> Iterator[int]:
+        """Yield an event of the host and those around it, outwards."""
+        while i >= 0:
+            yield i
+            i = self._parents.get(i, -1)
+
+    def _makers(self) -> tuple[dict[int, int], set[int]]:
+        """Return the operation of the forward for each autograd node that ran, and all operations that made one."""
+        at: dict[Any, list[int]] = defaultdict(list)
+        for i in self._parents:
+            if self._events[i]["cat"] == "cpu_op":
+                at[(*_thread_of(self._events[i]), float(self._events[i]["ts"]))].append(i)
+        begins: dict[Any, list[int]] = {}
+        makers: dict[int, int] = {}
+        flows = [event for event in self._events if event.get("cat") == "fwdbwd"]
+        for flow in flows:
+            if flow["ph"] == "s":
+                begins[flow["id"]] = at[(*_thread_of(flow), float(flow["ts"]))]
+        for flow in flows:
+            forward = begins.get(flow["id"])
+            if flow["ph"] == "f" and forward:
+                for i in at[(*_thread_of(flow), float(flow["ts"]))]:
+                    makers[i] = forward[-1]
+                    around = self._parents[i]  # hooks and sums of gradients run around the node, within this
+                    if around >= 0 and self._events[around]["name"].startswith(_NODE):
+                        makers[around] = forward[-1]
+        return makers, {i for places in begins.values() for i in places}
+
+
+class _Thread(NamedTuple):
+    """The events of one thread of the host, in order of their starts."""
+
+    places: list[int]
+    starts: list[float]
+    ends: dict[int, float]
+    parents: dict[int, int]  # -1 for the outermost events
+
+    def innermost(self, time: float) -> int:
+        """Return the innermost event around a time, -1 if there is none."""
+        found = bisect.bisect_right(self.starts, time) - 1
+        place = self.places[found] if found >= 0 else -1
+        while place >= 0 and self.ends[place] < time:
+            place = self.parents[place]
+        return place
+
+
+def _threads(events: Sequence[Any]) -> dict[Any, _Thread]:
+    by_thread: dict[Any, list[int]] = defaultdict(list)
+    for i, event in enumerate(events):
+        if event.get("cat") in _HOST_KINDS:
+            by_thread[_thread_of(event)].append(i)
+    threads = {}
+    for thread, places in by_thread.items():
+        places.sort(key=lambda i: (float(events[i]["ts"]), -float(events[i].get("dur", 0)), i))
+        parents: dict[int, int] = {}
+        opened: list[int] = []
+        for i in places:
+            while opened and not _during(events[i], events[opened[-1]]):
+                opened.pop()
+            parents[i] = opened[-1] if opened else -1
+            opened.append(i)
+        starts = [float(events[i]["ts"]) for i in places]
+        ends = {i: _end(events[i]) for i in places}
+        threads[thread] = _Thread(places, starts, ends, parents)
+    return threads
+
+
+def _in_order(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    return tuple(sorted(kernels, key=lambda kernel: kernel.start))
+
+
+def _thread_of(event: Any) -> tuple[Any, Any]:
+    return event["pid"], event["tid"]
+
+
+def _correlation(event: Any) -> Any:
+    return event.get("args", {}).get("correlation", _NONE)
+
+
+_NONE = object()
+
+
+def _is_operation(event: Any) -> bool:
+    """Return whether an event is an operation. Autograd nodes and compiled regions are around operations."""
+    name = event["name"]
+    return event["cat"] == "cpu_op" and "::" in name and not name.startswith(_AROUND_OPERATIONS)
+
+
+def _end(event: Any) -> float:
+    return float(event["ts"]) + float(event.get("dur", 0))
+
+
+def _during(event: Any, other: Any) -> bool:
+    """Return whether an event began while the other one lasted."""
+    return float(other["ts"]) <= float(event["ts"]) < _end(other)
+
+
+def _within(event: Any, mark: Any) -> bool:
+    return _thread_of(event) == _thread_of(mark) and _during(event, mark)

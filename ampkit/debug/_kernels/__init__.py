@@ -1,0 +1,1 @@
+"""Names for the kernels of replayed graphs in a profiler trace."""

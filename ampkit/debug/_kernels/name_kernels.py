@@ -1,0 +1,130 @@
+"""`name_kernels`: match the kernels of replays in a trace with the tables of a step's graphs."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..._arguments import wrong
+from ..._capture.kernel_names import GRAPH_MARK, KernelName, KernelTable
+from ..._capture.profiled_calls import Call, Owner, ProfiledCalls
+from ..._capture.profiled_trace import checked_trace, read_trace
+from .alignment import certain_places
+from .named_trace import NamedTrace
+from .spans import NamedKernel, row_of_modules
+
+
+class Annotated(Protocol):
+    """A step or function made with `annotate=True`."""
+
+    def kernel_tables(self) -> list[KernelTable] | None:
+        """Return the kernels of each graph."""
+
+
+def name_kernels(trace: str | os.PathLike[str] | dict[str, Any], step: Annotated) -> NamedTrace:
+    """Put the names of modules over the kernels of replays in a profiler trace.
+
+    ::
+
+        step = ampkit.graphed_step(loss_fn, model, optimizer, annotate=True)
+        ...                                             # until step.replays counts
+        with torch.profiler.profile(activities=[CPU, CUDA], acc_events=True) as profiler:
+            step(*batch)
+        profiler.export_chrome_trace("replay.json")
+        named = ampkit.debug.name_kernels("replay.json", step)
+        print(named)                                    # modules, kernels, microseconds
+        named.save("named.json")                        # for Perfetto or chrome://tracing
+
+    A step with `annotate=True` notes the kernels of its last warm-up call with their modules. Here the kernels of each
+    replay are matched with these, stream by stream, by name and in order. A kernel gets a name only if that is certain;
+    all others are listed as unmatched.
+
+    Args:
+        trace: the file that `export_chrome_trace` wrote (.json or .json.gz), or what is in it. It is not changed.
+            Profile the CPU too: otherwise the trace does not show which graph a launch belongs to, and kernels get
+            names only if exactly one graph has these very kernels.
+        step: what `graphed_step` or `graphed` returned, made with `annotate=True`, or such an `AmpkitCallback`.
+
+    Returns:
+        A `NamedTrace`.
+
+    Raises:
+        ValueError: the step was made without `annotate=True`, or the trace is none, or has no replay of the step in it.
+        OSError: the file cannot be read.
+
+    Sync: none.
+    """
+    tables = step.kernel_tables() if callable(getattr(step, "kernel_tables", None)) else None
+    if tables is None:
+        raise wrong("name_kernels", "step", step, "a step that was made with annotate=True")
+    content = checked_trace(trace, "name_kernels(trace)") if isinstance(trace, dict) else read_trace(trace)
+    events = list(content["traceEvents"])
+    calls = ProfiledCalls(events)
+    by_mark = {table.mark: table for table in tables}
+    found = [(call, by_mark[call.mark]) for call in calls.marked(GRAPH_MARK) if call.mark in by_mark]
+    if not found:
+        found = [(call, _table_of(call, tables)) for call in calls.unmarked_graphs(GRAPH_MARK)]
+    if not found:
+        raise ValueError(
+            "name_kernels(trace): it has no replay of this step in it. Profile a call that is a replay: "
+            "step.replays counts them."
+        )
+    replays, problems = [], []
+    for call, table in found:
+        problems += [table.problem] if table.problem else []
+        owners = _owners(call, table)
+        replays.append([_named(events, call, i, owner) for i, owner in enumerate(owners)])
+    merged = {**content, "traceEvents": [*events, *row_of_modules(replays)]}
+    return NamedTrace(merged, replays, list(dict.fromkeys(problems)))
+
+
+def _named(events: list[Any], call: Call, i: int, owner: Owner | None) -> NamedKernel:
+    """Return the kernel with its name. In the events, put a copy that has the name in the place of its event."""
+    kernel = call.kernels[i]
+    phase, module, operation = owner or ("", "", "")
+    if owner is not None:
+        event = events[kernel.event]
+        named = {**event.get("args", {}), "module": module, "phase": phase, "operation": operation}
+        events[kernel.event] = {**event, "args": named}
+    return NamedKernel(kernel.name, kernel.stream, kernel.start, kernel.duration, phase, module, operation)
+
+
+def _table_of(call: Call, tables: Sequence[KernelTable]) -> KernelTable:
+    """Return the table of a launch without a mark: that of the only graph with these very kernels."""
+    names = Counter(kernel.name for kernel in call.kernels)
+    same = [table for table in tables if Counter(k.kernel for row in table.streams for k in row) == names]
+    if len({table.streams for table in same}) == 1:
+        return same[0]
+    return KernelTable("", (), "a graph was launched whose mark is not in the trace; profile the CPU too")
+
+
+def _owners(call: Call, table: KernelTable) -> list[Owner | None]:
+    """Return whose each kernel of a replay is, None where that is not certain."""
+    owners: list[Owner | None] = [None] * len(call.kernels)
+    places: dict[str, list[int]] = {}
+    for i, kernel in enumerate(call.kernels):
+        places.setdefault(kernel.stream, []).append(i)
+    names = {stream: [call.kernels[i].name for i in rows] for stream, rows in places.items()}
+    for stream, row in _pairs(names, table.streams):
+        known = [entry.kernel for entry in row]
+        for i, candidates in zip(places[stream], certain_places(names[stream], known), strict=True):
+            possible = {row[j].owner for j in candidates}
+            owners[i] = possible.pop() if len(possible) == 1 else None
+    return owners
+
+
+def _pairs(names: dict[str, list[str]], rows: Sequence[Sequence[KernelName]]) -> list[tuple[str, Sequence[KernelName]]]:
+    """Return which stream of the replay has which row of the table: those that have the most names in common.
+
+    The numbers of streams say nothing: a graph runs on the stream that it is launched on, and its side streams are
+    those of the driver.
+    """
+    counted = [Counter(entry.kernel for entry in row) for row in rows]
+    common = [
+        ((Counter(found) & counted[j]).total(), stream, j) for stream, found in names.items() for j in range(len(rows))
+    ]
+    pairs: dict[str, int] = {}
+    for number, stream, j in sorted(common, key=lambda each: -each[0]):
+        if number and stream not in pairs and j not in pairs.values():
+            pairs[stream] = j
+    return [(stream, rows[j]) for stream, j in pairs.items()]

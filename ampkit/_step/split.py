@@ -187,6 +187,7 @@ class Split:
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
         self._surveys: list[Survey] = []  # kept until all modules are captured
         self._failed: dict[ModuleCall, str] = {}
+        self._lines: list[str] = []
         self._choice: Choice | None = None
         self._parts: Parts | None = None
         self._calls = 0
@@ -263,6 +264,7 @@ class Split:
 
     def _choose(self) -> None:
         first, second = self._surveys
+        self._lines = [f"cannot be captured: {line}" for line in {**first.lines, **second.lines}]
         choice = self._choice = chosen(first, second, _FEWEST, self._failed)
         if choice.calls:
             emulated = self._options.graph == "emulate"
@@ -329,7 +331,7 @@ class Split:
             return []
         names = ", ".join(name or "the model" for name in self._choice.names)
         reasons = [f"eager: {name or 'the model'}: {why}" for name, why in self._choice.reasons.items()]
-        return [f"captured by itself: {names}", *reasons]
+        return [f"captured by itself: {names}", *self._lines, *reasons]
 
 
 def is_timed(options: Options) -> bool:

@@ -2,10 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .._torch.streams import is_capturing, raw_stream
 from .._torch.tree import tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
 from .inputs import Spec, StaticInputs
@@ -37,9 +40,6 @@ class Captured:
         self.nbytes = pool_bytes + inputs.nbytes
         self.timing = timing
         self.told = told
-        self._outputs: Any = _NONE_YET
-        self._tensors: list[Tensor] = []  # in the outputs
-        self._rebuilt: Rebuild = next  # makes the same tree of other tensors
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.
@@ -48,17 +48,13 @@ class Captured:
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
         """
         self.inputs.copy_(leaves)
-        outputs = self._graph.replay()
+        outputs: Outputs = self._graph.replay()
         if self.inputs.any_changed:
             self.inputs.copy_back(leaves)
-        if outputs is not self._outputs:  # an emulated graph returns new ones each time
-            self._outputs, self._tensors = outputs, []
-            self._rebuilt = rebuild(outputs, self._tensors)
-        return self._rebuilt(map(Tensor.clone, self._tensors))
+        return outputs.copied()
 
     def reset(self) -> None:
         """Give up the graph."""
-        self._outputs, self._tensors, self._rebuilt = _NONE_YET, [], next
         self._graph.reset()
 
 
@@ -93,7 +89,93 @@ class Family:
             self.graphs.popitem()[1].reset()
 
 
-_NONE_YET = object()  # None may be what the step returns
+class Outputs:
+    """What a captured function returned, from which each replay gives the caller tensors of his own.
+
+    The numbers among the outputs (loss, norm, whether the step was skipped) are gathered in one block of bytes, by one
+    kernel of the graph. So a replay is followed by one copy for all of them.
+
+    To be made in the capture, behind the function.
+
+    Args:
+        tree: what it returned.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tensors: list[Tensor] = []
+        self._rebuilt = rebuild(tree, self._tensors)
+        self._places: list[tuple[torch.dtype, int] | None] = []  # of each tensor in the block, counted in its dtype
+        self._rows: list[tuple[Tensor, list[Any]]] = []  # copies of the block to come, and the tensors in each of them
+        self._stream = -1  # that these were allocated on
+        self._count = 1  # how many rows are to be allocated
+        self._block = self._gathered()
+
+    def copied(self) -> Any:
+        """Return the tree with tensors that nothing else lies in, and that no later replay changes. Sync: none.
+
+        Numbers of several replays share an allocation, each with a place of its own, and no two tensors share a version
+        counter.
+        """
+        if self._block is None:
+            return self._rebuilt(map(Tensor.clone, self._tensors))
+        # Torch's allocator takes freed memory to be in use on the stream that it was allocated on.
+        if self._block.is_cuda and raw_stream(self._block.device.index) != self._stream:
+            self._rows, self._count = [], 1
+        if not self._rows:
+            self._rows = self._more_rows(self._block)
+        row, numbers = self._rows.pop()
+        row.copy_(self._block)
+        if None not in self._places:
+            return self._rebuilt(iter(numbers))
+        pairs = zip(numbers, self._tensors, strict=True)
+        return self._rebuilt(tensor.clone() if number is None else number for number, tensor in pairs)
+
+    def _gathered(self) -> Tensor | None:
+        """Return the block of bytes of the numbers, and note where they are. None if there are not two of them."""
+        # What a graph returns from the host is no work of the graph, and is read behind each replay.
+        places = [tensor.device for tensor in self._tensors if tensor.is_cuda or not is_capturing()]
+        device = places[0] if places else None
+        numbers = [i for i, tensor in enumerate(self._tensors) if _is_number(tensor) and tensor.device == device]
+        if len(numbers) < 2:
+            return None
+        numbers.sort(key=lambda i: -self._tensors[i].dtype.itemsize)  # so that each one is aligned
+        self._places, end = [None] * len(self._tensors), 0
+        for i in numbers:
+            dtype = self._tensors[i].dtype
+            self._places[i], end = (dtype, end // dtype.itemsize), end + dtype.itemsize
+        block = torch.empty(-(-end // _WORD) * _WORD, dtype=torch.uint8, device=device)
+        with torch.no_grad():
+            torch.cat([self._tensors[i].reshape(1).view(torch.uint8) for i in numbers], out=block[:end])
+        return block
+
+    def _more_rows(self, block: Tensor) -> list[tuple[Tensor, list[Any]]]:
+        """Return memory for the next replays: each time a copy of the block, and its numbers as tensors."""
+        if block.is_cuda:
+            self._stream = raw_stream(block.device.index)
+        count, self._count = self._count, min(2 * self._count, _ROWS)
+        rows = torch.empty(count, len(block), dtype=torch.uint8, device=block.device)
+        # A tensor from `.data` has a version counter of its own, and autograd does not take it for a view.
+        columns = [
+            repeat(None, count) if place is None else [t.data for t in rows.view(place[0])[:, place[1]].unbind()]
+            for place in self._places
+        ]
+        return list(zip([row.data for row in rows.unbind()], map(list, zip(*columns, strict=True)), strict=True))
+
+
+_ROWS = 32  # with loss, norm and skip in each of them, as many as the least that torch's allocator hands out
+_WORD = 8  # bytes of the largest number
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Return whether the bytes of a tensor are a number, and all that there is to it."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dim() == 0
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_complex() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
 Rebuild = Callable[[Iterator[Tensor]], Any]
 
 

@@ -22,14 +22,21 @@ from .turns import within_capture
 MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
+Then = Callable[[Any], Any]
+
+
+def same(outputs: Any) -> Any:
+    return outputs
+
+
 class Graph(Protocol):
     """A graph, emulated or not."""
 
-    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
-        """Record `fn` without doing its work. `context` returns a context in which `fn` is called."""
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
+        """Record `then(fn())` without doing its work. `context` returns a context in which `fn` is called."""
 
     def replay(self) -> Any:
-        """Do the recorded work; return the outputs of `fn`, which the next replay overwrites."""
+        """Do the recorded work; return what `then` returned. The next replay overwrites its tensors."""
 
     def reset(self) -> None:
         """Release the graph and its memory."""
@@ -106,8 +113,8 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
 
-    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
-        """Record `fn`. Nothing of it has run on the device when this returns.
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
+        """Record `then(fn())`. Nothing of it has run on the device when this returns.
 
         In user code, `torch.cuda.is_current_stream_capturing()` returns False during the capture.
 
@@ -118,13 +125,13 @@ class CudaGraph:
         Sync: waits for the device, once.
         """
         try:
-            self._capture(fn, context)
+            self._capture(fn, context, then)
         except CaptureError as error:
             if not growth.gave_up(error.__cause__):
                 raise
-            self._capture(fn, context)
+            self._capture(fn, context, then)
 
-    def _capture(self, fn: Callable[[], Any], context: MakeContext) -> None:
+    def _capture(self, fn: Callable[[], Any], context: MakeContext, then: Then) -> None:
         assert self._graph is None  # one capture per object
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
@@ -136,7 +143,9 @@ class CudaGraph:
                     # thread_local: a data loader or another thread may allocate and pin memory meanwhile.
                     graph.capture_begin(pool=handle, capture_error_mode="thread_local")
                     with hidden_capture(self._stream), context():
-                        self._outputs = fn()
+                        outputs = fn()
+                    self._outputs = then(outputs)
+                    del outputs
                     _end(graph)
             except BaseException as error:
                 self._outputs = None
@@ -201,10 +210,11 @@ class EmulatedGraph:
     def __init__(self) -> None:
         self._fn: Callable[[], Any] | None = None
         self._make_context: MakeContext | None = None
+        self._then: Then = same
 
-    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Keep `fn`. It runs in the first replay for the first time, then in this context."""
-        self._fn, self._make_context = fn, context
+        self._fn, self._make_context, self._then = fn, context, then
 
     def replay(self) -> Any:
         """Run the function."""
@@ -214,6 +224,7 @@ class EmulatedGraph:
             undo.note(modes())
             with context():
                 outputs = self._fn()
+            outputs = self._then(outputs)
             undo.forget()
         return outputs
 

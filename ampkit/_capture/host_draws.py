@@ -13,7 +13,7 @@ from .._torch.tree import tensors_in
 from .cache import Cache
 from .compared_numbers import KeptNumber
 from .fallback import Fallback
-from .graph import EmulatedGraph, Graph, MakeContext
+from .graph import EmulatedGraph, Graph, MakeContext, Then, same
 from .layouts import Layout, Layouts
 from .variation import DRAWS_ADVICE, Key
 
@@ -291,8 +291,8 @@ class _DrawnGraph:
         self._graph = graph
         self._draws = draws
 
-    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext) -> None:
-        """Record `fn`, which draws again, from where this call has drawn.
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
+        """Record `then(fn())`, which draws again, from where this call has drawn.
 
         Raises:
             CaptureError: see `CudaGraph`; or `fn` has drawn something else than was drawn before.
@@ -304,7 +304,7 @@ class _DrawnGraph:
             return fn()
 
         try:
-            self._graph.capture(drawn, context)
+            self._graph.capture(drawn, context, then)
             if not (isinstance(self._graph, EmulatedGraph) or self._draws.is_kept()):
                 raise CaptureError(f"in the capture, {_CHANGED}")
         finally:

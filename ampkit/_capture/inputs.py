@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._arguments import shown
 from .._errors import InputMismatch
 from .._text import dtype_name
-from .._torch.tensors import is_wrapper, layout_check, storage_address, versions
+from .._torch.tensors import foreach_copy_, is_wrapper, layout_check, storage_address, versions
 from .._torch.tree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .containers import holds_tensors, is_record
 from .spans import Spans, span
@@ -236,6 +236,9 @@ def path(tree: TreeSpec, leaf: int) -> str:
     return paths(tree)[leaf]
 
 
+_COPIED_TOGETHER = frozenset((torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool))
+
+
 class StaticInputs:
     """Buffers with the layout of one batch, at addresses that never change. The caller never gets one of them.
 
@@ -264,6 +267,10 @@ class StaticInputs:
             static[i] = buffer
         self._expanded = any(0 in buffer.stride() for buffer in self._buffers)
         self._all_tensors = len(self._places) == len(static)
+        # Several tensors of one dtype, such as tokens and masks, take one kernel. Not floats of 16 bits: it would
+        # convert them to float32 and back, and so change the bits of some NaNs.
+        dtypes = {buffer.dtype for buffer in self._buffers}
+        self._together = len(self._buffers) > 1 and len(dtypes) == 1 and dtypes <= _COPIED_TOGETHER
         self._sizes = [stop - start for start, stop in (span(leaves[i]) for i in self._places)]
         self.changed = [False] * len(self._places)
         self.keep_apart(Spans({}), Spans({}))
@@ -294,8 +301,11 @@ class StaticInputs:
             for buffer, leaf in zip(self._buffers, given, strict=True):
                 once(buffer).copy_(once(leaf), non_blocking=True)
             return
+        if self._together:
+            foreach_copy_(self._buffers, given, True)  # non_blocking
+            return
         for buffer, leaf in zip(self._buffers, given, strict=True):
-            buffer.copy_(leaf, True)  # non_blocking
+            buffer.copy_(leaf, True)
 
     def refuse_shared(self, leaves: Sequence[Any]) -> None:
         """Raise an `InputMismatch` if a tensor of the batch shares memory with another one, and the step changes one.

@@ -17,7 +17,7 @@ from .._errors import CaptureWarning
 from .._torch.execution_trace import enter_mark, exit_mark
 from .._torch.profiler import profiler_enabled
 from .._undo import Undo
-from .graph import Graph, MakeContext
+from .graph import Graph, MakeContext, Then, same
 from .profiled_calls import MODULE_MARK, Owner, ProfiledCalls
 from .profiled_trace import read_trace
 
@@ -132,9 +132,9 @@ class _MarkedGraph:
         self._graph = graph
         self._mark = mark
 
-    def capture(self, fn: Any, context: MakeContext = nullcontext) -> None:
-        """Record `fn`, see `Graph`."""
-        self._graph.capture(fn, context)
+    def capture(self, fn: Any, context: MakeContext = nullcontext, then: Then = same) -> None:
+        """Record `then(fn())`, see `Graph`."""
+        self._graph.capture(fn, context, then)
 
     def replay(self) -> Any:
         """Do the recorded work under the mark, see `Graph`."""

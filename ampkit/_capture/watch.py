@@ -172,6 +172,8 @@ class Look:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
         self._finds_gradients = finds_gradients
+        # Torch refuses `requires_grad` for integers, such as the counters of batch norm.
+        self._differentiable = [found for found in walk.tensors if found.is_floating_point() or found.is_complex()]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._groups = [_Group(group, _getter([key for key in group if key not in self.followed])) for group in groups]
         # The params are a list, and betas out of a JSON file, too. What is in them may change in place.
@@ -209,7 +211,7 @@ class Look:
     def _read_objects(self) -> tuple[Any, ...]:
         walk = self.walk
         found: list[Any] = gc.get_referents(*self._tables)  # all values of all tables and lists, in one call of C
-        found += map(_requires_grad, walk.tensors)
+        found += map(_requires_grad, self._differentiable)
         found += walk.training()
         found += map(type, walk.modules)
         for optimizer in self.optimizers:

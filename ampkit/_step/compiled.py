@@ -91,6 +91,7 @@ class CompiledTrainingStep(TrainingStep):
     Args:
         *args: see `TrainingStep`.
         compile: "default" or "max", see `graphed_step`.
+        name: what messages call the step.
         raises: whether a compilation that fails is an error (`on_failure="raise"`).
         generators: random-number generators beside torch's own that the loss draws from.
         **kwargs: see `TrainingStep`.
@@ -105,10 +106,11 @@ class CompiledTrainingStep(TrainingStep):
         compile: str,
         raises: bool,
         generators: Sequence[torch.Generator],
+        name: str = "graphed_step",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._where = f"graphed_step(compile={compile!r})"
+        self._where = f"{name}(compile={compile!r})"
         self._raises = raises
         self._generators = generators
         self.compiler = Compiler(_OPTIONS[compile])
@@ -219,9 +221,12 @@ class CompiledTrainingStep(TrainingStep):
         layout = self._layout
         if layout is None or layout.problem:
             return super()._call_loss(args, kwargs)
+        return self._compiled_loss(layout)(self._loss_fn, self._model, args, kwargs)
+
+    def _compiled_loss(self, layout: "_Layout") -> Callable[..., Any]:
         if layout.call is None:
             layout.call = self.compiler.compiled(_loss)
-        return layout.call(self._loss_fn, self._model, args, kwargs)
+        return layout.call
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         layout = self._layout
@@ -310,6 +315,8 @@ class CompiledTrainingStep(TrainingStep):
     def _why_not_updated(self) -> str:
         if not self._capturable:
             return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
+        if self._max_value is not None:
+            return "each element of the gradients is clipped"
         return why_not_compiled(self._optimizer)
 
     def _step_optimizer(self, prepared: Prepared | None = None) -> None:

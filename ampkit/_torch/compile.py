@@ -98,10 +98,12 @@ class GraphBreak(NamedTuple):
     Attributes:
         reason: what it says of it, the first line.
         places: file and number of the lines that led there, the innermost last.
+        text: all that it says.
     """
 
     reason: str
     places: tuple[tuple[str, int], ...]
+    text: str
 
 
 class Compiler:
@@ -146,7 +148,7 @@ class Compiler:
         yield found
         for reason in reasons[known:]:
             places = tuple((frame.filename, frame.lineno or 0) for frame in reason.user_stack)
-            noted = GraphBreak(next(iter(reason.reason.strip().splitlines()), ""), places)
+            noted = GraphBreak(next(iter(reason.reason.strip().splitlines()), ""), places, str(reason.reason))
             if noted not in found:
                 found.append(noted)
 

@@ -18,6 +18,7 @@ from .._capture.report import Report
 from .._errors import CaptureError, CaptureWarning
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
+from .._step.compiled import COMPILE, check_compile
 from ..debug._memory.profile import MemoryProfile
 from ..debug._numerics.numerics import Numerics
 from ._evaluation import STEP_OF, STEPS, Evaluation, is_replaced
@@ -50,6 +51,8 @@ class AmpkitCallback(Callback):
         annotate: note which module each kernel belongs to, for `ampkit.debug.name_kernels(trace, callback)`.
         numerics: measure what `ampkit.debug.numerics` does, once in this many optimizer steps. None measures nothing.
         memory: record what takes the memory in one of the first eager steps, as `ampkit.debug.memory` does.
+        compile: "default" or "max" has torch.compile compile `training_step`, its backward, and the update of the
+            parameters, as `graphed_step(compile=...)` does. Then `warmup` is at least 3. None compiles nothing.
         validate: "auto" captures `validation_step` and `test_step` too, in `fit`, `validate` and `test`, on one device.
             They return and log the same bits. What a replay would leave out, such as an attribute that the step
             changes, is found in the warm-up as in training, and Lightning then calls the step as always. Their graphs
@@ -57,7 +60,9 @@ class AmpkitCallback(Callback):
         log: whether the figures below go to the loggers. The progress bar shows them in any case.
 
     Raises:
-        ValueError: if an argument cannot work, or, in `fit`, if the policy differs from the Trainer's precision.
+        ValueError: if an argument cannot work, or, in `fit`, if the policy differs from the Trainer's precision, or if
+            something is compiled already that `compile` is to compile.
+        NotImplementedError: for `compile` with `numerics`, with `memory`, or, in `fit`, with several processes.
 
     Every `log_every_n_steps`, the progress bar and every logger get the loss scale, the number of skipped steps, the
     gradient norm (if there is a loss scale or clipping), samples per second, milliseconds per batch, graph replays and
@@ -82,6 +87,7 @@ class AmpkitCallback(Callback):
         memory: bool = False,
         validate: str | bool = "auto",
         log: bool = True,
+        compile: str | None = None,
     ) -> None:
         options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget, annotate=annotate)
         self._options = options.checked("AmpkitCallback")
@@ -93,6 +99,8 @@ class AmpkitCallback(Callback):
         self._validate, self._log = validate, log
         self._policy = read_policy("AmpkitCallback", policy)
         self._scaler = scaler
+        _check_compile(compile, measures=numerics is not None or memory)
+        self._compile = compile
         captured_after = None if graph == "off" else warmup
         self._new_measurements = functools.partial(FitMeasurements, numerics, memory, captured_after)
         self._measurements = self._new_measurements()
@@ -152,6 +160,12 @@ class AmpkitCallback(Callback):
             self._give_up(f"{problem} Lightning trains without ampkit.")
             return
         _check_policy(self._policy, plugin)
+        if self._compile is not None and isinstance(trainer.strategy, DDPStrategy):
+            raise NotImplementedError(
+                f"AmpkitCallback(compile={self._compile!r}) does not work with several processes. Pass compile=None, "
+                "and compile the networks in your module: self.net = torch.compile(self.net)."
+            )
+        check_compile("AmpkitCallback", self._compile, pl_module, pl_module.training_step, None)
         self._measurements = self._new_measurements()
         self._fit = Fit(
             trainer,
@@ -159,6 +173,7 @@ class AmpkitCallback(Callback):
             self._policy,
             self._scaler,
             self._options,
+            self._compile,
             self._measurements,
             self._give_up,
             logs=self._log,
@@ -223,6 +238,17 @@ class AmpkitCallback(Callback):
         if self._options.on_failure == "raise":
             raise CaptureError(f"AmpkitCallback: {text}")
         warnings.warn(f"AmpkitCallback: {text}", CaptureWarning, stacklevel=3)
+
+
+def _check_compile(compile: str | None, *, measures: bool) -> None:
+    if compile is None:
+        return
+    check_choice("AmpkitCallback", "compile", compile, COMPILE)
+    if measures:
+        raise NotImplementedError(
+            f"AmpkitCallback(compile={compile!r}, numerics=..., memory=...): compiled code has no modules that could "
+            "be measured. Pass compile=None while you measure."
+        )
 
 
 def _check_policy(policy: Policy | None, plugin: Precision) -> None:

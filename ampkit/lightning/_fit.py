@@ -27,6 +27,7 @@ from .._precision.policy import Policy
 from .._step.optimizer_place import place_of
 from .._torch.optimizers import supports_amp_scaling
 from .._torch.tree import tree_flatten
+from ._compiled_step import read_compile
 from ._gradient_reads import GradientUses
 from ._host_state import HostReads
 from ._limits import why_not_optimizer, why_not_parameters
@@ -56,6 +57,7 @@ class Fit:
         policy: Policy | None,
         scaler: GradScaler | None,
         options: Options,
+        compile: str | None,
         measurements: FitMeasurements,
         give_up: Callable[[str], None],
         *,
@@ -64,7 +66,7 @@ class Fit:
         strategy = trainer.strategy
         self._trainer = trainer
         self._module = module
-        self._options = options
+        self._options, self._compile = options, compile
         self._measurements = measurements
         self._give_up = give_up
         self._logs = logs  # whether the statistics go to the loggers
@@ -179,6 +181,8 @@ class Fit:
         assert model is not None  # Lightning sets it up before the first batch
         self._step = TrainerStep(
             self._lightning_step,
+            lambda: self._trainer.strategy.precision_plugin.train_step_context(),
+            read_compile(self._compile, self._host_reads),
             self._module,
             model,
             optimizer,

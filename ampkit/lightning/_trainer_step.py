@@ -1,7 +1,9 @@
 """One batch of a Lightning Trainer as one call of the engine: the arguments, the result, and when to stay eager."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from .._step.optimizer_place import OptimizerPlace
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
 from . import _log_calls
+from ._compiled_step import WARM_UP, CompiledBatchStep, training_step_of
 from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, uses_index
 
 
@@ -60,6 +63,8 @@ class TrainerStep:
 
     Args:
         forward: `forward(batch, *rest)` calls `training_step` as Lightning does, with wrappers and precision.
+        context: returns the context in which Lightning calls `training_step`.
+        compile: see `AmpkitCallback`.
         module: the LightningModule.
         model: the wrapper that Lightning put around the module, such as DDP, or the module itself.
         optimizer: the only one of the fit.
@@ -80,6 +85,8 @@ class TrainerStep:
     def __init__(
         self,
         forward: Callable[..., Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        compile: str | None,
         module: nn.Module,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -93,14 +100,16 @@ class TrainerStep:
         place: OptimizerPlace,
         give_up: Callable[[str], None],
     ) -> None:
-        self._forward = forward
+        self._forward, self._context = forward, context
         self._module = module
+        if compile is not None:
+            options = options._replace(warmup=max(options.warmup, WARM_UP))
         self._host_reads = host_reads
         self._captures = options.graph != "off"
         self._calls_to_check = options.warmup if self._captures else 0
         self._give_up = give_up
         self._ranks = Ranks(model, device)
-        self._step = TrainingStep(
+        self._step = _maker(compile, options)(
             self._loss,
             module,
             optimizer,
@@ -116,7 +125,7 @@ class TrainerStep:
             place=place,
             observer=observer,
         )
-        self._engine = self._make_engine(device, options, place)
+        self._engine = self._make_engine(device, options, place, 1 if compile is None else 2)
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self._engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
@@ -128,7 +137,7 @@ class TrainerStep:
         self.grad_norm: Tensor | None = None
         self.backward_done = False
 
-    def _make_engine(self, device: torch.device, options: Options, place: OptimizerPlace) -> Engine:
+    def _make_engine(self, device: torch.device, options: Options, place: OptimizerPlace, untimed: int) -> Engine:
         return Engine(
             self._step,
             self._step.state({"model": self._module}),
@@ -142,6 +151,7 @@ class TrainerStep:
             optimizer=place,
             watching=self._step.watching,
             one_argument=True,
+            untimed=untimed,
         )
 
     @property
@@ -162,6 +172,7 @@ class TrainerStep:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""
         skipped = self._step.scaler.skipped
         report = self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
+        report = replace(report, **self._step.compiled())
         return replace(report, failure=self._why_eager) if self._why_eager else report
 
     def close(self) -> None:
@@ -212,9 +223,15 @@ class TrainerStep:
             self._ranks.decide(wants=False, can=True, settled=True)  # other ranks may vote in this call
         return self._engine.run("cannot be captured", lambda: self._step.whole(phase, batch))  # type: ignore[no-any-return]  # what the step returns
 
-    def _loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[_log_calls.Template, list[Tensor]]]:
+    def _loss(
+        self, model: nn.Module, batch: Any, call: Callable[..., Any] | None = None
+    ) -> tuple[Tensor, dict[_log_calls.Template, list[Tensor]]]:
         with _log_calls.recorded(self._module) as log_calls:
-            output = self._forward(batch, *self._further_args)
+            if call is None:
+                output = self._forward(batch, *self._further_args)
+            else:  # as the strategy does, with compiled code in its innermost call
+                with self._context():
+                    output = call(training_step_of, self._module, (batch, *self._further_args), {})
         loss = _log_calls.loss_in(output)
         if loss is None:
             raise NoLossError(output, log_calls)
@@ -264,6 +281,14 @@ class TrainerStep:
             self._engine.close()
             if self._captures:
                 self._give_up(reason)
+
+
+def _maker(compile: str | None, options: Options) -> Callable[..., TrainingStep]:
+    """Return what makes the step."""
+    if compile is None:
+        return TrainingStep
+    raises = options.on_failure == "raise"
+    return partial(CompiledBatchStep, compile=compile, name="AmpkitCallback", raises=raises, generators=())
 
 
 _SAME_WINDOW = "Keep accumulate_grad_batches the same."

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torchvision
 from harness import OPTIMIZERS, assert_same, boosted_loss, deterministic, make_batches, make_net, training_state
+from peak_memory import holes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
 from ampkit._capture.graph import CudaGraph, Pool
+from ampkit._step.training_step import TrainingStep
 from ampkit._torch.allocator import allocator_settings, set_allocator_settings
 
 pytestmark = pytest.mark.cuda
@@ -245,6 +247,36 @@ def test_a_step_takes_less_memory_in_one_segment() -> None:
     assert_same(plain, grown)
     print(f"\npool and buffers: {size / 2**20:.1f} MiB, in a segment that grows {smaller / 2**20:.1f} MiB")
     assert smaller <= size
+
+
+def test_the_state_of_the_optimizer_holds_no_large_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G10: what forward and backward have freed goes back to the device before the first step allocates what stays."""
+
+    def run() -> tuple[Any, float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(1024, 1024), nn.ReLU())]).cuda()
+        step, model, optimizer = make(lambda net, x: net(x).square().mean(), model)
+        x = torch.randn(16384, 1024, device="cuda")
+        for _ in range(6):
+            step(x)
+        assert step.replays == 3
+        free = holes(torch.cuda.memory_snapshot(include_traces=False)) / 2**20
+        state = training_state(model, optimizer, step.scaler)
+        step.close()
+        return state, free
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    with deterministic():
+        left, free = run()
+        gc.collect()
+        torch.cuda.empty_cache()
+        monkeypatch.setattr(TrainingStep, "_make_room_for_state", lambda self: None)
+        as_before, more = run()
+    assert_same(left, as_before)
+    print(f"\nfree and not to be given back: {free:.0f} MiB, and {more:.0f} MiB if nothing is given back before")
+    assert free < 64
+    assert free <= more
 
 
 @pytest.mark.parametrize("order", ["captured", "reversed", "mixed"])

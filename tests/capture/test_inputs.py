@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from harness import bits
 
 from ampkit import InputMismatch
 from ampkit._capture import inputs as _inputs
@@ -233,3 +234,28 @@ def test_a_reader_refuses_what_cannot_be_an_input() -> None:
         with pytest.raises(InputMismatch):
             reader.read((wrong, y), {})
         assert reader.read((torch.zeros(2, 3), y), {})[0] == spec_of(torch.zeros(2, 3), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float16, torch.bool, torch.uint8])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_several_tensors_of_one_dtype(device: str, dtype: torch.dtype) -> None:
+    """Batches of equal dtypes are copied bit by bit: NaNs with a payload, strided tensors and empty ones too."""
+    made = torch.Generator().manual_seed(0)
+    size = dtype.itemsize
+
+    def leaf(*shape: int) -> torch.Tensor:
+        count = torch.Size(shape).numel() * size
+        drawn = torch.randint(2 if dtype is torch.bool else 256, (count,), generator=made, dtype=torch.uint8)
+        return drawn.view(dtype).reshape(shape).to(device)
+
+    def batch() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (leaf(3, 4), leaf(5, 2).t(), leaf(0, 2)), {"third": leaf(1)[0], "number": 3}
+
+    spec, leaves = read_batch(*batch(), torch.device(device, 0) if device == "cuda" else CPU)
+    inputs = StaticInputs(spec, leaves)
+    for _ in range(2):
+        args, kwargs = batch()
+        inputs.copy_(tree_flatten((args, kwargs))[0])
+        for found, given in zip((*inputs.args, inputs.kwargs["third"]), (*args, kwargs["third"]), strict=True):
+            assert found.stride() == given.stride()
+            assert torch.equal(bits(found), bits(given))

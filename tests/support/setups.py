@@ -398,7 +398,7 @@ class StepTraining(Training):
 
     on_failure = "raise"
 
-    def __init__(self, setup: Setup, graph: str) -> None:
+    def __init__(self, setup: Setup, graph: str, **options: Any) -> None:
         super().__init__(setup)
         self.step = ampkit.graphed_step(
             self.loss,
@@ -416,6 +416,7 @@ class StepTraining(Training):
             graph=graph,
             generators=() if self.generator is None else (self.generator,),
             max_graphs=setup.max_graphs,
+            **options,
         )
 
     def _call(self, batch: Batch) -> dict[str, Any]:

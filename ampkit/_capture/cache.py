@@ -99,16 +99,17 @@ class Outputs:
 
     Args:
         tree: what it returned.
+        gathers: whether to gather numbers. Without it, the graph has no kernel that the function did not launch.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, *, gathers: bool = True) -> None:
         self._tensors: list[Tensor] = []
         self._rebuilt = rebuild(tree, self._tensors)
         self._places: list[tuple[torch.dtype, int] | None] = []  # of each tensor in the block, counted in its dtype
         self._rows: list[tuple[Tensor, list[Any]]] = []  # copies of the block to come, and the tensors in each of them
         self._stream = -1  # that these were allocated on
         self._count = 1  # how many rows are to be allocated
-        self._block = self._gathered()
+        self._block = self._gathered() if gathers else None
 
     def copied(self) -> Any:
         """Return the tree with tensors that nothing else lies in, and that no later replay changes. Sync: none.

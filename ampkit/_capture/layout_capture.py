@@ -7,7 +7,7 @@ import torch
 
 from .._errors import CaptureError
 from .._undo import Undo
-from .cache import Cache, Captured, Outputs
+from .cache import Cache, Captured
 from .capture_query import answered
 from .fallback import Fallback
 from .graph import Graph
@@ -112,7 +112,7 @@ class LayoutCapture:
             undo.note(graph.reset)
             try:
                 with no_recompile():
-                    graph.capture(recorded, layout.rehearsal.capturing, Outputs)
+                    graph.capture(recorded, layout.rehearsal.capturing, self._layouts.make_outputs)
                 refuse_rebound(self._state.rebound_since(before))
             except CaptureError as error:
                 failure = error

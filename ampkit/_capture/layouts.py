@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from .cache import Outputs
 from .kernel_names import KernelNames
 from .overlaps import Writes
 from .rehearsal import Rehearsal
@@ -110,6 +111,10 @@ class Layouts:
         self._by_key: OrderedDict[Key, Layout] = OrderedDict()
         self._told_later: set[int] = set()  # hashes of the inputs of `tell`
         self._seen: set[int] = set()  # hashes of inputs; the inputs themselves would keep objects of the user's alive
+
+    def make_outputs(self, tree: Any) -> Outputs:
+        """Return what each replay gives the caller, with no kernel of its own if kernels are to have names."""
+        return Outputs(tree, gathers=self.names is None)
 
     def __len__(self) -> int:
         return len(self._by_key)

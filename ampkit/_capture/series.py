@@ -10,7 +10,7 @@ from torch import Tensor
 from .._errors import CaptureError
 from .._torch.modes import modes
 from .._undo import Undo
-from .cache import Cache, Captured, Family, Outputs
+from .cache import Cache, Captured, Family
 from .call_record import OperationRecorder, Record, first_difference
 from .capture_query import answered, recording
 from .fallback import Fallback
@@ -275,7 +275,7 @@ class Series:
             undo.note(self._state.rebind, before)
             undo.note(graph.reset)
             with no_recompile():
-                graph.capture(recorded, recording, Outputs)
+                graph.capture(recorded, recording, self._layouts.make_outputs)
             refuse_rebound(self._state.rebound_since(before))
             if comparison is not None and comparison.difference:
                 raise CaptureError(comparison.difference)

@@ -82,6 +82,20 @@ def keep_warning_filters(undo: Undo) -> None:
     caught.__enter__()
 
 
+def replace(undo: Undo, owner: Any, name: str, new: Any) -> None:
+    """Replace an attribute; note how to put the old one back."""
+    if name in vars(owner):
+        undo.note(setattr, owner, name, vars(owner)[name])
+    else:  # a base class has it
+        undo.note(_remove, owner, name)
+    setattr(owner, name, new)
+
+
+def _remove(owner: Any, name: str) -> None:
+    if name in vars(owner):
+        delattr(owner, name)
+
+
 def call(fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Return what `fn` returns. If an interrupt leaves a context open in it, undo that context."""
     opened = open_here.contexts

@@ -52,10 +52,13 @@ class GraphedPasses:
         if self.pending:
             return PENDING
         replay = _ForwardReplay(self)
-        inputs = [leaves[i] for i in self._passes.grad_inputs]
-        results = _replayed(replay, leaves, *inputs, *self._passes.params)
+        results = _replayed(replay, leaves, *self.sources(leaves))
         self._last = weakref.ref(replay)
         return results
+
+    def sources(self, leaves: list[Any]) -> list[Tensor]:
+        """Return the inputs and parameters that `backward` returns gradients of, in the order of these."""
+        return [*(leaves[i] for i in self._passes.grad_inputs), *self._passes.params]
 
     def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Replay; return copies of the outputs, and the non-differentiable ones. Call it within `in_turn`."""
@@ -86,21 +89,30 @@ class GraphedPasses:
             raise RuntimeError(_RECORDING)
         if replay.versions != self.versions():
             raise RuntimeError(_MODIFIED)
+        given = [g for g, differentiable in zip(grads, self._passes.differentiable, strict=True) if differentiable]
+        found = self.gradients(given, wanted)
+        replay.done = not keeps_graph()
+        copies = dict(zip(found, _copies(list(found.values())), strict=True))
+        return [copies.get(j) for j in range(len(wanted))]
+
+    def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
+        """Replay; return the gradients that are wanted, by number, which the next replay overwrites.
+
+        Args:
+            given: the gradients of the differentiable outputs.
+            wanted: see `backward`.
+        """
         passes = self._passes
-        given = [grad for grad, differentiable in zip(grads, passes.differentiable, strict=True) if differentiable]
         for static, grad in zip(passes.out_grads, given, strict=True):
             _ = static.zero_() if grad is None else static.copy_(grad, non_blocking=True)
         self._backward.replay()
-        replay.done = not keeps_graph()
         in_loss = {i for i, grad in enumerate(given) if grad is not None}
         # If none of the outputs that use an input is part of the loss, its gradient is None rather than zeros.
-        found = {
+        return {
             j: grad
             for j, grad in enumerate(passes.grads)
             if grad is not None and wanted[j] and not passes.used_by[j].isdisjoint(in_loss)
         }
-        copies = dict(zip(found, _copies(list(found.values())), strict=True))
-        return [copies.get(j) for j in range(len(wanted))]
 
     def versions(self) -> list[int]:
         """Return the version of each parameter and buffer that backward reads. A change in place raises it."""

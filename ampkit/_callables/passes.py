@@ -1,5 +1,6 @@
 """A forward and a backward pass as two graphs: their static tensors, and the callables that a replay gets wrong."""
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,7 @@ from .._torch.tree import TreeSpec, tree_flatten, tree_unflatten
 from .._undo import Undo, keep_warning_filters
 from .shared_memory import SharedMemory
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
 class UnusedError(CaptureError):
@@ -185,10 +186,10 @@ class Passes:
             run = object()
             undo.note(torch.clear_autocast_cache)
             undo.note(Passes.recording.discard, run)
-            undo.note(_set, params)
+            undo.note(exchange, params)
             torch.clear_autocast_cache()
             Passes.recording.add(run)
-            _set(self._places)
+            exchange(self._places)
             with answering(True) if self._told else nullcontext():
                 yield
 
@@ -205,7 +206,7 @@ class Passes:
                 fits = plain and output.device == self._device
             else:
                 parts.append(Constant(type(output), output))
-                shown, fits = type(output).__name__, type(output) in _CONSTANTS
+                shown, fits = type(output).__name__, type(output) in CONSTANTS
             if not fits:
                 raise CaptureError(
                     f"it returned a {shown}, which a replay cannot compute anew. Return strided "
@@ -243,9 +244,20 @@ class Passes:
                 )
 
 
-def _set(places: Sequence[tuple[nn.Module, str, Any]]) -> None:
+def exchange(places: Sequence[tuple[nn.Module, str, Any]]) -> None:
+    """Give modules these parameters under these names."""
     for module, key, param in places:
         setattr(module, key, param)  # rather than in the table, because an RNN has a list of its own
+
+
+def replace_forward(undo: Undo, module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give a module another `forward` until the end of a context."""
+    table = vars(module)
+    if "forward" in table:
+        undo.note(operator.setitem, table, "forward", table["forward"])
+    else:
+        undo.note(table.pop, "forward", None)
+    table["forward"] = forward
 
 
 @contextmanager

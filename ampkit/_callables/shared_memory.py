@@ -21,17 +21,26 @@ class SharedMemory:
     Each forward graph has a pool of its own, because its activations stay there until the backward pass. In a common
     pool, another graph that is replayed in between might use the same addresses for its temporary memory. All backward
     graphs share one pool and may run in any order: they leave only gradients there, which are copied out at once.
+
+    Attributes:
+        device: as given.
+        emulated: as given.
+        use: of the stream to capture on, see `capture_stream`.
     """
+
+    # Another stream than that of steps, whose calls may run in another thread at the same time.
+    use = "callables"
 
     def __init__(self, device: torch.device, emulated: bool) -> None:
         self.device = device
+        self.emulated = emulated
         self._pool = None if emulated else Pool()
 
     def graphs(self) -> tuple[Graph, Graph]:
         """Return a forward and a backward graph to capture."""
         if self._pool is None:
             return EmulatedGraph(), EmulatedGraph()
-        stream = capture_stream(self.device, _USE)
+        stream = capture_stream(self.device, self.use)
         return CudaGraph(stream, Pool()), CudaGraph(stream, self._pool)
 
     def call(self) -> AbstractContextManager[Any]:
@@ -61,7 +70,7 @@ class SharedMemory:
         if self._pool is None:
             yield
             return
-        current, stream = self.in_turn(torch.cuda.current_stream, self.device), capture_stream(self.device, _USE)
+        current, stream = self.in_turn(torch.cuda.current_stream, self.device), capture_stream(self.device, self.use)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
@@ -70,7 +79,6 @@ class SharedMemory:
             current.wait_stream(stream)
 
 
-_USE = "callables"  # another stream than that of steps, whose calls may run in another thread at the same time
 _lock = threading.RLock()
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _orders: dict[torch.device, StreamOrder] = {}

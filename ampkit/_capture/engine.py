@@ -16,6 +16,7 @@ from .._undo import Undo
 from .bound import why_not_scripted
 from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
+from .eager_call import called_on
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
 from .host_draws import NEW, HostDraws
@@ -27,6 +28,7 @@ from .options import Options
 from .ranks import Ranks
 from .report import Report
 from .series import Series
+from .splitting import IN_PARTS, NEVER, Splitter
 from .state import TrainingState
 from .surroundings import Surroundings
 from .timing import Clock
@@ -64,6 +66,7 @@ class Engine:
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
         one_argument: whether every call has one argument, the batch.
         untimed: how many calls of a layout are slower than later ones, and are not timed.
+        splitter: does calls in parts that cannot be captured.
 
     Attributes:
         turn: makes other threads wait. The engine, and all that belongs to the same call, must be called in it.
@@ -71,6 +74,7 @@ class Engine:
         series: captures several calls in one graph.
         replays: how many calls were a graph launch.
         eager: how many calls were eager, by reason.
+        fallback: says that calls are eager.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Engine:
         declared: bool = False,
         one_argument: bool = False,
         untimed: int = 1,
+        splitter: Splitter = NEVER,
     ) -> None:
         check_verify(options, ranks, name)
         on_cuda = options.graph == "auto" and device.type == "cuda"
@@ -97,7 +102,7 @@ class Engine:
         # Two calls at least: one under the preflight, and the rehearsal.
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
         self._fn, self._whole, self._own = fn, whole or fn, copied if whole is None else lambda outputs: outputs
-        self._state, self._watch, self._optimizer = state, state.watch, optimizer
+        self._state, self._watch, self._optimizer, self._splitter = state, state.watch, optimizer, splitter
         self._device, self._reader = device, BatchReader(device)
         self._options, self._ranks = options, ranks
         self._stream = capture_stream(device) if on_cuda else None
@@ -106,7 +111,7 @@ class Engine:
         self._turns = turns_on(device)
         self.turn = Turn(self._turns, name)
         self._clock = Clock(device if on_cuda else None)
-        self._fallback = Fallback(
+        self.fallback = self._fallback = Fallback(
             name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
         )
         self._cache = Cache(options.max_graphs, options.memory_budget)
@@ -172,6 +177,8 @@ class Engine:
             outputs = self._capture_and_replay(key, layout, leaves)
             if outputs is not _NOT_CAPTURED:
                 return outputs
+        if layout.refusal is IN_PARTS:
+            return self._splitter.call(self, layout, phase, args, kwargs)
         reason = self._fallback.refused or layout.refusal or "the ranks have not agreed to capture yet"
         fn = answered(self._fn, layout.told)
         return self.run(reason, lambda: fn(phase, *args, **kwargs))
@@ -268,7 +275,7 @@ class Engine:
         problem = (layout.problem if stage is Stage.WARM else "") or self._note(key, layout)
         all_want, all_can = self._ranks.decide(stage is Stage.WARM, not problem, settled=False)
         if stage is not Stage.REFUSED and not all_can:
-            self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found))
+            self.give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
         return Stage.REFUSED if not all_can or (stage is Stage.WARM and not all_want) else stage
 
     def _note(self, key: Key, layout: Layout) -> str:
@@ -329,7 +336,7 @@ class Engine:
             try:
                 captured = self._capture.capture(key, layout, leaves)
             except CaptureError as error:
-                self._give_up(layout, "capture failed", error)
+                self.give_up(layout, "capture failed", error)
                 captured = None
             if captured is None:
                 return _NOT_CAPTURED
@@ -345,7 +352,7 @@ class Engine:
             if failure is not None:
                 if self._fallback.raises:
                     raise self._fallback.step_done_error(failure, outputs)
-                self._give_up(layout, "capture failed", failure)
+                self.give_up(layout, "capture failed", failure)
             undo.forget()
         return outputs
 
@@ -359,12 +366,13 @@ class Engine:
         if self._optimizer.stays_behind:
             self._fallback.say_behind(self._optimizer.why_behind)
 
-    def _give_up(self, layout: Layout, reason: str, error: CaptureError) -> None:
-        if self._optimizer.leave(problem=str(error)):
+    def give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
+        """Make the calls of a layout eager. With its key, they may be done in parts instead."""
+        if self._optimizer.leave(problem=str(error)) or (key is not None and self._splitter.takes(key, layout)):
             return
         if self._fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
-        self._fallback.give_up(layout, reason, error, is_last=not len(self._cache))
+        self._fallback.give_up(layout, reason, error, is_last=not (len(self._cache) or self._splitter.has_parts))
 
     # ------------------------------------------------------------------------------------------------ eager calls
 
@@ -388,22 +396,9 @@ class Engine:
 
         Autograd and cuBLAS keep memory for each stream. With one stream for eager calls and captures they do so once.
         """
-        with Undo() as undo:
-            undo.note(modes())
-            if self._fallback.refused:
-                self._leave_capture_stream()
-            if self._stream is None:
-                with context:
-                    outputs = own(fn())
-            else:
-                self._stream.wait_stream(torch.cuda.current_stream(self._device))
-                try:
-                    with torch.cuda.stream(self._stream), context:
-                        outputs = own(fn())
-                finally:
-                    torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            undo.forget()
-        return outputs
+        if self._fallback.refused:
+            self._leave_capture_stream()
+        return called_on(self._stream, self._device, fn, context, own)
 
     # ------------------------------------------------------------------------------------------ report and release
 
@@ -417,8 +412,11 @@ class Engine:
                 captures=self.captures,
                 evictions=self._capture.evictions,
                 replays=self.replays,
-                eager=dict(self.eager),
-                bytes=self._cache.nbytes,
+                eager={reason: count for reason, count in self.eager.items() if reason != IN_PARTS},
+                in_parts=self.eager[IN_PARTS],
+                parts=self._splitter.parts(),
+                split=self._splitter.words(),
+                bytes=self._cache.nbytes + self._splitter.nbytes,
                 per_graph=(*self._cache.reports(), *self.series.reports()),
                 skipped=skipped,
                 failure=self._fallback.failure or self._variation.text or None,
@@ -440,6 +438,7 @@ class Engine:
         """Drop all graphs and give their memory back. The next call warms up and captures again."""
         self._cache.clear()
         self._layouts.clear()
+        self._splitter.close()
         self._draws.clear()
         self._surroundings.forget()
         self._variation.restart()

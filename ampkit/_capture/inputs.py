@@ -299,7 +299,7 @@ class StaticInputs:
         given = leaves if self._all_tensors else [leaves[i] for i in self._places]
         if self._expanded:
             for buffer, leaf in zip(self._buffers, given, strict=True):
-                _once(buffer).copy_(_once(leaf), non_blocking=True)
+                once(buffer).copy_(once(leaf), non_blocking=True)
             return
         if self._together:
             foreach_copy_(self._buffers, given, True)  # non_blocking
@@ -376,11 +376,11 @@ def own_copy(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides, that no other tensor shares memory with, as a graph would read it."""
     with torch.inference_mode(False), torch.no_grad():
         copy = _empty_like(tensor)
-        _once(copy).copy_(_once(tensor))
+        once(copy).copy_(once(tensor))
     return copy
 
 
-def _once(tensor: Tensor) -> Tensor:
+def once(tensor: Tensor) -> Tensor:
     """Return a view without expanded dimensions (stride 0), along which all elements lie at one address.
 
     `copy_` refuses to write to such a dimension.

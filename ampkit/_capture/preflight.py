@@ -18,7 +18,7 @@ from .._torch.compile import COMPILER, never_compile_by_itself
 from .._torch.fake_tensors import is_fake
 from .._torch.modes import TorchDispatchMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
-from .._undo import Undo, keep_warning_filters
+from .._undo import Undo, keep_warning_filters, replace
 from .._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
 from .draw_record import DrawRecorder
 from .reseeding import GeneratorWatch, getters, setters
@@ -96,6 +96,8 @@ class Preflight(TorchDispatchMode):
         generators: CUDA generators beside the default one that a graph is captured with.
         graphed: whether to advise how to write it in a graphed step. Otherwise the advice is for any step.
         observer: called with each operation, its arguments and its result. Another dispatch mode would change kernels.
+        located: called with the line and the problem of each finding where it is found, also of one found before, and
+            with the autograd node that it belongs to, if that is known.
         draws: records the draws on the host that may be made ahead of a graph. Without it, each of them is a finding.
 
     Sync: none of its own, but one wait at its end where other threads run.
@@ -108,12 +110,14 @@ class Preflight(TorchDispatchMode):
         *,
         graphed: bool = True,
         observer: Callable[[Any, Any, Any, Any], object] | None = None,
+        located: Callable[[str, str, Any], object] | None = None,
         draws: DrawRecorder | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._watched = Watched(device, tuple(generators))
         self._graphed = graphed
         self._observer = observer
+        self._located = located
         self._draws = draws
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # places that are known to wait, with the operation that does
@@ -143,7 +147,7 @@ class Preflight(TorchDispatchMode):
             self._watch_calls(self._undo)
             self._watch_seeds(self._undo)
             if self._draws is not None:
-                self._draws.begin(self._undo, _replace)
+                self._draws.begin(self._undo, replace)
             enter(self._undo, self)
         except BaseException:
             self._undo.close()
@@ -154,7 +158,7 @@ class Preflight(TorchDispatchMode):
         try:
             leave(self)
             if kind is None:
-                self._look_for_draws()
+                self.look_for_draws()
         finally:
             self._undo.close()
         if kind is None and self._draws is not None:
@@ -173,7 +177,7 @@ class Preflight(TorchDispatchMode):
         warnings.filterwarnings("always", module=re.escape(__name__) + "$")  # see `_on_warning`
         warnings.filterwarnings("always", _WAIT)
         self._show = warnings.showwarning
-        _replace(undo, warnings, "showwarning", self._on_warning)
+        replace(undo, warnings, "showwarning", self._on_warning)
         before = torch.cuda.get_sync_debug_mode() if self._watched.device.type == "cuda" else None
         self._user_warned = before == 1  # as the user has asked; with 2, a wait raises, as the user wants it
         if before == 0:
@@ -201,7 +205,7 @@ class Preflight(TorchDispatchMode):
         undo.note(let_autograd_use_threads, uses_autograd_threads())
         let_autograd_use_threads(False)
         for owner, name in ENGINE_ENTRIES:
-            _replace(undo, owner, name, self._backward_by(getattr(owner, name)))
+            replace(undo, owner, name, self._backward_by(getattr(owner, name)))
 
     def _watch_calls(self, undo: Undo) -> None:
         """Replace functions that wait where neither a dispatch mode nor the sync debug mode sees it."""
@@ -211,10 +215,10 @@ class Preflight(TorchDispatchMode):
                 self._report_calls(undo, owner, attribute, host_wait(name))
         else:  # of a tensor on CUDA these are operations, or copies that the sync debug mode sees
             for owner, name in HOST_COPIES:
-                _replace(undo, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
+                replace(undo, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
             for owner, name, place in LIST_READS:
                 lists = (list, tuple)
-                _replace(undo, owner, name, self._reading_from(lists, getattr(owner, name), list_read(name), place))
+                replace(undo, owner, name, self._reading_from(lists, getattr(owner, name), list_read(name), place))
 
     def _reading_from(
         self, kind: Any, original: Callable[..., Any], problem: Problem, place: int
@@ -236,9 +240,9 @@ class Preflight(TorchDispatchMode):
     def _watch_seeds(self, undo: Undo) -> None:
         """Replace the functions that read and set the state of generators."""
         for owner, name in getters():
-            _replace(undo, owner, name, self._reading(getattr(owner, name)))
+            replace(undo, owner, name, self._reading(getattr(owner, name)))
         for name, owner, attribute in setters():
-            _replace(undo, owner, attribute, self._setting(getattr(owner, attribute), name))
+            replace(undo, owner, attribute, self._setting(getattr(owner, attribute), name))
 
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -257,7 +261,7 @@ class Preflight(TorchDispatchMode):
         def reporting(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread or self._sets_generator:
                 return original(*args, **kwargs)
-            self._look_for_draws()
+            self.look_for_draws()
             self._sets_generator = True
             try:
                 result = original(*args, **kwargs)
@@ -288,7 +292,7 @@ class Preflight(TorchDispatchMode):
                 self._reported = outer
                 self._spent(key, time.perf_counter() - start)
 
-        _replace(undo, owner, name, reporting)
+        replace(undo, owner, name, reporting)
 
     # ---------------------------------------------------------------------------------------------------------- events
 
@@ -304,7 +308,7 @@ class Preflight(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(is_fake, kinds)):
             return op(*args, **kwargs)
-        self._look_for_draws()
+        self.look_for_draws()
         outer, self._waits = self._waits, 0
         start = time.perf_counter()
         try:
@@ -347,7 +351,7 @@ class Preflight(TorchDispatchMode):
         if place is not None and place.key not in self._explained and not (late or _compiles(place)):
             self._add(WAITS, place)
 
-    def _look_for_draws(self) -> None:
+    def look_for_draws(self) -> None:
         """Report draws of random numbers on the host, and generators that were set, since this was called last."""
         for name, read in HOST_SOURCES.items():
             before, self._drawn[name] = self._drawn[name], read()
@@ -402,13 +406,15 @@ class Preflight(TorchDispatchMode):
             return None
         self._explained.add(place.key)
         if place.line and place.line in self._covered:
+            self._tell(problem, place, node)
             return self._covered[place.line]
-        key = self._add(problem, place)
+        key = self._add(problem, place, node)
         if problem.whole_line:
             self._covered[place.line] = key
         return key
 
-    def _add(self, problem: Problem, place: SourceLocation) -> _Key:
+    def _add(self, problem: Problem, place: SourceLocation, node: Any = None) -> _Key:
+        self._tell(problem, place, node)
         what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
         if place.backward and (place.line, what) not in self._found:
             what = f"{what}, in its backward"
@@ -417,6 +423,10 @@ class Preflight(TorchDispatchMode):
         graph_only = known.graph_only and problem.graph_only
         self._found[place.line, what] = known._replace(count=known.count + 1, graph_only=graph_only)
         return place.line, what
+
+    def _tell(self, problem: Problem, place: SourceLocation, node: Any) -> None:
+        if self._located is not None:
+            self._located(place.line, problem.what, node)
 
     def _spent(self, key: _Key | None, seconds: float) -> None:
         """Add to the time of a finding."""
@@ -428,20 +438,6 @@ class Preflight(TorchDispatchMode):
 def _compiles(place: SourceLocation) -> bool:
     """Return whether torch's compiler is at work there, which computes with constants. No capture compiles."""
     return place.inside.startswith(COMPILER)
-
-
-def _replace(undo: Undo, owner: Any, name: str, new: Any) -> None:
-    """Replace an attribute; note how to put the old one back."""
-    if name in vars(owner):
-        undo.note(setattr, owner, name, vars(owner)[name])
-    else:  # a base class has it
-        undo.note(_remove, owner, name)
-    setattr(owner, name, new)
-
-
-def _remove(owner: Any, name: str) -> None:
-    if name in vars(owner):
-        delattr(owner, name)
 
 
 # What the sync debug mode and anomaly mode say (c10/cuda/CUDAFunctions.cpp, csrc/autograd/python_anomaly_mode.cpp).

@@ -33,7 +33,7 @@ class Report:
         evictions: graphs that were dropped to make room for others.
         replays: calls that were one graph launch.
         eager: eager calls by reason.
-        bytes: device memory that only graphs use: their pool and static inputs.
+        bytes: device memory that only graphs use: their pools and static inputs. Inputs of modules are left out.
         per_graph: the graphs that are alive, the least recently used first.
         skipped: optimizer steps that the loss scale skipped.
         failure: why something was not captured, or why no graph was replayed in the last calls; None if neither is so.
@@ -52,6 +52,9 @@ class Report:
         compiled: in words, what was compiled, and why the rest was not; empty without `compile=`.
         launches: graph launches of `GraphedStep.scan`, of several steps each. They are no part of `replays`.
         scanned: optimizer steps that these launches did.
+        in_parts: calls in which modules were captured one by one. They are no part of `replays` and `eager`.
+        parts: the modules that are captured one by one, see `PartReport`.
+        split: in words, what is captured one by one, and why the rest is not; empty where nothing is to be.
     """
 
     graphs: int
@@ -72,24 +75,32 @@ class Report:
     compiled: tuple[str, ...] = ()
     launches: int = 0
     scanned: int = 0
+    in_parts: int = 0
+    parts: tuple[Any, ...] = ()
+    split: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> str:
-        """What graphs hold now: "whole", the step; "in parts", all of it but the optimizer's step; "eager", nothing."""
+        """What graphs hold now: "whole", the step; "in parts", a part of it; "eager", nothing."""
         if not self.graphs:
-            return "eager"
-        return "in parts" if self.eager_optimizer else "whole"
+            return "in parts" if self.parts else "eager"
+        return "in parts" if self.eager_optimizer or self.parts else "whole"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict that `json` takes."""
-        return {**asdict(self), "per_graph": [graph._asdict() for graph in self.per_graph]}
+        return {
+            **asdict(self),
+            "per_graph": [graph._asdict() for graph in self.per_graph],
+            "parts": [part._asdict() for part in self.parts],
+        }
 
     def __str__(self) -> str:
-        calls = self.replays + sum(self.eager.values())
+        calls = self.replays + self.in_parts + sum(self.eager.values())
         head = (
             f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
             f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
         )
+        head += f"; {self.in_parts} in parts" * bool(self.in_parts)
         head += f"; {self.scanned} more steps in {self.launches} launches of scan" * bool(self.launches)
         times = [f"  {self._times()}"] if self.replay_ms is not None else []
         graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
@@ -99,7 +110,7 @@ class Report:
         reasons += [f"  eager behind each graph: {self.eager_optimizer}"] if self.eager_optimizer else []
         failure = [f"  not captured: {self.failure}"] if self.failure else []
         compiled = [] if self.compile_s is None else [f"  calls that compiled took {self.compile_s:.1f} s"]
-        compiled += [f"  {part}" for part in self.compiled]
+        compiled += [f"  {part}" for part in (*self.compiled, *self.split)]
         return "\n".join([head, *times, *graphs, *reasons, *compiled, *failure])
 
     def _times(self) -> str:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from .._arguments import check_choice
 from .._capture.inputs import read_batch
 from .._capture.layouts import MAX_LAYOUTS
+from .._capture.options import Options
 from .._capture.shards import is_sharded
 from .._capture.snapshot import Snapshot
 from .._capture.state import TrainingState
@@ -400,3 +402,21 @@ class _Layout:
 
 def _loss(loss_fn: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return loss_fn(model, *args, **kwargs)
+
+
+_COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal
+
+
+def step_maker(compile: str | None, options: Options) -> Callable[..., TrainingStep]:
+    """Return what makes the step."""
+    if compile is None:
+        return TrainingStep
+    raises = options.on_failure == "raise"
+    return partial(CompiledTrainingStep, compile=compile, raises=raises, generators=options.generators)
+
+
+def warmup_of(warmup: int, compile: str | None) -> int:
+    """Return how many warm-up calls there are. What is no number above 0 is refused later."""
+    if compile is None or not isinstance(warmup, int) or warmup <= 0:
+        return warmup
+    return max(warmup, _COMPILED_WARMUP)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,15 +23,14 @@ from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .arguments import Scheduler, check_scheduler, read_scaler
-from .compiled import CompiledTrainingStep, check_compile
+from .compiled import check_compile, step_maker, warmup_of
 from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
+from .split import StepSplitter
 from .training_step import StepOutput, TrainingStep
 from .window import Window
-
-_COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal
 
 
 def graphed_step(
@@ -103,9 +101,11 @@ def graphed_step(
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
-            optimizer eagerly behind each graph. If these cannot be captured either, warn once and go on eagerly. The
-            same happens if no graph is ever used, because the batch or a setting was new in each of 32 calls. "eager":
-            go on eagerly in all these cases. "raise": raise `CaptureError` in all these cases.
+            optimizer eagerly behind each graph. If a line of these cannot be captured, warn once, capture the largest
+            modules without such a line one by one, and the update, unless that is slower. If there is no such module,
+            warn once and go on eagerly. The same happens if no graph is ever used, because the batch or a setting was
+            new in each of 32 calls. "eager": go on eagerly in all these cases. "raise": raise `CaptureError` in all
+            these cases.
         graph: "auto": a CUDA graph if the model is on CUDA. "emulate": works on any device, and a replay runs `loss_fn`
             again instead of a graph. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.
@@ -139,7 +139,7 @@ def graphed_step(
 
     Sync: only the call that captures a graph waits for the device.
     """
-    warmup = _warmup(warmup, compile)
+    warmup = warmup_of(warmup, compile)
     given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
     options = given.checked("graphed_step")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
@@ -154,7 +154,7 @@ def graphed_step(
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
-    step = _maker(compile, options)(
+    step = step_maker(compile, options)(
         loss_fn,
         model,
         optimizer,
@@ -169,9 +169,10 @@ def graphed_step(
         place=place,
         observer=numerics,
     )
+    state = step.state({"model": model, **followers})
     engine = Engine(
         step,
-        step.state({"model": model, **followers}),
+        state,
         device=device,
         options=options,
         ranks=ranks,
@@ -182,6 +183,7 @@ def graphed_step(
         optimizer=place,
         watching=step.watching,
         untimed=1 if compile is None else 2,
+        splitter=StepSplitter(step, model, state, options, ranks, device, compiled=compile is not None),
     )
     return GraphedStep(step, engine, optimizer, accumulate, scheduler, buckets)
 
@@ -413,25 +415,10 @@ def _check_optimizer(
     refuse_sparse(model, optimizer, max_norm)
 
 
-def _maker(compile: str | None, options: Options) -> Callable[..., TrainingStep]:
-    """Return what makes the step."""
-    if compile is None:
-        return TrainingStep
-    raises = options.on_failure == "raise"
-    return partial(CompiledTrainingStep, compile=compile, raises=raises, generators=options.generators)
-
-
 def _follow_up(after_step: Callable[[nn.Module], object] | None) -> tuple[Any, dict[str, nn.Module]]:
     """Return `after_step` in the form that a graph needs, and the module that it changes, if that is known."""
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     return follow_up, {} if follower is None else {"after_step": follower}
-
-
-def _warmup(warmup: int, compile: str | None) -> int:
-    """Return how many warm-up calls there are. What is no number above 0 is refused later."""
-    if compile is None or not isinstance(warmup, int) or warmup <= 0:
-        return warmup
-    return max(warmup, _COMPILED_WARMUP)
 
 
 def _read_max_norm(max_norm: float | None) -> float | None:

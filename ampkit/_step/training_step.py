@@ -110,6 +110,7 @@ class TrainingStep:
         scaler: as given.
         observer: as given.
         groups: the optimizer's param groups, as a capture needs them.
+        before_backward: called with the scaled loss before its backward, if that is not None.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
     """
 
@@ -153,6 +154,7 @@ class TrainingStep:
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
+        self.before_backward: Callable[[Tensor], object] | None = None
         self.observer = observer
         if observer is not None:
             observer.attach(model, device)
@@ -197,6 +199,10 @@ class TrainingStep:
         skipped = out.skipped.clone() if out.skipped is self._not_skipped else out.skipped
         aux = None if out.aux is None else copied(out.aux)
         return part._replace(output=out._replace(loss=out.loss.clone(), aux=aux, skipped=skipped))
+
+    def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the same without the optimizer step, for which `finish` must be called behind the last micro-batch."""
+        return self._run(phase, args, kwargs, nullcontext(), steps=False)
 
     def compiled(self) -> dict[str, Any]:
         """Return the fields of the report that say what was compiled."""
@@ -257,7 +263,7 @@ class TrainingStep:
                 for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward_and_backward(args, kwargs)
-            prepared = self._prepare(phase.observed) if phase.last and not steps else None
+            prepared = self._prepare(phase.observed) if phase.last and self._place.behind and not steps else None
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
             norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
         aux = mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux")
@@ -292,6 +298,8 @@ class TrainingStep:
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
         scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
+        if self.before_backward is not None:
+            self.before_backward(scaled)
         scaled.backward()
         return loss, aux
 

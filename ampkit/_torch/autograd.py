@@ -120,3 +120,11 @@ def graph_task() -> Iterator[None]:
         undo.note(setattr, torch._C, "_current_graph_task_id", before)
         torch._C._current_graph_task_id = lambda: number
         yield
+
+
+_top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
+
+
+def packs_saved_tensors() -> bool:
+    """Return whether hooks pack what autograd saves now, as in `saved_tensors_hooks` and in a checkpointed function."""
+    return _top_hooks(False) is not None

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from .guard import private
@@ -28,3 +29,17 @@ def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
 def has_legacy_backward_hooks(module: nn.Module) -> bool:
     """Return whether the module has hooks of `register_backward_hook`."""
     return module._is_full_backward_hook is False and bool(module._backward_hooks)
+
+
+_GLOBAL_HOOKS = tuple(
+    private(torch.nn.modules.module, name)
+    for name in (
+        *("_global_forward_pre_hooks", "_global_forward_hooks"),
+        *("_global_backward_pre_hooks", "_global_backward_hooks"),
+    )
+)
+
+
+def has_global_hooks() -> bool:
+    """Return whether there are hooks that run in the calls of all modules of this process."""
+    return any(_GLOBAL_HOOKS)

@@ -166,7 +166,7 @@ def _check(subject: Subject, graph: str, steps: int, strict: bool) -> dict[str, 
         "captures": report.captures,
         "replays": report.replays,
         "told_since": report.told_since,
-        "in_the_way": in_the_way(report.failure),
+        "in_the_way": in_the_way(report.failure or "\n".join(report.split)),
         "failure": report.failure,
         "eager_optimizer": report.eager_optimizer,
     }

@@ -364,6 +364,30 @@ def test_outcome(script, monkeypatch, name):
     assert any(text.endswith(note) for text in found.notes)
 
 
+def test_modules_that_are_captured_one_by_one(script):
+    """R4: the modules around an uncapturable line, and why others are not captured, as the report of a run has it."""
+    path, found = script(
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                layers = lambda: [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())]
+                self.first, self.second = nn.Sequential(*layers()), nn.Sequential(*layers(), nn.Linear(8, 4))
+            def forward(self, x):
+                hidden = self.first(x)
+                return self.second(hidden / (1 + hidden.abs().max().item()))  # fault: blocking line
+        def training():
+            model = Net()
+            return loss_fn, model, sgd(model), data()
+        """
+    )
+    assert {(fault.line, fault.kind) for fault in found.findings} == set(planted(path))
+    assert found.figures["outcome"] == "in parts"
+    (note,) = [text for text in found.notes if text.startswith("graphed_step captures")]
+    assert note.startswith("graphed_step captures modules one by one: captured by itself: first, second; cannot be")
+    assert note.endswith("it captures the whole step.")
+
+
 def test_modules_of_one_line(script):
     """A line that many modules share is one finding, which says how many."""
     path, found = script(

@@ -75,7 +75,7 @@ def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
         pytest.param(Float16, SKIPPED_REPLAY, ["self._count()"], id="a replayed step that is skipped"),
         pytest.param(Accumulating, CASES[Accumulating][-1], ["torch.clear_autocast_cache()", "captured.replay(leaves)"],
                      id="a window of micro-batches"),
-        pytest.param(Callables, CASES[Callables][0], ["Passes.recording.add(run)", "_set(self._places)"],
+        pytest.param(Callables, CASES[Callables][0], ["Passes.recording.add(run)", "exchange(self._places)"],
                      id="parameters of a graphed callable"),
     ],
 )  # fmt: skip

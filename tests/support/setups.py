@@ -396,6 +396,8 @@ class Training:
 class StepTraining(Training):
     """Trained by `ampkit.graphed_step`."""
 
+    on_failure = "raise"
+
     def __init__(self, setup: Setup, graph: str, **options: Any) -> None:
         super().__init__(setup)
         self.step = ampkit.graphed_step(
@@ -410,7 +412,7 @@ class StepTraining(Training):
             warmup=setup.warmup,
             after_step=None if self.averaged is None else self.averaged.update_parameters,
             verify=setup.verify,
-            on_failure="raise",
+            on_failure=self.on_failure,
             graph=graph,
             generators=() if self.generator is None else (self.generator,),
             max_graphs=setup.max_graphs,

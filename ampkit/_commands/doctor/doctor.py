@@ -286,14 +286,18 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
     parts = f"forward and backward, with {type(trial.subject.optimizer).__name__} stepping eagerly behind the graph"
     parts += ", or in it as long as all its numbers stay as they are" if trial.may_be_constant else ""
     possible = parts if trial.why_apart else "the whole step"
-    diagnosis.figures["outcome"] = "eager" if in_the_way else "in parts" if trial.why_apart else "whole"
+    diagnosis.figures["outcome"] = "in parts" if trial.why_apart else "whole"
     if not in_the_way:
         diagnosis.notes.append(f"graphed_step captures {possible}.")
-    elif len(in_the_way) == 1:
-        diagnosis.notes.append(f"graphed_step captures nothing. Without {in_the_way[0]} it captures {possible}.")
-    else:
-        them = f"the {len(in_the_way)} findings of severity high"
-        diagnosis.notes.append(f"graphed_step captures nothing. Without {them} it captures {possible}.")
+        return
+    split: tuple[str, ...] = ()
+    with _unchecked_if_it_fails(diagnosis, "modules that are captured by themselves"):
+        split = trial.split()
+    diagnosis.figures["outcome"] = "in parts" if split else "eager"
+    diagnosis.figures["split"] = list(split)
+    captured = f"modules one by one: {'; '.join(split)}" if split else "nothing"
+    them = in_the_way[0] if len(in_the_way) == 1 else f"the {len(in_the_way)} findings of severity high"
+    diagnosis.notes.append(f"graphed_step captures {captured}. Without {them} it captures {possible}.")
 
 
 def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:

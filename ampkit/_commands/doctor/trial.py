@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import sys
+import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._batches.prefetch import prefetch
 from ..._capture.inputs import Spec, read_batch
+from ..._errors import CaptureWarning
 from ..._optimizer.step_kind import may_be_constant, why_not_capturable
 from ..._step.graphed_step import GraphedStep, graphed_step
 from ..._torch.tree import tree_flatten
@@ -26,6 +28,7 @@ from ..._user_line import UserLineFinder
 from .host_values import HostCallRecorder, TorchCall
 
 MOST_BATCHES = 32  # the first batches are read to compare their shapes
+_SPLIT_CALLS = 6  # optimizer steps: two of warm-up, two that are looked at, one that captures, one more
 KEPT_BATCHES = 4  # the first few of them are kept and trained on
 
 
@@ -185,6 +188,24 @@ class Trial:
             else:
                 self.step(*args, **kwargs)
             self._seen.add(key)
+
+    def split(self) -> tuple[str, ...]:
+        """Return in words what `graphed_step` captures one by one, and why not the rest; () if there is nothing.
+
+        It trains on the first batch, with emulated graphs.
+        """
+        subject = self.subject
+        if subject.options.get("compile") is not None:
+            return ()  # see `StepSplitter`
+        options = {**subject.options, "graph": "emulate", "warmup": 2, "scheduler": None}
+        args, kwargs = self.kept[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CaptureWarning)
+            with graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options) as step:
+                for _ in range(_SPLIT_CALLS * subject.options.get("accumulate", 1)):
+                    step(*args, **kwargs)
+                report = step.report()
+        return report.split if report.parts else ()
 
     @property
     def is_compared(self) -> bool:

@@ -1,0 +1,293 @@
+"""One call of a module in a step, as a forward and a backward graph that leave the bits of the eager call."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._capture.graph import CudaGraph, Graph, Pool, capture_stream
+from .._capture.inputs import StaticInputs, once
+from .._capture.pool import no_recompile
+from .._errors import CaptureError, CaptureWarning
+from .._torch.autograd import graph_nodes
+from .._torch.modules import module_tables
+from .._torch.tensors import storage_address, version
+from .._undo import Undo, keep_warning_filters
+from .autograd_node import GraphedPasses
+from .module_survey import GradientLayout
+from .passes import Passes, exchange
+from .shared_memory import SharedMemory
+
+
+class PartMemory(SharedMemory):
+    """The pools of the parts of one step.
+
+    Args:
+        device: where they compute.
+        emulated: whether graphs are emulated.
+        generators: CUDA generators beside the default one that the parts draw from.
+    """
+
+    def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
+        super().__init__(device, emulated)
+        self._generators = tuple(generators)
+        self._backward_pool = Pool()
+        self._forward_pools: list[Pool] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools. It reads the allocator and does not wait for the device."""
+        return sum(pool.nbytes for pool in (self._backward_pool, *self._forward_pools))
+
+    def graphs(self) -> tuple[Graph, Graph]:
+        """Return a forward and a backward graph to capture."""
+        if self.emulated:
+            return super().graphs()
+        stream, pool = capture_stream(self.device, self.use), Pool()
+        self._forward_pools.append(pool)
+        backward = CudaGraph(stream, self._backward_pool, self._generators)
+        return CudaGraph(stream, pool, self._generators), backward
+
+
+class PartPasses(Passes):
+    """A module's forward and backward pass, in which every addition of gradients is in the order of the eager step.
+
+    Where an input or a parameter is used more than once, the eager step adds its gradients one by one, together with
+    those of uses outside of the module. So the gradient of each use is given out by itself, and autograd adds them.
+
+    The autograd graph of the capture is kept. If gradients come in with another layout than those that were seen, the
+    backward pass runs on it eagerly.
+
+    Autograd's leaves are made anew for each forward pass, so that autocast finds no casts of them in its cache. The
+    cache itself is left alone, because the eager parts of the step go on with what it has.
+
+    Args:
+        function: the module's forward.
+        module: its parameters are used.
+        inputs: see `Passes`.
+        wants_grad: see `Passes`.
+        device: see `Passes`.
+        gradients: the layout of each differentiable output's gradient, None if it gets none.
+
+    Attributes:
+        static: the gradients of the differentiable outputs, which backward starts from; None for those without.
+        slots: the number of the source of each gradient that backward gives out; see `Passes.grads` for the sources.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        inputs: StaticInputs,
+        wants_grad: tuple[bool, ...],
+        device: torch.device,
+        gradients: Sequence[GradientLayout | None],
+    ) -> None:
+        modules = list(module.modules())
+        tensors = list(dict.fromkeys(chain(module.parameters(), module.buffers())))
+        super().__init__(function, modules, tensors, inputs, wants_grad, device, told=False)
+        self._static_leaves = list(self._leaves)
+        self._gradients = gradients
+        self._owners = [
+            (owner, key, param)
+            for owner in modules
+            for key, param in module_tables(owner)[0].items()
+            if any(param is known for known in self.params)
+        ]
+        self.static: list[Tensor | None] = []
+        self._edges: list[list[tuple[Any, int]]] = []  # by source: the nodes that use it, and the number of the input
+        self.slots: list[int] = []
+
+    # ------------------------------------------------------------------------------------------------------- passes
+
+    def forward(self) -> None:
+        """Run the module; keep its outputs with their autograd graph."""
+        aliases = {param: nn.Parameter(param.data) for param in self.params}
+        for param, alias in aliases.items():
+            vars(alias).update(vars(param))
+        self._places = [(owner, key, aliases[param]) for owner, key, param in self._owners]
+        # A copy into the buffer does not change the version of `.data`, which autograd saves.
+        self._leaves = [leaf.data if isinstance(leaf, Tensor) else leaf for leaf in self._static_leaves]
+        inputs = [self._leaves[i].requires_grad_() for i in self.grad_inputs]
+        self._sources = [*inputs, *(aliases[param] for param in self.params)]
+        super().forward()
+        self._find_edges()
+
+    def backward(self) -> None:
+        """Run the backward pass of the last forward pass on the static gradients; keep the gradients."""
+        self.grads = self.gradients_for(self.static)
+
+    def gradients_for(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the slots, computed eagerly for these gradients of the differentiable outputs."""
+        results = [result for result in self.results if result.requires_grad]
+        pairs = [(result, grad) for result, grad in zip(results, given, strict=True) if grad is not None]
+        used = [j for j, edges in enumerate(self._edges) if edges]
+        each: dict[int, list[Tensor]] = {j: [] for j in used}
+        if not (pairs and used):
+            return [None] * len(self.slots)
+        with self._aliased(), self._noting(each), torch.autocast(self._device.type, enabled=False):
+            sums = torch.autograd.grad(
+                [result for result, _ in pairs],
+                [self._sources[j] for j in used],
+                [grad for _, grad in pairs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        for j, found in zip(used, sums, strict=True):
+            if found is not None and len(self._edges[j]) == 1:
+                each[j] = [found]
+        fresh = {j: iter(found) for j, found in each.items()}
+        return [next(fresh[j], None) for j in self.slots]
+
+    @contextmanager
+    def _noting(self, each: dict[int, list[Tensor]]) -> Iterator[None]:
+        """Context for a backward pass, which notes the gradient of each use of sources that are used several times."""
+        by_node: dict[Any, list[tuple[int, int]]] = {}
+        for j, edges in enumerate(self._edges):
+            for node, place in edges if len(edges) > 1 else ():
+                by_node.setdefault(node, []).append((place, j))
+
+        def noter(places: list[tuple[int, int]]) -> Callable[..., None]:
+            def note(grads: Sequence[Tensor | None], _: object) -> None:
+                for place, j in sorted(places):
+                    grad = grads[place]
+                    if grad is not None:
+                        each[j].append(grad)
+
+            return note
+
+        with Undo() as undo:
+            for node, places in by_node.items():
+                undo.note(node.register_hook(noter(places)).remove)
+            yield
+
+    def _find_edges(self) -> None:
+        numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}
+        edges: list[list[tuple[Any, int]]] = [[] for _ in self._sources]
+        for node in graph_nodes([result for result in self.results if result.requires_grad]):
+            for place, (following, _) in enumerate(node.next_functions):
+                if following is None or following.name() != "torch::autograd::AccumulateGrad":
+                    continue
+                if id(following.variable) not in numbers:
+                    raise CaptureError("it uses a tensor that requires grad and is no input or parameter of it.")
+                edges[numbers[id(following.variable)]].append((node, place))
+        self._edges = edges
+        self.slots = [j for j, uses in enumerate(edges) for _ in uses]
+
+    # ------------------------------------------------------------------------------------------------------ capture
+
+    def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool = True) -> tuple[Graph, Graph]:
+        """Warm up and capture both passes. Waits for the device. Raises a `CaptureError` if that cannot be done."""
+        forward, backward = shared.graphs()
+        with shared.aside(), Undo() as undo:
+            keep_warning_filters(undo)
+            warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
+            known = self._warm_up(warmup, allow_unused)
+            self._outputs, self._edges, self.grads = [], [], ()  # so that no memory is freed during the capture
+            with no_recompile():
+                forward.capture(self.forward)
+                forward.replay()  # before that, an emulated graph has no outputs
+                self._check_same(known)
+                if any(static is not None for static in self.static):
+                    backward.capture(self.backward)
+        return forward, backward
+
+    def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
+        saved: set[int] = set()
+
+        def note(tensor: Tensor) -> Tensor:
+            saved.add(storage_address(tensor))
+            return tensor.detach()  # the tensor itself would refer to the autograd graph that saves it
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            self.forward()
+        known, slots = self._signature(), self.slots
+        self.differentiable = [result.requires_grad for result in self.results]
+        if sum(self.differentiable) != len(self._gradients):
+            raise CaptureError("it returned other outputs than before.")
+        layouts = iter(self._gradients)
+        self.static = [_static(result, next(layouts)) for result in self.results if result.requires_grad]
+        self.read = [tensor for tensor in self._tensors if storage_address(tensor) in saved - {0}]
+        for _ in range(passes):
+            self.forward()
+            self._check_same(known)
+            if slots != self.slots:
+                raise CaptureError("it used its inputs and parameters in another way each time.")
+            self.backward()
+        self._check_gradients()
+        leaves = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+        if any(version(leaf) for leaf in leaves):
+            raise CaptureError("it writes into its input, which a replay would not.")
+        return known
+
+    def _check_gradients(self) -> None:
+        for j, grad in zip(self.slots, self.grads, strict=True):
+            # The gradient of a parameter gets the parameter's strides in any case.
+            if grad is not None and j < len(self.grad_inputs) and torch.empty_like(grad).stride() != grad.stride():
+                raise CaptureError("the gradient of an input has a layout that a copy would not have.")
+
+    @contextmanager
+    def _aliased(self) -> Iterator[None]:
+        """Context in which the modules have the aliases for parameters."""
+        params = [(owner, key, module_tables(owner)[0][key]) for owner, key, _ in self._places]
+        with Undo() as undo:
+            run = object()
+            undo.note(Passes.recording.discard, run)
+            undo.note(exchange, params)
+            Passes.recording.add(run)
+            exchange(self._places)
+            yield
+
+
+class GraphedPart(GraphedPasses):
+    """The two graphs of one call of a module in a step.
+
+    Attributes:
+        unlike: how many backward passes were eager, because gradients came with another layout than at the capture.
+    """
+
+    def __init__(self, shared: SharedMemory, passes: PartPasses, forward: Graph, backward: Graph) -> None:
+        super().__init__(shared, passes, forward, backward)
+        self._part = passes
+        self.unlike = 0
+
+    def sources(self, leaves: list[Any]) -> list[Tensor]:
+        """Return the inputs and parameters that `backward` returns gradients of: one as often as it is used."""
+        sources = super().sources(leaves)
+        return [sources[j] for j in self._part.slots]
+
+    def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
+        """Replay, or run eagerly; return the gradients that are wanted, by number."""
+        part = self._part
+        if all(map(_fits, part.static, given)):
+            for static, grad in zip(part.static, given, strict=True):
+                if static is not None and grad is not None:
+                    once(static).copy_(once(grad), non_blocking=True)
+            self._backward.replay()
+            found = part.grads
+        else:
+            self.unlike += 1
+            with self._shared.aside():  # the stream of the nodes that the capture has made
+                found = part.gradients_for(given)
+        return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
+
+
+def _static(result: Tensor, layout: GradientLayout | None) -> Tensor | None:
+    """Return memory for the gradient of an output; None if it gets no gradient."""
+    if layout is None:
+        return None
+    stride, dtype = layout
+    static = torch.empty_strided(result.shape, stride, dtype=dtype, device=result.device)
+    once(static).zero_()
+    return static
+
+
+def _fits(static: Tensor | None, grad: Tensor | None) -> bool:
+    if static is None or grad is None:
+        return static is grad
+    return static.stride() == grad.stride() and static.dtype is grad.dtype

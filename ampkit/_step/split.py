@@ -1,0 +1,346 @@
+"""A training step in parts: which modules are captured, when, and whether that is faster than an eager step."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._callables.module_choice import Choice, chosen
+from .._callables.module_survey import ModuleCall, Survey
+from .._callables.parts import CHANGED, PartReport, Parts
+from .._capture.capture_query import captures
+from .._capture.engine import Engine
+from .._capture.layouts import Layout
+from .._capture.options import Options
+from .._capture.ranks import Ranks
+from .._capture.splitting import IN_PARTS
+from .._capture.state import TrainingState
+from .._capture.timing import Clock, Durations
+from .._capture.variation import Key
+from .._errors import CaptureError
+from .._torch.modes import modes
+from .._undo import Undo
+from .training_step import PartOfStep, Phase, TrainingStep
+
+_FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
+_TIMED = 5  # calls of each kind, to find out which is faster
+_SHOWN = 4  # reasons
+_SURVEYED = "looking for modules to capture"
+
+
+class StepSplitter:
+    """Does the steps of `graphed_step` in parts whose layout cannot be captured as a whole.
+
+    Args:
+        step: the step.
+        model: see `graphed_step`.
+        state: what the step changes.
+        options: see `Options`.
+        ranks: the processes that train together.
+        device: where they compute.
+        compiled: whether parts of the step are compiled (`compile=`).
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        model: nn.Module,
+        state: TrainingState,
+        options: Options,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        compiled: bool,
+    ) -> None:
+        self._step, self._model, self._state = step, model, state
+        self._options, self._ranks, self._device = options, ranks, device
+        wanted = options.on_failure == "parts" and options.graph != "off"
+        why_never = "compile= compiles forward and backward" if compiled else ""
+        if options.memory_budget is not None:
+            why_never = "memory_budget= is for graphs of whole steps"
+        if ranks.several:
+            why_never = "several processes train together (DistributedDataParallel, fully_shard)"
+        self._why_never = why_never if wanted else "unwanted"
+        self._why_not: dict[str, None] = {}
+        # The layouts keep them, so that they end with these.
+        self._splits: weakref.WeakValueDictionary[tuple[Any, int], Split] = weakref.WeakValueDictionary()
+        self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
+        self._update: Engine | None = None
+
+    # ------------------------------------------------------------------------------------------------- the protocol
+
+    def takes(self, key: Key, layout: Layout) -> bool:
+        """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
+        if self._why_never == "unwanted" or not layout.problem:
+            return False
+        reason = self._why_never or self._why_not_now(layout)
+        split = self._splits.get((key.spec, key.settings))
+        if split is None and not reason and len(self._splits) >= self._options.max_graphs:
+            reason = f"max_graphs={self._options.max_graphs} layouts are done in parts already"
+        if not reason and split is not None:
+            reason = split.refusal
+        if reason:
+            self._why_not[reason] = None
+            return False
+        if split is None:
+            split = Split(self._step, self._model, self._device, self._options)
+            self._splits[key.spec, key.settings] = split
+        self._by_layout[layout] = split
+        layout.refusal = IN_PARTS
+        return True
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether some layout is done in parts, or may be."""
+        return any(not split.refusal for split in self._splits.values())
+
+    def _why_not_now(self, layout: Layout) -> str:
+        if layout.told:
+            return "the code is told that it is being captured (capturing=True)"
+        if torch.is_autocast_enabled(self._device.type):
+            return "autocast is on around the step. Pass a policy instead"
+        if not layout.rehearsal.numbers:
+            return "torch.compile has compiled a part of the step, or is at work in it"
+        return ""
+
+    def call(self, engine: Engine, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call of a layout that is done in parts."""
+        split = self._by_layout[layout]
+        if not split.refusal and not captures.recorded:
+            update = self._update = self._update or self._update_engine()
+            outputs = split.call(engine, update, phase, args, kwargs)
+            if words := split.first_words():
+                engine.fallback.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}.")
+            if split.refusal:
+                self._why_not[split.refusal] = None
+                engine.give_up(layout, "cannot be captured", CaptureError(split.text(layout.problem)))
+            return outputs
+        layout.refusal = "cannot be captured"
+        return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))
+
+    def parts(self) -> tuple[PartReport, ...]:
+        """Return a report of each call of a module that is captured by itself."""
+        return tuple([part for split in self._splits.values() for part in split.reports()])
+
+    def words(self) -> tuple[str, ...]:
+        """Return in words what is captured, and why the rest is not."""
+        words = [line for split in self._splits.values() for line in split.words()]
+        if words and self._update is not None:
+            words.append(_update_words(self._update))
+        return tuple(dict.fromkeys([*words, *(f"not in parts: {reason}" for reason in self._why_not)]))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs take."""
+        update = 0 if self._update is None else self._update.report().bytes
+        return update + sum(split.nbytes for split in self._splits.values())
+
+    def close(self) -> None:
+        """Release what is captured."""
+        for split in list(self._splits.values()):
+            split.reset()
+        if self._update is not None:
+            self._update.close()
+
+    def _update_engine(self) -> Engine:
+        """Return what captures the update: unscale, norm, clipping, the optimizer, the loss scale, `after_step`."""
+        step = self._step
+
+        def update(phase: Phase) -> Any:
+            return step.finish(phase.accumulated, phase.observed)
+
+        return Engine(
+            update,
+            self._state,
+            device=self._device,
+            options=self._options._replace(on_failure="eager", verify=0, capturing=False),
+            ranks=self._ranks,
+            blocker="",
+            name="graphed_step, the update of the parameters",
+        )
+
+
+class Split:
+    """The parts of one layout of the batch.
+
+    Its first calls are eager, and timed. Two calls are watched by a `Survey`. Then modules are captured, and calls in
+    parts are timed.
+
+    Args:
+        step: the step.
+        model: its modules are captured.
+        device: where they compute.
+        options: see `Options`.
+
+    Attributes:
+        refusal: why its calls are eager, "" if they are done in parts, or may be.
+        clock: takes the times.
+        is_timed: whether a split that is slower than eager steps is given up. An emulated graph saves no time.
+    """
+
+    def __init__(self, step: TrainingStep, model: nn.Module, device: torch.device, options: Options) -> None:
+        self._step, self._model, self._device, self._options = step, model, device, options
+        self.is_timed = is_timed(options)
+        self.clock = Clock(device if device.type == "cuda" else None)
+        self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
+        self._surveys: list[Survey] = []  # kept until all modules are captured
+        self._failed: dict[ModuleCall, str] = {}
+        self._lines: list[str] = []
+        self._choice: Choice | None = None
+        self._parts: Parts | None = None
+        self._calls = 0
+        self._said = False
+        self.refusal = ""
+
+    def call(self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call."""
+        why = self._why_eager(phase)
+        if why or (self.is_timed and self._eager.wanted):
+            start = self.clock.now()
+            outputs = engine.run(why or _SURVEYED, lambda: self._step(phase, *args, **kwargs))
+            if not why and phase.last:
+                self._eager.add(start, self.clock.now())
+            return outputs
+        if self._parts is None and len(self._surveys) < 2:
+            return self._survey(engine, update, phase, args, kwargs)
+        assert self._parts is not None  # made behind the second survey, or the split has been refused
+        start = self.clock.now()
+        launched = update.replays
+        with self._parts.installed():
+            outputs = engine.run(IN_PARTS, lambda: self._step.in_parts(phase, *args, **kwargs))
+        outputs = self._updated(update, phase, outputs)
+        if self._surveys:
+            self._settle()
+        self._calls += 1
+        settled = update.replays > launched or bool(update.fallback.refused) or self._step.steps_behind
+        if self._calls > 1 and phase.last and settled and self._in_parts.wanted:
+            self._in_parts.add(start, self.clock.now())
+            self._compare()
+        return outputs
+
+    def _why_eager(self, phase: Phase) -> str:
+        if phase.observed:
+            return "numerics are measured"
+        why = "" if self._parts is None else self._parts.why_not_now()
+        if why == CHANGED:
+            self._give_up(f"{why}. Register hooks before the first step")
+        return why
+
+    def _survey(
+        self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        survey = Survey(self._model, self._device, self._options.generators)
+        before = self._step.before_backward
+
+        def step() -> PartOfStep:
+            with Undo() as undo:
+                undo.note(modes())
+                undo.note(setattr, self._step, "before_backward", before)
+                self._step.before_backward = survey.look_at
+                with survey.watching():
+                    outputs = self._step.in_parts(phase, *args, **kwargs)
+                undo.forget()
+            self._step.before_backward = before
+            return outputs
+
+        outputs = self._updated(update, phase, engine.run(_SURVEYED, step))
+        self._surveys.append(survey)
+        if len(self._surveys) == 2:
+            self._choose()
+        return outputs
+
+    def _settle(self) -> None:
+        """Try the modules inside of those that could not be captured, behind the first call in parts."""
+        assert self._parts is not None  # as in `call`
+        failed = self._parts.failures()
+        if failed:
+            self._failed |= failed
+            self.reset()
+            self._choose()
+        else:
+            self._surveys.clear()
+
+    def _choose(self) -> None:
+        first, second = self._surveys
+        self._lines = [f"cannot be captured: {line}" for line in {**first.lines, **second.lines}]
+        choice = self._choice = chosen(first, second, _FEWEST, self._failed)
+        if choice.calls:
+            emulated = self._options.graph == "emulate"
+            self._parts = Parts(choice, self._device, self._options.generators, emulated=emulated)
+        else:
+            reasons = [f"{name or 'the model'}: {why}" for name, why in choice.reasons.items()]
+            more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+            self.refusal = (
+                f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})."
+            )
+
+    def _updated(self, update: Engine, phase: Phase, outputs: PartOfStep) -> PartOfStep:
+        """Step the optimizer, if the call does that. Return its outputs."""
+        accumulated = outputs.accumulated
+        if accumulated is None or not phase.last or self._step.steps_behind:
+            return outputs
+        norm, skipped = update((), {}, Phase(last=True, accumulated=accumulated))
+        return PartOfStep(outputs.output._replace(grad_norm=norm, skipped=skipped), None)
+
+    def _compare(self) -> None:
+        """Give the split up if calls in parts are slower than eager ones. Sync: waits for these calls, once."""
+        if self._in_parts.wanted or not self.is_timed:
+            return
+        eager, in_parts = self._eager.median_ms(), self._in_parts.median_ms()
+        if eager is not None and in_parts is not None and in_parts > eager:
+            self._give_up(f"in parts a step takes {in_parts:.3g} ms, and an eager one {eager:.3g} ms")
+
+    def _give_up(self, why: str) -> None:
+        self.refusal = why
+        self.reset()
+
+    def reset(self) -> None:
+        """Free the graphs."""
+        if self._parts is not None:
+            self._parts.reset()
+            self._parts = None
+
+    # ------------------------------------------------------------------------------------------------------ reports
+
+    def text(self, problem: str) -> str:
+        """Return why the step is not captured."""
+        return f"{problem}\nNor is it done in parts: {self.refusal}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs of the modules take."""
+        return 0 if self._parts is None else self._parts.nbytes
+
+    def first_words(self) -> str:
+        """Return in words what is captured, once, when that is known; else ""."""
+        if self._said or self._parts is None or self._choice is None or self._surveys:
+            return ""
+        self._said = True
+        names = ", ".join(name or "the model" for name in self._choice.names)
+        return f"{names}, and the update of the parameters, are captured by themselves, and the rest stays eager"
+
+    def reports(self) -> Sequence[PartReport]:
+        """Return what happened to the calls of the captured modules."""
+        return () if self._parts is None else self._parts.reports()
+
+    def words(self) -> list[str]:
+        """Return in words what is captured and what is not."""
+        if self._parts is None or self._choice is None:
+            return []
+        names = ", ".join(name or "the model" for name in self._choice.names)
+        reasons = [f"eager: {name or 'the model'}: {why}" for name, why in self._choice.reasons.items()]
+        return [f"captured by itself: {names}", *self._lines, *reasons]
+
+
+def is_timed(options: Options) -> bool:
+    """Return whether calls are timed. Those with emulated graphs are slower than eager ones."""
+    return options.graph == "auto"
+
+
+def _update_words(update: Engine) -> str:
+    report = update.report()
+    if report.graphs:
+        return "the update of the parameters is one graph"
+    return f"the update of the parameters is eager{f': {report.failure}' if report.failure else ''}"

@@ -1,0 +1,574 @@
+"""Steps with a line that no graph can hold: the largest modules without such a line, and the update, are captured."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic, training_state
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+
+Engine = tuple[str, str]
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Eight kernels or more. Its input is used twice, and the weight of `first` too."""
+
+    def __init__(self, inputs: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(inputs), nn.Linear(inputs, inputs), nn.Linear(inputs, inputs)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(F.gelu(self.first(self.norm(x))))
+        return x + self.dropout(torch.tanh(self.second(F.gelu(hidden))))
+
+
+class Reads(nn.Module):
+    """An `.item()` between two blocks, which is the factor of an eager dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.head = Block(), Block(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        factor = hidden.detach().float().abs().mean().item()
+        return self.head(self.decoder(F.dropout(hidden, 0.1) * factor))
+
+
+def classified(model: nn.Module, x: Tensor, y: Tensor, boost: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = model(x)
+    return F.cross_entropy(logits.float(), y) * boost, {"correct": (logits.argmax(1) == y).sum()}
+
+
+class Shared(Reads):
+    """The decoder is the encoder, and its weight is used by an eager line, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = self.encoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.encoder.first.weight)[:, :3]
+
+
+class Masked(Reads):
+    """A boolean mask over nodes, as in a graph network."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        kept = hidden.detach().float().mean(1) > -0.5
+        hidden = hidden.index_put((kept.nonzero().squeeze(1),), self.decoder.second(hidden[kept]).to(hidden.dtype))
+        return self.head(self.decoder(hidden))
+
+
+class Detects(Reads):
+    """A head that takes the rows that score best, and runs a module on as many as there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        scores = self.head(hidden).float().sigmoid().amax(1)
+        best = (scores.detach() >= scores.detach().median()).nonzero().squeeze(1)
+        extra = self.decoder(hidden[best]).mean(0)
+        return self.head(hidden + extra) * scores[:, None]
+
+
+class Solver(nn.Module):
+    """Runge-Kutta with four calls of one module per step, and an assert on a tensor, as torchdiffeq has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field, self.head = Block(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = torch.linspace(0, 1, 3, device=x.device)
+        assert (times[1:] > times[:-1]).all(), "t must be increasing"
+        for _ in range(1):
+            k1 = self.field(x)
+            k2 = self.field(x + 0.5 * k1)
+            k3 = self.field(x + 0.5 * k2)
+            k4 = self.field(x + k3)
+            x = x + (k1 + 2 * k2 + 2 * k3 + k4) / 6
+        return self.head(x)
+
+
+class Checkpointed(Reads):
+    """One block is computed again in the backward, and another one has a checkpoint inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.encoder, x, use_reentrant=False)
+        factor = hidden.detach().float().abs().mean().item()
+        return self.head(self.decoder(self.inner(hidden) * factor))
+
+
+class Later(Reads):
+    """The input of a block is used behind it, in a step whose loss is above a threshold only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.head.weight.T @ self.head.weight) + x
+        hidden = self.encoder(x)
+        if hidden.detach().float()[0, 0].item() > 0:
+            hidden = hidden + 0.3 * x + 0.1 * x.sin()
+        return self.head(self.decoder(hidden))
+
+
+class Pair(nn.Module):
+    """Two outputs, of which one is in the loss in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.other = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.block(x)
+        return {"hidden": hidden, "other": [torch.sigmoid(self.other(hidden)), None]}
+
+
+class Sometimes(Reads):
+    """An output of a module is used only where the host says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Pair()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.encoder(x)
+        hidden = outputs["hidden"]
+        if hidden.detach().float()[0, 0].item() > 0:
+            hidden = hidden * outputs["other"][0]
+        return self.head(self.decoder(hidden))
+
+
+class Buffers(Reads):
+    """BatchNorm in a captured part, whose buffer an eager line reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        factor = 1 + self.encoder[1].running_var.mean().item()
+        return self.head(self.decoder(hidden / factor))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "item": Reads,
+    "shared": Shared,
+    "mask": Masked,
+    "nonzero": Detects,
+    "solver": Solver,
+    "checkpoint": Checkpointed,
+    "later": Later,
+    "sometimes": Sometimes,
+    "buffers": Buffers,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"policy": "float16", "max_norm": 0.5},
+    "accumulated": {"policy": "bfloat16", "accumulate": 3, "max_norm": 0.1},
+}
+
+
+def batch(device: str, i: int, boost: float = 1.0, size: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(i)
+    x, y = torch.randn(size, WIDTH, generator=random), torch.randint(3, (size,), generator=random)
+    return x.to(device), y.to(device), torch.tensor(boost).to(device)
+
+
+class Run:
+    """A model that is trained, with an average of it."""
+
+    def __init__(
+        self, engine: Engine, make: Callable[[], nn.Module], loss_fn: Any = classified, **options: Any
+    ) -> None:
+        torch.manual_seed(3)
+        self.device = engine[0]
+        self.model = make().to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.step = ampkit.graphed_step(
+            loss_fn,
+            self.model,
+            self.optimizer,
+            scheduler=torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9),
+            after_step=self.averaged.update_parameters,
+            graph=engine[1],
+            **options,
+        )
+        torch.manual_seed(5)
+
+    def steps(self, numbers: range, overflows: tuple[int, ...] = (), **options: Any) -> Iterator[Any]:
+        for i in numbers:
+            out = self.step(*batch(self.device, i, math.inf if i in overflows else 1.0, **options))
+            state = training_state(self.model, self.optimizer, self.step.scaler)
+            yield out, {**state, **{name: value.clone() for name, value in self.averaged.state_dict().items()}}
+
+
+def compared(engine: Engine, make: Callable[[], nn.Module], calls: int = 13, **options: Any) -> ampkit.GraphedStep:
+    """Assert that a run has the bits of an eager one; return its step."""
+    overflows = (1, 8, 9) if options.get("policy") == "float16" else ()
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        expected = list(Run((engine[0], "off"), make, **options).steps(range(calls), overflows))
+        run = Run(engine, make, **options)
+        for i, found in enumerate(run.steps(range(calls), overflows)):
+            assert_same(found, expected[i], f"call {i}")
+    return run.step
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These models are small: where a GPU shows them to be slower in parts, they stay in parts all the same."""
+    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("model", MODELS)
+def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, Any]) -> None:
+    """R4: losses, parameters, state, scale, average and random numbers are those of eager steps after each call."""
+    calls = 36 if "accumulate" in options else 13
+    report = compared(engine, MODELS[model], calls, **options).report()
+    if model in ("shared", "solver") and "policy" in options:
+        # Autocast casts the weight once for all of its uses, and their gradients are added in low precision.
+        assert (report.outcome, report.in_parts) == ("eager", 0)
+        assert "a tensor that it makes, and does not return, is used outside of it" in str(report)
+        return
+    assert (report.outcome, report.failure, report.replays) == ("in parts", None, 0)
+    assert report.in_parts + sum(report.eager.values()) == calls
+    assert report.in_parts >= 6
+    assert any(part.replays == report.in_parts for part in report.parts)
+    if (model, options) != ("sometimes", OPTIONS["accumulated"]):  # where the parameters with gradients vary
+        assert "the update of the parameters is one graph" in report.split
+
+
+# --------------------------------------------------------------------------------------------------- lines of loss_fn
+
+
+def recognized(model: nn.Module, sounds: Tensor, labels: Tensor) -> Tensor:
+    words = model(sounds).float().log_softmax(2).transpose(0, 1)
+    return F.ctc_loss(words, labels, (words.shape[0],) * len(labels), (labels.shape[1],) * len(labels))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ctc_loss(engine: Engine) -> None:
+    """R4: lengths on the host are in loss_fn; the whole model is captured by itself."""
+    history = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv1d(4, WIDTH, 3), nn.GELU(), nn.Flatten(2), Transposed(), Block()).to(engine[0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        step = ampkit.graphed_step(read_and_recognized, model, optimizer, policy="bfloat16", max_norm=1.0, graph=graph)
+        losses = []
+        # The kernel of the CTC loss adds in any order on CUDA, so torch has no deterministic backward of it there.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)
+            for i in range(12):
+                made = torch.Generator().manual_seed(i)
+                sounds, labels = torch.randn(3, 4, 20, generator=made), torch.randint(1, WIDTH, (3, 4), generator=made)
+                losses.append(step(sounds.to(engine[0]), labels.to(engine[0])).loss)
+        history.append([losses, training_state(model, optimizer, step.scaler)])
+    if engine[0] == "cpu":
+        assert_same(*history)
+    assert [part.module for part in step.report().parts] == [""]
+    assert step.report().in_parts == 7
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous()
+
+
+def read_and_recognized(model: nn.Module, sounds: Tensor, labels: Tensor) -> Tensor:
+    loss = recognized(model, sounds, labels)
+    assert loss.item() == loss.item()
+    return loss
+
+
+# ------------------------------------------------------------------------------------------------ what is left eager
+
+
+class Counts(Block):
+    """Counts its calls on the host."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Keeps(Block):
+    """Keeps a tensor that an eager line reads."""
+
+    kept: Tensor
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.__dict__["box"] = [kept]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.box[0].append(out.exp())
+        return out
+
+
+class Writes(Block):
+    """Writes to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+class Views(Block):
+    """Gives a view of its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + 0 * x, x[:2]
+
+
+class Scheduled(Block):
+    """Computes with a number that `loss_fn` sets."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Around(Reads):
+    """Something that cannot be captured rightly, in the place of the encoder."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.kept = kind, []
+        made = {"counts": Counts, "writes": Writes, "views": Views, "scheduled": Scheduled, "hooked": Block}
+        self.encoder = Keeps(self.kept) if kind == "keeps" else made[kind]()
+        if kind == "hooked":
+            self.encoder.second.register_forward_hook(lambda module, args, out: out * 0.5)
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        self.kept.clear()
+        if self.kind == "scheduled":
+            self.encoder.factor = 1 + 1 / self.number
+        hidden = self.encoder(x * 1.0)
+        hidden = hidden[0] + hidden[1].mean() if isinstance(hidden, tuple) else hidden
+        hidden = hidden * hidden.detach().abs().mean().item()
+        if self.kept:
+            hidden = hidden + self.kept[0]
+        return self.head(self.decoder(hidden))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("counts", "its forward changes attributes"),
+        ("keeps", "a tensor that it makes, and does not return, is used outside of it"),
+        ("writes", "it writes to a tensor that is no buffer of it"),
+        ("views", "an output shares memory with another one"),
+        ("scheduled", "it does something else in each step"),
+        ("hooked", "there are hooks on a module in it"),
+    ],
+)
+def test_what_cannot_be_captured_rightly_stays_eager(engine: Engine, kind: str, why: str) -> None:
+    """R4: the encoder stays eager, and the report says why; the decoder is captured."""
+    report = compared(engine, lambda: Around(kind)).report()
+    assert [part.module for part in report.parts] == ["decoder"]
+    assert f"eager: encoder: {why}" in str(report)
+
+
+class Sums(nn.Module):
+    """Gives its input a gradient that is expanded, of which a copy has other strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x.sum(0, keepdim=True) / 8)
+
+
+class Within(Reads):
+    """The module in the middle cannot be captured; the one inside of it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = Sums()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        hidden = hidden + self.sums(hidden) * hidden.detach().abs().mean().item()
+        return self.head(self.decoder(hidden))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_where_a_capture_fails_the_modules_inside_are_tried(engine: Engine) -> None:
+    """R4: what only the capture shows is followed by another choice."""
+    report = compared(engine, Within).report()
+    assert [part.module for part in report.parts] == ["encoder", "sums.block", "decoder"]
+    assert "eager: sums: the gradient of an input has a layout that a copy would not have." in str(report)
+
+
+# ------------------------------------------------------------------------------------------------------ what changes
+
+
+def change_of(name: str, run: Run) -> None:
+    """Change something between two calls."""
+    model: Any = run.model
+    if name == "mode":
+        model.train(not model.training)
+    elif name == "freeze":
+        model.encoder.first.weight.requires_grad_(False)
+    elif name == "replace":
+        model.encoder.second = copy.deepcopy(model.encoder.second)
+        run.optimizer.param_groups[0]["params"][:] = list(model.parameters())
+        run.optimizer.state.clear()
+    elif name == "hook":
+        model.encoder.second.register_forward_hook(lambda module, args, out: out * 0.5)
+    elif name == "forward":
+        original = model.decoder.second.forward
+        model.decoder.second.forward = lambda x: original(x) * 0.5
+    elif name == "moved":
+        model.encoder.first.weight.data = model.encoder.first.weight.data.clone()
+    elif name == "resume":
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        run.step.scaler.load_state_dict(run.step.scaler.state_dict())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["mode", "freeze", "replace", "hook", "forward", "moved", "resume"])
+def test_what_changes_between_calls_is_followed(engine: Engine, name: str) -> None:
+    """R4: the parts are given up, or made anew, and the bits are those of eager steps."""
+    history: list[Any] = []
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for graph in ("off", engine[1]):
+            run = Run((engine[0], graph), Reads, policy="float16", max_norm=1.0)
+            found = list(run.steps(range(8)))
+            change_of(name, run)
+            found += run.steps(range(8, 17), overflows=(9, 15))
+            history.append(found)
+    assert_same(*history)
+    report = run.step.report()
+    again = name not in ("hook", "forward")
+    assert report.in_parts >= (6 if again else 3), str(report)
+    assert report.outcome == ("in parts" if again else "eager"), str(report)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_shape_has_its_own_split(engine: Engine) -> None:
+    """R4: within max_graphs."""
+    history: list[Any] = []
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for graph in ("off", engine[1]):
+            run = Run((engine[0], graph), Reads, max_graphs=2)
+            found = []
+            for i in range(24):
+                found += run.steps(range(i, i + 1), size=4 + i % 3)
+            history.append(found)
+    assert_same(*history)
+    report = run.step.report()
+    assert len(report.parts) == 4
+    assert "max_graphs=2 layouts are done in parts already" in str(report)
+
+
+# -------------------------------------------------------------------------------------------------- when it is undone
+
+
+class Slowing:
+    """A clock by which each call takes longer, or less long, than the one before."""
+
+    def __init__(self, factor: float) -> None:
+        self._now, self._step, self._factor = 0.0, 1.0, factor
+
+    def now(self) -> float:
+        self._step *= self._factor
+        self._now += self._step
+        return self._now
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("factor", "outcome"), [(1.1, "eager"), (0.9, "in parts")])
+def test_what_is_slower_is_undone(engine: Engine, factor: float, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R4: a split that takes longer than eager steps is given up, with a warning and a line in the report."""
+    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: True)
+    monkeypatch.setattr("ampkit._step.split.Clock", lambda device: Slowing(factor))
+    with warnings.catch_warnings(record=True) as caught, deterministic():
+        warnings.simplefilter("always")
+        expected = list(Run((engine[0], "off"), Reads).steps(range(26)))
+        run = Run(engine, Reads)
+        assert_same(list(run.steps(range(26))), expected)
+    report = run.step.report()
+    assert report.outcome == outcome, str(report)
+    said = [str(warning.message) for warning in caught if warning.category is ampkit.CaptureWarning]
+    assert any("Nor is it done in parts: in parts a step takes" in text for text in said) == (outcome == "eager")
+    assert report.in_parts + sum(report.eager.values()) == 26
+
+
+# ----------------------------------------------------------------------------------------- what is never done in parts
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_other_options(engine: Engine) -> None:
+    """R4: on_failure="eager" captures nothing, and "raise" raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        run = Run(engine, Reads, on_failure="eager")
+        list(run.steps(range(8)))
+    assert (run.step.report().in_parts, run.step.report().outcome) == (0, "eager")
+    run = Run(engine, Reads, on_failure="raise")
+    with pytest.raises(ampkit.CaptureError, match="1 line of the step cannot be captured"):
+        list(run.steps(range(8)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_why_a_step_is_not_done_in_parts(engine: Engine) -> None:
+    """R4: an autocast around the step, and code that is told of a capture, are named."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        run = Run(engine, Reads)
+        with torch.autocast(engine[0], dtype=torch.bfloat16):
+            list(run.steps(range(6)))
+        assert "not in parts: autocast is on around the step" in str(run.step.report())
+        run = Run(engine, Reads, capturing=True)
+        list(run.steps(range(6)))
+        assert "not in parts: the code is told that it is being captured" in str(run.step.report())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_it_is_said_once(engine: Engine) -> None:
+    """R4: one warning names the line, and what is captured all the same."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Run(engine, Reads)
+        list(run.steps(range(9)))
+    (said,) = [str(warning.message) for warning in caught if warning.category is ampkit.CaptureWarning]
+    assert "hidden.detach().float().abs().mean().item()" in said
+    assert "The step is done in parts: encoder, decoder, and the update of the parameters" in said
+    report = run.step.report()
+    assert [(part.module, part.number, part.replays) for part in report.parts] == [("encoder", 0, 4), ("decoder", 0, 4)]
+    assert report.to_dict()["parts"][0]["module"] == "encoder"
+    run.step.close()
+    assert run.step.report().parts == ()
+    list(run.steps(range(9, 18)))
+    assert run.step.report().in_parts == 8

@@ -1,0 +1,72 @@
+"""Random training set-ups with a line that cannot be captured, in parts and eagerly.
+
+AMPKIT_SPLIT_SETUPS=100 python -m pytest -q -n 14 tests/step/test_split_setups.py -m cuda
+"""
+
+import os
+import random
+import warnings
+
+import pytest
+import split_setups
+import torch
+from harness import assert_same, deterministic
+
+import ampkit
+
+SEEDS = {"cpu": range(int(os.environ.get("AMPKIT_SPLIT_SETUPS", "24"))), "cuda": range(40)}
+SEEDS["cuda"] = range(int(os.environ.get("AMPKIT_SPLIT_SETUPS", "40")))
+QUICK = {"cpu": range(8), "cuda": range(40)}  # the seeds that are not slow
+SETUPS = [
+    pytest.param(
+        seed,
+        device,
+        id=f"{device}-seed{seed}",
+        marks=[
+            *([pytest.mark.cuda] if device == "cuda" else []),
+            *([] if seed in QUICK[device] else [pytest.mark.slow]),
+        ],
+    )
+    for device, seeds in SEEDS.items()
+    for seed in seeds
+]
+
+
+@pytest.mark.parametrize(("seed", "device"), SETUPS)
+def test_random_setups(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R3, R4: outputs and state behind each call have the bits of eager calls; each call is counted once."""
+    # Where a GPU shows these small models to be slower in parts, they stay in parts all the same.
+    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
+    setup = split_setups.draw_split(seed, device)
+    try:
+        with deterministic(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)
+            history = []
+            for graph in ("off", {"cpu": "emulate", "cuda": "auto"}[device]):
+                training = split_setups.SplitTraining(setup, graph)
+                torch.manual_seed(setup.seed)
+                random.seed(setup.seed)
+                for i, action in enumerate(setup.script):
+                    out = training.do(action), training.state(), random.getstate()
+                    if graph == "off":
+                        history.append(out)
+                    else:
+                        assert_same(out, history[i], f"after {action}, number {i}: (outputs, state)")
+            report = training.step.report()
+            calls = report.replays + report.in_parts + sum(report.eager.values())
+            flushed = report.eager.get("flush of a short window", 0)
+            assert calls - flushed == sum(map(split_setups.setups.is_call, setup.script))
+            split_setups.count(device, report)
+            training.step.close()
+    except Exception as error:
+        split_setups.totals[device]["differences"] += 1
+        raise AssertionError(f"{error}\n\nin {setup}\n{training.model}\n{vars(training.model)}") from error
+
+
+@pytest.mark.parametrize("device", [pytest.param(name, marks=SETUPS[-1].marks * (name == "cuda")) for name in SEEDS])
+def test_most_are_done_in_parts(device: str) -> None:
+    """Of the set-ups that were run here, some have calls in parts."""
+    totals = split_setups.totals[device]
+    if totals["set-ups"] < 8:
+        pytest.skip("the set-ups were run elsewhere")
+    assert totals["set-ups in parts"] >= totals["set-ups"] // 4

@@ -152,6 +152,8 @@ class DrawRecorder:
         geometry = _geometry(value)
         if geometry in self._slots:
             return Slot(self._slots[geometry])
+        if value.is_nested:  # has no shape
+            return Like((), (), value.dtype)
         if (made := self._constant(value)) is None:
             return Like(tuple(value.shape), tuple(value.stride()), value.dtype)
         self._operations.append(made)

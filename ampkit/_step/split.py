@@ -165,8 +165,8 @@ class StepSplitter:
 class Split:
     """The parts of one layout of the batch.
 
-    Its first calls are eager, and timed. Two calls are watched by a `Survey`. Then modules are captured, and calls in
-    parts are timed.
+    Its first two calls are watched by a `Survey`. The next ones are eager, and timed. Then modules are captured, and
+    calls in parts are timed.
 
     Args:
         step: the step.
@@ -197,14 +197,14 @@ class Split:
     def call(self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call."""
         why = self._why_eager(phase)
+        if not why and self._parts is None and len(self._surveys) < 2:  # first, for often there is nothing to capture
+            return self._survey(engine, update, phase, args, kwargs)
         if why or (self.is_timed and self._eager.wanted):
             start = self.clock.now()
             outputs = engine.run(why or _SURVEYED, lambda: self._step(phase, *args, **kwargs))
             if not why and phase.last:
                 self._eager.add(start, self.clock.now())
             return outputs
-        if self._parts is None and len(self._surveys) < 2:
-            return self._survey(engine, update, phase, args, kwargs)
         assert self._parts is not None  # made behind the second survey, or the split has been refused
         start = self.clock.now()
         launched = update.replays

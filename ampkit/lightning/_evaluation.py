@@ -96,11 +96,11 @@ def _why_not_in(trainer: Trainer, step: str, options: Options) -> str:
     strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin
     if options.graph == "off":
         return "graph='off'"
-    if problem := options.why_not_on(strategy.root_device):
-        return problem
     name, kind = type(strategy).__name__, type(strategy)
     if not isinstance(strategy, SingleDeviceStrategy) or strategy.root_device.type not in ("cpu", "cuda"):
         return f"{name}: validation and test are captured on one device only."
+    if problem := options.why_not_on(strategy.root_device):
+        return problem
     if getattr(kind, step) is not getattr(Strategy, step):
         return f"{name} has a {step} of its own."
     if type(plugin) not in (Precision, MixedPrecision, HalfPrecision):

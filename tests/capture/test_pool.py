@@ -114,7 +114,7 @@ def test_a_machine_that_cannot_map_memory(monkeypatch: pytest.MonkeyPatch, messa
     monkeypatch.setattr("ampkit._capture.graph.growth", growth)
     graph, grew = CudaGraph.__new__(CudaGraph), []
 
-    def capture(self: CudaGraph, fn: Any, around: Any) -> None:
+    def capture(self: CudaGraph, fn: Any, around: Any, then: Any) -> None:
         with _SharedChange(growth.begin)():
             grew.append(allocator_settings()[1])
             if grew[-1]:

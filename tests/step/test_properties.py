@@ -377,6 +377,13 @@ CALLERS: dict[str, Callable[..., Any]] = {
     "debug.forecast": of_a_step(debug.forecast, batch=(X, Y), device="cpu"),
     "debug.memory": with_first(debug.memory, make=lambda: linear),
     "debug.memory_page": with_first(debug.memory_page, make=forecast, path=os.devnull),
+    "debug.name_kernels": lambda **given: debug.name_kernels(
+        **{
+            "trace": {"traceEvents": []},
+            "step": of_a_step(ampkit.graphed_step, graph="emulate", annotate=True)(),
+            **given,
+        }
+    ),
     "debug.numerics": with_first(debug.numerics, make=linear),
     "debug.on_oom": entered(debug.on_oom),
     "debug.plot_memory": with_first(debug.plot_memory, make=forecast, path=os.devnull),

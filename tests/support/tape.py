@@ -29,13 +29,13 @@ class TapedGraph:
         self._tape: _Tape | None = None
         self._outputs: Any = None
 
-    def capture(self, fn: Callable[[], Any], around: Any = None) -> None:
-        """Record what `fn` does, and undo it."""
+    def capture(self, fn: Callable[[], Any], around: Any, then: Callable[[Any], Any]) -> None:
+        """Record what `then(fn())` does, and undo it."""
         self._tape = _Tape()
         random_state = torch.get_rng_state()
         try:
             with _ordinary_tensors(), self._tape:
-                self._outputs = fn()
+                self._outputs = then(fn())
         finally:
             self._tape.undo()
             torch.set_rng_state(random_state)

@@ -436,7 +436,7 @@ def is_the_users(name: str, argument: str, value: Any) -> bool:
         return isinstance(value, (tuple, list, dict))
     if argument in ("batch", "inputs") and name.startswith("debug"):
         return True
-    if argument == "path":
+    if argument == "path" or (name, argument) == ("debug.name_kernels", "trace"):
         return isinstance(value, str)  # where the system says what is wrong
     if name == "op_table" and isinstance(value, str):
         return value in ("cpu", "cuda")  # which takes a second

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..._arguments import wrong
+from ..._arguments import check_path, wrong
 from ..._capture.kernel_names import GRAPH_MARK, KernelName, KernelTable
 from ..._capture.profiled_calls import Call, Owner, ProfiledCalls
 from ..._capture.profiled_trace import checked_trace, read_trace
@@ -57,7 +57,11 @@ def name_kernels(trace: str | os.PathLike[str] | dict[str, Any], step: Annotated
     tables = step.kernel_tables() if callable(getattr(step, "kernel_tables", None)) else None
     if tables is None:
         raise wrong("name_kernels", "step", step, "a step that was made with annotate=True")
-    content = checked_trace(trace, "name_kernels(trace)") if isinstance(trace, dict) else read_trace(trace)
+    if isinstance(trace, dict):
+        content = checked_trace(trace, "name_kernels(trace)")
+    else:
+        check_path("name_kernels", "trace", trace)
+        content = read_trace(trace)
     events = list(content["traceEvents"])
     calls = ProfiledCalls(events)
     by_mark = {table.mark: table for table in tables}

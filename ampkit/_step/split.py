@@ -112,7 +112,7 @@ class StepSplitter:
             update = self._update = self._update or self._update_engine()
             outputs = split.call(engine, update, phase, args, kwargs)
             if words := split.first_words():
-                engine.fallback.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}.")
+                engine.fallback.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
             if split.refusal:
                 self._why_not[split.refusal] = None
                 engine.give_up(layout, "cannot be captured", CaptureError(split.text(layout.problem)))
@@ -314,12 +314,15 @@ class Split:
         return 0 if self._parts is None else self._parts.nbytes
 
     def first_words(self) -> str:
-        """Return in words what is captured, once, when that is known; else ""."""
-        if self._said or self._parts is None or self._choice is None or self._surveys:
+        """Return in words what is to be captured, once, as soon as that is known; else ""."""
+        if self._said or self._parts is None or self._choice is None:
             return ""
         self._said = True
         names = ", ".join(name or "the model" for name in self._choice.names)
-        return f"{names}, and the update of the parameters, are captured by themselves, and the rest stays eager"
+        return (
+            f"{names}, and the update of the parameters, are to be captured by themselves, and the rest stays eager. "
+            "report() says what came of it."
+        )
 
     def reports(self) -> Sequence[PartReport]:
         """Return what happened to the calls of the captured modules."""

@@ -158,6 +158,7 @@ FOUND_IN_CAPTURE: tuple[Extra, ...] = (
 
 
 def make(extra: Extra | None, **options: Any) -> tuple[ampkit.GraphedStep, nn.Module]:
+    """Return a step that is captured as a whole or not at all, and its model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 10)).cuda()
 
@@ -167,7 +168,9 @@ def make(extra: Extra | None, **options: Any) -> tuple[ampkit.GraphedStep, nn.Mo
         return loss if factor is None else loss * factor
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    return ampkit.graphed_step(loss_fn, model, optimizer, policy="float16", max_norm=1.0, **options), model
+    return ampkit.graphed_step(
+        loss_fn, model, optimizer, policy="float16", max_norm=1.0, **{"on_failure": "eager", **options}
+    ), model
 
 
 def train(extra: Extra | None, graph: str) -> tuple[list[Tensor], list[str], dict[str, Any], list[str]]:

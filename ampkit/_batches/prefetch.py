@@ -90,7 +90,7 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise wrong("prefetch", "loader", loader, "an iterable of batches, such as a DataLoader")
         self.loader = loader
-        self.device = _indexed(device)
+        self.device: torch.device = _indexed(device)
         self.depth = depth
         self.transform = transform
 

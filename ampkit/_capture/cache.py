@@ -37,7 +37,7 @@ class Captured:
     ) -> None:
         self._graph = graph
         self.inputs = inputs
-        self.nbytes = pool_bytes + inputs.nbytes
+        self.nbytes: int = pool_bytes + inputs.nbytes
         self.timing = timing
         self.told = told
 

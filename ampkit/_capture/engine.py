@@ -109,17 +109,17 @@ class Engine:
         if on_cuda:
             settle_attention_priority(device)  # one of the settings that a key stands for
         self._turns = turns_on(device)
-        self.turn = Turn(self._turns, name)
+        self.turn: Turn = Turn(self._turns, name)
         self._clock = Clock(device if on_cuda else None)
-        self.fallback = self._fallback = Fallback(
+        self.fallback: Fallback = Fallback(
             name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
         )
         self._cache = Cache(options.max_graphs, options.memory_budget)
-        self.names = KernelNames(state.modules) if options.annotate else None
+        self.names: KernelNames | None = KernelNames(state.modules) if options.annotate else None
         self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
-        self._draws = HostDraws(not ranks.several, self._cache, self._layouts, self._fallback)
+        self._draws = HostDraws(not ranks.several, self._cache, self._layouts, self.fallback)
         self._warm_up_call = WarmUp(
             fn,
             captured,
@@ -136,11 +136,12 @@ class Engine:
             draws=self._draws,
         )
         self._capture = LayoutCapture(
-            captured, state, self._stream, options, ranks, self._cache, self._layouts, self._fallback, self._draws
+            captured, state, self._stream, options, ranks, self._cache, self._layouts, self.fallback, self._draws
         )
-        self.series = Series(state, self._stream, options, self._cache, self._layouts, self._fallback)
+        self.series: Series = Series(state, self._stream, options, self._cache, self._layouts, self.fallback)
         self._told_since: int | None = None  # the number of a call
-        self.replays, self.eager = 0, Counter[str]()
+        self.replays: int = 0
+        self.eager: Counter[str] = Counter()
         self._unverified, self._starts_to_mark = options.verify, 0  # in how many calls to come
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 
@@ -153,7 +154,7 @@ class Engine:
         """Return what `fn` returns, in tensors of its own. To be called in this engine's `turn`."""
         start = self._mark_start() if self._starts_to_mark else None
         spec, leaves = self._reader.read(args, kwargs)  # raises the same errors with and without graphs
-        if self._fallback.refused or captures.recorded:
+        if self.fallback.refused or captures.recorded:
             return self._call_without_key(phase, args, kwargs)
         if self._watch.present() is not self._surroundings.generation:
             self._adapt()
@@ -179,13 +180,13 @@ class Engine:
                 return outputs
         if layout.refusal is IN_PARTS:
             return self._splitter.call(self, layout, phase, args, kwargs)
-        reason = self._fallback.refused or layout.refusal or "the ranks have not agreed to capture yet"
+        reason = self.fallback.refused or layout.refusal or "the ranks have not agreed to capture yet"
         fn = answered(self._fn, layout.told)
         return self.run(reason, lambda: fn(phase, *args, **kwargs))
 
     def settings(self) -> int | None:
         """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
-        if self._fallback.refused or captures.recorded or self._ranks.several:
+        if self.fallback.refused or captures.recorded or self._ranks.several:
             return None
         if self._state.generation() is not self._surroundings.generation:
             self._adapt()
@@ -193,8 +194,8 @@ class Engine:
 
     def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call eagerly, because every call is eager, or because the call is a part of another engine's capture."""
-        reason = self._fallback.refused or "within the capture of another"
-        if self._fallback.refused and self._options.graph != "off":
+        reason = self.fallback.refused or "within the capture of another"
+        if self.fallback.refused and self._options.graph != "off":
             self._ranks.decide(wants=False, can=True, settled=True)
         fn = answered(self._whole, self._options.capturing is True)
         return self.run(reason, lambda: fn(phase, *args, **kwargs), own=self._own)
@@ -204,8 +205,8 @@ class Engine:
     def _vote_before_replay(self, start: Any) -> Any:
         """Vote, as all other ranks do in this call. Return the call's start anew, since a vote waits for the device."""
         _, all_can = self._ranks.decide(wants=False, can=True, settled=True)
-        if not all_can and self._fallback.raises:  # the other ranks would wait for the one that raises
-            raise self._fallback.error(self._ranks.other_found)
+        if not all_can and self.fallback.raises:  # the other ranks would wait for the one that raises
+            raise self.fallback.error(self._ranks.other_found)
         return None if start is None else self._clock.now()
 
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
@@ -227,10 +228,10 @@ class Engine:
             lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators)
         )
         if verdict.noise:
-            self._fallback.warn_once("noise", f"verify: {verdict.noise}")
+            self.fallback.warn_once("noise", f"verify: {verdict.noise}")
         if verdict.problem:
             self.close()
-            self._fallback.refuse_wrong_graph(f"verify: {verdict.problem}", verdict.outputs)
+            self.fallback.refuse_wrong_graph(f"verify: {verdict.problem}", verdict.outputs)
         return verdict.outputs
 
     def _mark_start(self) -> Any:
@@ -257,16 +258,16 @@ class Engine:
             self._layouts.clear()
         self._layouts.reason = f"{WARM_UP} again: {change.reason}"
         text = f"{change.text}. Each such change takes {self._warmup} eager steps and a new capture."
-        if self._fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
+        if self.fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
             self._variation.follow(self.replays, self.captures)
             self._variation.say(change.advice)
 
     def _layout(self, key: Key) -> Layout:
         """Return the layout of this key. Warn if there were too many of them."""
         full = len(self._layouts) == MAX_LAYOUTS and key not in self._layouts
-        if full and not self._fallback.has_warned("variation"):
+        if full and not self.fallback.has_warned("variation"):
             now = self._surroundings.call_settings
-            self._fallback.warn_once("variation", self._variation.text_of([(known, now) for known in self._layouts]))
+            self.fallback.warn_once("variation", self._variation.text_of([(known, now) for known in self._layouts]))
         return self._layouts.of(key)
 
     def _agreed_stage(self, key: Key, layout: Layout) -> Stage:
@@ -290,11 +291,11 @@ class Engine:
         cause = self._variation.note(key, self._surroundings.call_settings, self.captures, kept)
         if cause is None:
             return ""
-        if self._fallback.raises:
+        if self.fallback.raises:
             return self._variation.text
         layout.reason = f"{WARM_UP}: {cause.reason}"
         if not self._variation.is_said:
-            self._fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
+            self.fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
         return ""
 
     def _warm_up(
@@ -323,7 +324,7 @@ class Engine:
         number = self.replays + sum(self.eager.values())
         self._told_since = self._told_since or number
         self._layouts.tell(key)
-        self._fallback.say_told(number, layout.problem_untold)
+        self.fallback.say_told(number, layout.problem_untold)
         layout.problem_untold = ""
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:
@@ -348,31 +349,31 @@ class Engine:
             except InputMismatch:
                 undo.forget()  # it is this batch that does not fit
                 raise
-            failure = None if self._fallback.refused else self._capture.compare(key, layout)
+            failure = None if self.fallback.refused else self._capture.compare(key, layout)
             if failure is not None:
-                if self._fallback.raises:
-                    raise self._fallback.step_done_error(failure, outputs)
+                if self.fallback.raises:
+                    raise self.fallback.step_done_error(failure, outputs)
                 self.give_up(layout, "capture failed", failure)
             undo.forget()
         return outputs
 
     def _begin(self, problem: str) -> None:
         if problem and self._options.graph != "off":
-            self._fallback.refuse(problem)
+            self.fallback.refuse(problem)
         else:
             self._say_behind()
 
     def _say_behind(self) -> None:
         if self._optimizer.stays_behind:
-            self._fallback.say_behind(self._optimizer.why_behind)
+            self.fallback.say_behind(self._optimizer.why_behind)
 
     def give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
         """Make the calls of a layout eager. With its key, they may be done in parts instead."""
         if self._optimizer.leave(problem=str(error)) or (key is not None and self._splitter.takes(key, layout)):
             return
-        if self._fallback.raises:
+        if self.fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
-        self._fallback.give_up(layout, reason, error, is_last=not (len(self._cache) or self._splitter.has_parts))
+        self.fallback.give_up(layout, reason, error, is_last=not (len(self._cache) or self._splitter.has_parts))
 
     # ------------------------------------------------------------------------------------------------ eager calls
 
@@ -396,7 +397,7 @@ class Engine:
 
         Autograd and cuBLAS keep memory for each stream. With one stream for eager calls and captures they do so once.
         """
-        if self._fallback.refused:
+        if self.fallback.refused:
             self._leave_capture_stream()
         return called_on(self._stream, self._device, fn, context, own)
 
@@ -419,14 +420,14 @@ class Engine:
                 bytes=self._cache.nbytes + self._splitter.nbytes,
                 per_graph=(*self._cache.reports(), *self.series.reports()),
                 skipped=skipped,
-                failure=self._fallback.failure or self._variation.text or None,
+                failure=self.fallback.failure or self._variation.text or None,
                 eager_ms=saving.eager_ms,
                 replay_ms=saving.replay_ms,
                 saved_s=saving.seconds,
                 told_since=self._told_since,
                 launches=self.series.launches,
                 scanned=self.series.parts,
-                eager_optimizer=None if self._fallback.refused else self._optimizer.why_behind or None,
+                eager_optimizer=None if self.fallback.refused else self._optimizer.why_behind or None,
             )
 
     def close_in_turn(self) -> None:

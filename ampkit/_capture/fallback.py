@@ -77,7 +77,7 @@ class Fallback:
     def __init__(self, name: str, *, raises: bool, refused: str = "") -> None:
         self._name = name
         self.raises = raises
-        self.refused = refused
+        self.refused: str = refused
         self.failure: str | None = None
         self._warned: set[str] = set()
 

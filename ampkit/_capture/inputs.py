@@ -272,9 +272,11 @@ class StaticInputs:
         dtypes = {buffer.dtype for buffer in self._buffers}
         self._together = len(self._buffers) > 1 and len(dtypes) == 1 and dtypes <= _COPIED_TOGETHER
         self._sizes = [stop - start for start, stop in (span(leaves[i]) for i in self._places)]
-        self.changed = [False] * len(self._places)
+        self.changed: list[bool] = [False] * len(self._places)
         self.keep_apart(Spans({}), Spans({}))
-        self.args, self.kwargs = tree_unflatten(static, self._tree)
+        args, kwargs = tree_unflatten(static, self._tree)
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs
 
     def keep_apart(self, written: Spans, state: Spans) -> None:
         """Have batches refused that share memory with the state, if the step changes one of the two in place.
@@ -284,7 +286,7 @@ class StaticInputs:
             state: all tensors of the state.
         """
         self._written, self._state = written, state
-        self.any_changed = any(self.changed)
+        self.any_changed: bool = any(self.changed)
         pairs = zip(self._places, self._sizes, self.changed, strict=True)
         # An empty tensor shares no memory.
         self._apart = [(i, size, state if changed else written) for i, size, changed in pairs if size]

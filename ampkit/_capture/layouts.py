@@ -50,21 +50,21 @@ class Layout:
     """
 
     def __init__(self, reason: str, warmup: int, lenient: bool, told: bool, names: KernelNames | None = None) -> None:
-        self.reason = reason
+        self.reason: str = reason
         self._warmup = warmup
         self._lenient = lenient
-        self.calls = 0
-        self.evictions = 0
-        self.checked = False
+        self.calls: int = 0
+        self.evictions: int = 0
+        self.checked: bool = False
         self.problem = ""
         self._names = names
-        self.rehearsal = Rehearsal(lenient, names)
+        self.rehearsal: Rehearsal = Rehearsal(lenient, names)
         self.differed = False
         self.refusal = ""
         self.told = told
         self.problem_untold = ""
-        self.writes = Writes()
-        self.timing = Timing()
+        self.writes: Writes = Writes()
+        self.timing: Timing = Timing()
         self.path: Any = None
 
     @property

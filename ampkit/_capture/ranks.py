@@ -39,13 +39,16 @@ class Ranks:
 
     def __init__(self, model: nn.Module | None, device: torch.device, *, captured: bool = False) -> None:
         modules = () if model is None else model.modules()
-        self.wrappers = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
-        self.shards = ShardedModules(nn.Module() if model is None else model)
+        wrapper = nn.parallel.DistributedDataParallel
+        self.wrappers: list[nn.parallel.DistributedDataParallel] = [
+            each for each in modules if isinstance(each, wrapper)
+        ]
+        self.shards: ShardedModules = ShardedModules(nn.Module() if model is None else model)
         self.captured = captured
         # Not `model and`: a model may have a length, or raise where torch.compile's wrapper asks for one.
         sharded = None if model is None else shard_group(model)
         self._group: Any = self.wrappers[0].process_group if self.wrappers else sharded
-        self.several = self._group is not None
+        self.several: bool = self._group is not None
         self.warmup = WARMUP_DDP if self.wrappers else 1
         for wrapper in self.wrappers:
             keep_process_group(wrapper)

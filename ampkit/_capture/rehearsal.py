@@ -32,7 +32,7 @@ class Rehearsal:
         self.lenient = lenient
         self._eager: Record | None = None
         self._captured: Record | None = None
-        self.numbers = False
+        self.numbers: bool = False
         self.kernels: NotedKernels = NOT_NOTED
         self._names = names
         self._missed = 0

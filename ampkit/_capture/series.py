@@ -80,7 +80,9 @@ class Series:
         self._unverified = options.verify
         self._comparisons: dict[Key, _Comparison] = {}  # of families that were not launched yet
         self._refused: set[Key] = set()
-        self.captures = self.launches = self.parts = 0
+        self.captures: int = 0
+        self.launches: int = 0
+        self.parts: int = 0
 
     def graph(
         self,

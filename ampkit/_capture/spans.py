@@ -30,8 +30,8 @@ class Spans:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._rows = sorted((*span(tensor), path) for path, tensor in tensors.items() if has_memory(tensor))
-        self.starts = [start for start, _, _ in self._rows]
-        self.furthest = [0, *accumulate((stop for _, stop, _ in self._rows), max)]
+        self.starts: list[int] = [start for start, _, _ in self._rows]
+        self.furthest: list[int] = [0, *accumulate((stop for _, stop, _ in self._rows), max)]
 
     def at(self, start: int, stop: int) -> str:
         """Return the path of a tensor that has bytes in this range, "" if none has."""

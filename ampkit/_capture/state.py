@@ -119,11 +119,11 @@ class TrainingState:
         rates: Sequence[Rates] = (),
     ) -> None:
         self.modules = modules
-        self.optimizers = tuple(optimizers)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(optimizers)
         self.scaler = scaler
-        self.own = {} if own is None else own
+        self.own: dict[str, Tensor] = {} if own is None else own
         self.finds_gradients = finds_gradients
-        self.watch = StateWatch(
+        self.watch: StateWatch[Generation] = StateWatch(
             modules, self.optimizers, scaler, finds_gradients=finds_gradients, rates=rates, describe=_generation
         )
 

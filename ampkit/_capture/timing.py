@@ -44,7 +44,7 @@ class Durations:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.wanted = most > 0
+        self.wanted: bool = most > 0
         self._marks: list[tuple[Any, Any]] = []  # not read yet
         self._ms: list[float] = []
 
@@ -70,8 +70,8 @@ class Timing:
     """
 
     def __init__(self) -> None:
-        self.eager = Durations(_EAGER)
-        self.replay = Durations(_REPLAYS)
+        self.eager: Durations = Durations(_EAGER)
+        self.replay: Durations = Durations(_REPLAYS)
         self.replays = 0
 
     def saving(self) -> "Saving":

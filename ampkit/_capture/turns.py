@@ -55,7 +55,9 @@ class Turns:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.lock = threading.RLock()  # with a lock for each step, two threads could wait for each other
+        self.lock: threading.RLock = (
+            threading.RLock()
+        )  # with a lock for each step, two threads could wait for each other
         self._order = StreamOrder(device) if device.type == "cuda" else None
 
     def begin(self, name: str) -> None:

@@ -71,7 +71,7 @@ class Walk:
     """
 
     def __init__(self, roots: dict[str, nn.Module]) -> None:
-        self.modules = list(roots.values())
+        self.modules: list[nn.Module] = list(roots.values())
         self._roots = roots
         seen = set(self.modules)  # a module may be registered under two names
         for module in self.modules:  # grows below
@@ -79,11 +79,13 @@ class Walk:
                 if child is not None and child not in seen:
                     seen.add(child)
                     self.modules.append(child)
-        self.tables = tuple([table for module in self.modules for table in module_tables(module)])
+        self.tables: tuple[dict[str, Any], ...] = tuple(
+            [table for module in self.modules for table in module_tables(module)]
+        )
         # These keep the objects alive, so that no other object gets the same identity.
         self._objects = Objects(gc.get_referents(*self.tables))
-        self.tensors = [found for found in self._objects.objects if isinstance(found, Tensor)]
-        self.training = _training_of(self.modules)
+        self.tensors: list[Tensor] = [found for found in self._objects.objects if isinstance(found, Tensor)]
+        self.training: Callable[[], Iterator[bool]] = _training_of(self.modules)
         self._is_split = any(local_shard(tensor) is not tensor for tensor in self.tensors)
         self._names = self._paths()  # now, because the tables may change
 

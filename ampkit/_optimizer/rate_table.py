@@ -24,7 +24,7 @@ class RateTable:
     def __init__(self, steps: int, groups: int, device: torch.device, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
             self._table = torch.zeros(steps, groups, _APART // dtype.itemsize, dtype=dtype, device=device)
-            self.rows = [[self._table[i, j, 0] for j in range(groups)] for i in range(steps)]
+            self.rows: list[list[Tensor]] = [[self._table[i, j, 0] for j in range(groups)] for i in range(steps)]
         self._filled: list[list[float]] = []  # what the first rows have; [] if that is not known
         self._new: list[list[float]] = []
         self._on_device = False  # whether a rate of the new rows was copied on the device

@@ -35,7 +35,7 @@ class StepChanges:
     """
 
     def __init__(self) -> None:
-        self.incomplete = ""
+        self.incomplete: str = ""
         self.wanted = False
         self._settled: _StepSignature | None = None
         self._seen: set[_Path] = set()

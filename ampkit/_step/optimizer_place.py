@@ -36,7 +36,7 @@ class OptimizerPlace:
         self._optimizer = optimizer
         self._changes = scaler.changes_of(optimizer) if may_join else None
         self._is_undone = scaler.is_enabled() and can_be_undone(optimizer)
-        self.why_behind = why_behind
+        self.why_behind: str = why_behind
         self._joined = self._moved = False
         self._rates: list[Any] | None = None
         self._steps = 0  # how many were watched

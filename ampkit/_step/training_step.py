@@ -145,7 +145,7 @@ class TrainingStep:
         self._ranks = ranks
         self._device = device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
-        self.groups = CapturableGroups(optimizer, device)
+        self.groups: CapturableGroups = CapturableGroups(optimizer, device)
         self._capturable = capturable
         self._place = place
         self._has_room = device.type != "cuda"  # for the optimizer's state

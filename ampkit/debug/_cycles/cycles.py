@@ -63,8 +63,8 @@ class Cycles:
 
     def __init__(self) -> None:
         self.found: tuple[Cycle, ...] = ()
-        self.bytes = 0
-        self.tensors = 0
+        self.bytes: int = 0
+        self.tensors: int = 0
         self._before = (False, 0)  # whether the collector was enabled, and its flags
         self._garbage = 0  # length of gc.garbage at the start
 
@@ -95,7 +95,8 @@ class Cycles:
     def _report(self, described: Sequence["_DescribedCycle"]) -> None:
         """Report the cycles whose tensors were freed now. A tensor that lives on has another owner."""
         freed = {ref: size for cycle in described for ref, size in cycle.storages.items() if ref.expired()}
-        self.bytes, self.tensors = sum(freed.values()), len(freed)
+        self.bytes = sum(freed.values())
+        self.tensors = len(freed)
         cycles: dict[tuple[str, str, tuple[str, ...]], Cycle] = {}
         for cycle in described:
             sizes = [size for ref, size in cycle.storages.items() if ref in freed]

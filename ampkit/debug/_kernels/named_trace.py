@@ -46,8 +46,8 @@ class NamedTrace:
         self, trace: dict[str, Any], replays: Sequence[Sequence[NamedKernel]], problems: Sequence[str]
     ) -> None:
         self.trace = trace
-        self.replays = tuple(map(tuple, replays))
-        self.problems = tuple(problems)
+        self.replays: tuple[tuple[NamedKernel, ...], ...] = tuple(map(tuple, replays))
+        self.problems: tuple[str, ...] = tuple(problems)
 
     @property
     def unmatched(self) -> tuple[NamedKernel, ...]:

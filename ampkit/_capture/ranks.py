@@ -39,9 +39,8 @@ class Ranks:
 
     def __init__(self, model: nn.Module | None, device: torch.device, *, captured: bool = False) -> None:
         modules = () if model is None else model.modules()
-        wrapper = nn.parallel.DistributedDataParallel
         self.wrappers: list[nn.parallel.DistributedDataParallel] = [
-            each for each in modules if isinstance(each, wrapper)
+            module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)
         ]
         self.shards: ShardedModules = ShardedModules(nn.Module() if model is None else model)
         self.captured = captured

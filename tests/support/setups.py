@@ -103,6 +103,7 @@ class Branches(nn.Module):
 
 CLASSES = 5
 MODELS: dict[str, Any] = {"images": Images, "attention": Attention, "tokens": Tokens, "branches": Branches}
+DRAWN = tuple(MODELS)  # other files add models of their own
 
 # -------------------------------------------------------------------------------------------------------------- batches
 
@@ -247,7 +248,7 @@ def draw(seed: int, device: str) -> Setup:
     return Setup(
         seed=seed,
         device=device,
-        model=pick.choice(list(MODELS)),
+        model=pick.choice(DRAWN),
         optimizer=optimizer,
         groups=pick.randint(1, 2),
         rate=pick.choice(RATES[:1] if optimizer == "foreach adamw" else RATES),  # torch takes no tensor for it

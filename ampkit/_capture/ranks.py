@@ -44,15 +44,20 @@ class Ranks:
         ]
         self.shards: ShardedModules = ShardedModules(nn.Module() if model is None else model)
         self.captured = captured
-        # Not `model and`: a model may have a length, or raise where torch.compile's wrapper asks for one.
-        sharded = None if model is None else shard_group(model)
-        self._group: Any = self.wrappers[0].process_group if self.wrappers else sharded
-        self.several: bool = self._group is not None
+        self._model = model
+        self.several: bool = self._group() is not None
         self.warmup = WARMUP_DDP if self.wrappers else 1
         for wrapper in self.wrappers:
             keep_process_group(wrapper)
         self._device = device
         self._calls = self._votes = self._quiet = 0
+
+    def _group(self) -> Any:
+        """Return the process group of the ranks. Nothing of ampkit but `job_end` keeps it: see there."""
+        if self.wrappers:
+            return self.wrappers[0].process_group
+        # Not `self._model and`: a model may have a length, or raise where torch.compile's wrapper asks for one.
+        return None if self._model is None else shard_group(self._model)
 
     def decide(self, wants: bool, can: bool, settled: bool) -> tuple[bool, bool]:
         """Return whether all ranks want to capture in this call, and whether all can. To be called in every call.
@@ -80,7 +85,7 @@ class Ranks:
 
     def _all(self, *flags: bool) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._group)
+        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._group())
         return list(map(bool, votes.tolist()))  # sync
 
     def average(self, gradients: Sequence[Tensor]) -> None:
@@ -89,7 +94,7 @@ class Ranks:
         `fully_shard` has averaged them in each backward.
         """
         if self.wrappers and gradients:
-            group = self._group
+            group = self._group()
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             flat /= torch.distributed.get_world_size(group)
             torch.distributed.all_reduce(flat, group=group)

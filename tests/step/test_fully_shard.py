@@ -4,6 +4,7 @@ What trains runs in processes of its own, one per rank (fsdp_train.py), so that 
 the test run. One start of the ranks does many cases, because a start takes long.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ def check(case: str, rows: Rows, device: str = "cpu") -> None:
         assert "error" not in row, row["error"]
         assert row["differ"] == []
         assert row["differ from torch"] == []
-        assert row["norms"] == pytest.approx(rows[0]["norms"], abs=0, nan_ok=True)  # all ranks have one norm
+        assert json.dumps(row["norms"]) == json.dumps(rows[0]["norms"])  # all ranks have one norm; as text for its nan
     kind = {**fsdp_train.CASES, **fsdp_train.FOUR_RANKS}[case]
     calls = fsdp_train.CALLS + 4 * (kind.accumulate - 1)
     expected = calls - 3 * kind.accumulate

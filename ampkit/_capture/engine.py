@@ -103,17 +103,14 @@ class Engine:
         self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
         self._fn, self._whole, self._own = fn, whole or fn, copied if whole is None else lambda outputs: outputs
         self._state, self._watch, self._optimizer, self._splitter = state, state.watch, optimizer, splitter
-        self._device, self._reader = device, BatchReader(device)
-        self._options, self._ranks = options, ranks
+        self._device, self._reader, self._options, self._ranks = device, BatchReader(device), options, ranks
         self._stream = capture_stream(device) if on_cuda else None
         if on_cuda:
             settle_attention_priority(device)  # one of the settings that a key stands for
         self._turns = turns_on(device)
         self.turn: Turn = Turn(self._turns, name)
         self._clock = Clock(device if on_cuda else None)
-        self.fallback: Fallback = Fallback(
-            name, raises=options.on_failure == "raise", refused="graph='off'" if options.graph == "off" else ""
-        )
+        self.fallback: Fallback = Fallback(name, options)
         self._cache = Cache(options.max_graphs, options.memory_budget)
         self.names: KernelNames | None = KernelNames(state.modules) if options.annotate else None
         self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from .._errors import CaptureError, CaptureWarning
 from .._user_line import users_level
 from .layouts import Layout
+from .options import Options
 
 _GOES_ON = "Training goes on eagerly"
 
@@ -65,19 +66,18 @@ class Fallback:
 
     Args:
         name: what messages call the step.
-        raises: whether the user asked for errors (`on_failure="raise"`).
-        refused: why nothing is to be captured at all; "" if there is no reason.
+        options: see `Options`.
 
     Attributes:
-        raises: as given.
+        raises: whether the user asked for errors (`on_failure="raise"`).
         refused: why every call is eager from now on; "" as long as some layout may be captured.
         failure: what could not be captured last, for the report; None if nothing failed.
     """
 
-    def __init__(self, name: str, *, raises: bool, refused: str = "") -> None:
+    def __init__(self, name: str, options: Options) -> None:
         self._name = name
-        self.raises = raises
-        self.refused: str = refused
+        self.raises = options.on_failure == "raise"
+        self.refused: str = "graph='off'" if options.graph == "off" else ""
         self.failure: str | None = None
         self._warned: set[str] = set()
 

@@ -142,11 +142,9 @@ def graphed_step(
     warmup = warmup_of(warmup, compile)
     given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
     options = given.checked("graphed_step")
-    check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     max_norm = _read_max_norm(max_norm)
-    _check_helpers(loss_fn, buckets, numerics)
-    policy = read_policy("graphed_step", policy)
-    device = _device(model, policy)
+    _check_helpers(loss_fn, accumulate, buckets, numerics)
+    device = _device(model, policy := read_policy("graphed_step", policy))
     _check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device, captured=options.graph != "off")
@@ -425,7 +423,8 @@ def _read_max_norm(max_norm: float | None) -> float | None:
     return None if max_norm is None else read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
 
 
-def _check_helpers(loss_fn: object, buckets: object, numerics: object) -> None:
+def _check_helpers(loss_fn: object, accumulate: object, buckets: object, numerics: object) -> None:
+    check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")

@@ -143,7 +143,7 @@ def test_every_value_is_drawn(device: str, seeds: dict[str, range]) -> None:
     """The set-ups leave out no model, optimizer, policy, option or event, alone or against the loop of torch."""
     found = {pair for seed in seeds[device] for pair in setups.axis_values(draw(seed, device))}
     expected = {
-        "model": setups.MODELS,
+        "model": setups.DRAWN,
         "optimizer": (OPTIMIZERS | UNFUSED).keys() - ({"adagrad"} if device == "cuda" else set()),
         "policy": ("float32", "bfloat16", "float16"),
         "max_norm": ("None", "0.05", "1.0", "inf"),

@@ -676,6 +676,9 @@ def test_a_trainer(what: str, tmp_path: Path) -> None:
     assert changing in run.report.failure
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Trying to infer the .batch_size:UserWarning"
+)  # Lightning's, of the batch with a number
 @pytest.mark.filterwarnings("ignore:AmpkitCallback. param_groups.0...betas..")
 @pytest.mark.parametrize("what", IN_A_TRAINER)
 def test_a_trainer_that_is_to_fail(what: str, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """One call of a module in a step, as a forward and a backward graph that leave the bits of the eager call."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -8,19 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from .._capture.graph import CudaGraph, Graph, Pool, capture_stream
 from .._capture.inputs import StaticInputs, once
-from .._capture.pool import no_recompile
-from .._errors import CaptureError, CaptureWarning
+from .._errors import CaptureError
 from .._torch.autograd import graph_nodes
-from .._torch.modules import module_tables
-from .._torch.tensors import storage_address, version
-from .._undo import Undo, keep_warning_filters
+from .._torch.tensors import version
+from .._undo import Undo
 from .autograd_node import GraphedPasses
 from .module_survey import GradientLayout
-from .passes import Passes, exchange
+from .passes import Passes
 from .shared_memory import SharedMemory
 
 
@@ -63,8 +59,7 @@ class PartPasses(Passes):
     The autograd graph of the capture is kept. If gradients come in with another layout than those that were seen, the
     backward pass runs on it eagerly.
 
-    Autograd's leaves are made anew for each forward pass, so that autocast finds no casts of them in its cache. The
-    cache itself is left alone, because the eager parts of the step go on with what it has.
+    Autograd's leaves are made anew for each forward pass, so that autocast finds no casts of them in its cache.
 
     Args:
         function: the module's forward.
@@ -78,6 +73,8 @@ class PartPasses(Passes):
         static: the gradients of the differentiable outputs, which backward starts from; None for those without.
         slots: the number of the source of each gradient that backward gives out; see `Passes.grads` for the sources.
     """
+
+    empties_autocast_cache = False  # the eager parts of the step go on with what it has
 
     def __init__(
         self,
@@ -93,12 +90,6 @@ class PartPasses(Passes):
         super().__init__(function, modules, tensors, inputs, wants_grad, device, told=False)
         self._static_leaves = list(self._leaves)
         self._gradients = gradients
-        self._owners = [
-            (owner, key, param)
-            for owner in modules
-            for key, param in module_tables(owner)[0].items()
-            if any(param is known for known in self.params)
-        ]
         self.static: list[Tensor | None] = []
         self._edges: list[list[tuple[Any, int]]] = []  # by source: the nodes that use it, and the number of the input
         self.slots: list[int] = []
@@ -107,14 +98,9 @@ class PartPasses(Passes):
 
     def forward(self) -> None:
         """Run the module; keep its outputs with their autograd graph."""
-        aliases = {param: nn.Parameter(param.data) for param in self.params}
-        for param, alias in aliases.items():
-            vars(alias).update(vars(param))
-        self._places = [(owner, key, aliases[param]) for owner, key, param in self._owners]
         # A copy into the buffer does not change the version of `.data`, which autograd saves.
         self._leaves = [leaf.data if isinstance(leaf, Tensor) else leaf for leaf in self._static_leaves]
-        inputs = [self._leaves[i].requires_grad_() for i in self.grad_inputs]
-        self._sources = [*inputs, *(aliases[param] for param in self.params)]
+        self._sources = self._make_sources()
         super().forward()
         self._find_edges()
 
@@ -183,36 +169,23 @@ class PartPasses(Passes):
 
     def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool = True) -> tuple[Graph, Graph]:
         """Warm up and capture both passes. Waits for the device. Raises a `CaptureError` if that cannot be done."""
-        forward, backward = shared.graphs()
-        with shared.aside(), Undo() as undo:
-            keep_warning_filters(undo)
-            warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
-            known = self._warm_up(warmup, allow_unused)
-            self._outputs, self._edges, self.grads = [], [], ()  # so that no memory is freed during the capture
-            with no_recompile():
-                forward.capture(self.forward)
-                forward.replay()  # before that, an emulated graph has no outputs
-                self._check_same(known)
-                if any(static is not None for static in self.static):
-                    backward.capture(self.backward)
-        return forward, backward
+        return self._capture_both(shared, warmup, allow_unused)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is a backward pass."""
+        return any(static is not None for static in self.static)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._edges = []
 
     def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
-        saved: set[int] = set()
-
-        def note(tensor: Tensor) -> Tensor:
-            saved.add(storage_address(tensor))
-            return tensor.detach()  # the tensor itself would refer to the autograd graph that saves it
-
-        with saved_tensors_hooks(note, lambda tensor: tensor):
-            self.forward()
-        known, slots = self._signature(), self.slots
-        self.differentiable = [result.requires_grad for result in self.results]
+        known, slots = self._first_forward(), self.slots
         if sum(self.differentiable) != len(self._gradients):
             raise CaptureError("it returned other outputs than before.")
         layouts = iter(self._gradients)
         self.static = [_static(result, next(layouts)) for result in self.results if result.requires_grad]
-        self.read = [tensor for tensor in self._tensors if storage_address(tensor) in saved - {0}]
         for _ in range(passes):
             self.forward()
             self._check_same(known)
@@ -230,18 +203,6 @@ class PartPasses(Passes):
             # The gradient of a parameter gets the parameter's strides in any case.
             if grad is not None and j < len(self.grad_inputs) and torch.empty_like(grad).stride() != grad.stride():
                 raise CaptureError("the gradient of an input has a layout that a copy would not have.")
-
-    @contextmanager
-    def _aliased(self) -> Iterator[None]:
-        """Context in which the modules have the aliases for parameters."""
-        params = [(owner, key, module_tables(owner)[0][key]) for owner, key, _ in self._places]
-        with Undo() as undo:
-            run = object()
-            undo.note(Passes.recording.discard, run)
-            undo.note(exchange, params)
-            Passes.recording.add(run)
-            exchange(self._places)
-            yield
 
 
 class GraphedPart(GraphedPasses):

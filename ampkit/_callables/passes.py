@@ -58,6 +58,8 @@ class Passes:
 
     # Passes that run now, in any thread. A graphed callable that is called within one of them runs eagerly.
     recording: ClassVar[set[object]] = set()
+    # A cast from before would be a constant in the graph, and a cast that was captured lies in the graph's memory.
+    empties_autocast_cache: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -82,19 +84,31 @@ class Passes:
         self._device = device
         self._tensors = tensors
         self._kept = [tensor.data for tensor in tensors]  # a graph reads this memory, also after `param.data = ...`
+        wanted = set(self.params)
+        self._owners = [
+            (module, key, param)
+            for module in modules
+            for key, param in module_tables(module)[0].items()
+            if param in wanted
+        ]
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []  # what modules get for their parameters
+        self._leaves = tree_flatten((inputs.args, inputs.kwargs))[0]
+        self._sources = self._make_sources()
+        self._outputs: list[Any] = []
+        self._tree: TreeSpec | None = None
+
+    def _make_sources(self) -> list[Tensor]:
+        """Return autograd's leaves: the inputs that require grad, and new aliases of the parameters."""
         aliases = {param: nn.Parameter(param.data) for param in self.params}
         for param, alias in aliases.items():
             vars(alias).update(vars(param))
-        self._places = [
-            (module, key, aliases[param])
-            for module in modules
-            for key, param in module_tables(module)[0].items()
-            if param in aliases
-        ]
-        self._leaves = tree_flatten((inputs.args, inputs.kwargs))[0]
-        self._sources = [self._leaves[i].requires_grad_() for i in self.grad_inputs] + list(aliases.values())
-        self._outputs: list[Any] = []
-        self._tree: TreeSpec | None = None
+        self._places = [(module, key, aliases[param]) for module, key, param in self._owners]
+        return [*(self._leaves[i].requires_grad_() for i in self.grad_inputs), *aliases.values()]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is a backward pass."""
+        return bool(self.out_grads)
 
     @property
     def results(self) -> list[Tensor]:
@@ -129,40 +143,52 @@ class Passes:
             UnusedError: an input or parameter has no part in any output, and `allow_unused` is False.
             CaptureError: it cannot be captured, or a replay would not do what the callable does.
         """
+        graphs = self._capture_both(shared, warmup, allow_unused)
+        # This frees the autograd graph, and what its hooks and custom functions refer to. Its memory goes back to the
+        # pool, in which nothing is captured any more.
+        self._outputs = [output.detach() if isinstance(output, Tensor) else output for output in self._outputs]
+        return graphs
+
+    def _capture_both(self, shared: SharedMemory, warmup: int, allow_unused: bool) -> tuple[Graph, Graph]:
         forward, backward = shared.graphs()
         with shared.aside(), Undo() as undo:
             keep_warning_filters(undo)
             # An empty graph is no mistake here: the backward pass of x + 1 launches nothing.
             warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
             known = self._warm_up(warmup, allow_unused)
-            self._outputs, self.grads = [], ()  # so that no memory is freed during the capture
+            self._forget()  # so that no memory is freed during the capture
             with no_recompile():
                 forward.capture(self.forward)
                 forward.replay()  # before that, an emulated graph has no outputs
                 self._check_same(known)
-                if self.out_grads:
+                if self.has_backward:
                     backward.capture(self.backward)
-        # This frees the autograd graph, and what its hooks and custom functions refer to. Its memory goes back to the
-        # pool, in which nothing is captured any more.
-        self._outputs = [output.detach() if isinstance(output, Tensor) else output for output in self._outputs]
         return forward, backward
 
-    def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
-        """Run both passes and set the attributes that describe them. Return the signature of the outputs."""
+    def _forget(self) -> None:
+        """Free what the last passes have left."""
+        self._outputs, self.grads = [], ()
+
+    def _first_forward(self) -> tuple[Any, ...]:
+        """Run the forward pass. Note what it saves for backward, and return the signature of its outputs."""
         saved: set[int] = set()
 
         def note(tensor: Tensor) -> Tensor:
             saved.add(storage_address(tensor))
             return tensor.detach()  # the tensor itself would refer to the autograd graph that saves it
 
-        versions = self.inputs.versions()
         with saved_tensors_hooks(note, lambda tensor: tensor):
             self.forward()
-        known = self._signature()
-        self.used_by = self._find_users()
         self.differentiable = [result.requires_grad for result in self.results]
-        self.out_grads = [torch.zeros_like(result) for result in self.results if result.requires_grad]
         self.read = [tensor for tensor in self._tensors if storage_address(tensor) in saved - {0}]
+        return self._signature()
+
+    def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
+        """Run both passes and set the attributes that describe them. Return the signature of the outputs."""
+        versions = self.inputs.versions()
+        known = self._first_forward()
+        self.used_by = self._find_users()
+        self.out_grads = [torch.zeros_like(result) for result in self.results if result.requires_grad]
         for i in range(passes):
             if i:
                 self.forward()
@@ -177,17 +203,16 @@ class Passes:
 
     @contextmanager
     def _aliased(self) -> Iterator[None]:
-        """Context in which the modules have the aliases for parameters. Autocast's cache is emptied at both ends.
-
-        A cast from before would be a constant in the graph, and a cast that was captured lies in the graph's memory.
-        """
+        """Context in which the modules have the aliases for parameters."""
         params = [(module, key, module_tables(module)[0][key]) for module, key, _ in self._places]
         with Undo() as undo:
             run = object()
-            undo.note(torch.clear_autocast_cache)
+            if self.empties_autocast_cache:
+                undo.note(torch.clear_autocast_cache)
             undo.note(Passes.recording.discard, run)
             undo.note(exchange, params)
-            torch.clear_autocast_cache()
+            if self.empties_autocast_cache:
+                torch.clear_autocast_cache()
             Passes.recording.add(run)
             exchange(self._places)
             with answering(True) if self._told else nullcontext():

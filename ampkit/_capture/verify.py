@@ -1,11 +1,13 @@
 """Verification: a replay and an eager call are made from one saved state, and their results are compared bit by bit."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._torch.compile import calls_from_compiled_code
 from .._torch.modes import TorchDispatchMode, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import written_arguments
 from .._torch.tensors import Remembered, storage_address, version
@@ -207,7 +209,8 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[st
 class _WriteWatch(TorchDispatchMode):
     """Notices writes to memory that was there before and is not declared, and can undo them.
 
-    Compiled code allocates without an operation. What it has made in this way is told by that it is freed again.
+    Compiled code allocates without an operation. So what it writes to as the output of an operation is taken for memory
+    of its own, and so is what is freed again.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -237,6 +240,8 @@ class _WriteWatch(TorchDispatchMode):
         for tensor in written_arguments(func, args, kwargs):
             address = storage_address(tensor)
             if address and address not in self._known and self._is_new(address):
+                if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
+                    continue
                 self._undeclared[address] = Remembered(tensor)
         result = func(*args, **kwargs)
         made = {storage_address(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)}

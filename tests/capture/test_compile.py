@@ -166,7 +166,7 @@ def test_batches_that_are_views(engine: tuple[str, str]) -> None:
 @pytest.mark.slow
 @allow_inductor_warnings
 def test_verified_with_dropout(engine: Engine, by_ampkit: bool) -> None:
-    """Inductor's random seeds lie in memory that no operation was seen to allocate, and that is freed in the step."""
+    """Inductor's random seeds lie in memory that no operation was seen to allocate."""
     model = make_net(engine[0], dropout=0.5)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     wrapped = model if by_ampkit else torch.compile(model, dynamic=False)

@@ -135,7 +135,7 @@ class Engine:
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self.fallback, self._draws
         )
-        self.series: Series = Series(state, self._stream, options, self._cache, self._layouts, self.fallback)
+        self.series: Series = Series(state, self._stream, options, ranks, self._cache, self._layouts, self.fallback)
         self._told_since: int | None = None  # the number of a call
         self.replays: int = 0
         self.eager: Counter[str] = Counter()
@@ -183,7 +183,7 @@ class Engine:
 
     def settings(self) -> int | None:
         """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
-        if self.fallback.refused or captures.recorded or self._ranks.several:
+        if self.fallback.refused or captures.recorded:
             return None
         if self._state.generation() is not self._surroundings.generation:
             self._adapt()

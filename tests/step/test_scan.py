@@ -687,7 +687,7 @@ def test_calls_that_differ_within_a_series(engine: Engine, on_failure: str) -> N
         with pytest.raises(ampkit.CaptureError, match=r"loss \* \(1.0 if len"):
             run.step.scan(*batches)
     else:
-        with pytest.warns(ampkit.CaptureWarning, match=r"loss \* \(1.0 if len.*Each step is a launch of its own"):
+        with pytest.warns(ampkit.CaptureWarning, match=r"loss \* \(1.0 if len.*Each call is a launch of its own"):
             run.step.scan(*batches)
         assert run.step.replays >= 5
         assert run.step.report().graphs == 1
@@ -719,7 +719,7 @@ def test_memory_budget() -> None:
     one = 4 * (4 * 3 * 8 * 8 + 1) + 8 * 4
     run = Run(("cpu", "emulate"), memory_budget=3 * one)
     batches = stack(make_batches("cpu", [4] * 20))
-    with pytest.warns(ampkit.CaptureWarning, match=r"several steps in one graph: .*memory_budget is \d+.* launch of"):
+    with pytest.warns(ampkit.CaptureWarning, match=r"several calls in one graph: .*memory_budget is \d+.* launch of"):
         run.step.scan(*batches)
     run.step.scan(*batches)
     report = run.step.report()

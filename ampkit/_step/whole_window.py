@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._batches.buckets import Buckets
+from .._capture.capture_query import captures
 from .._capture.engine import Engine
 from .._capture.fallback import StepDoneError
 from .._capture.inputs import flatten
@@ -154,7 +155,7 @@ class WholeWindow:
     def _decide(self, found: _Found | None) -> Together | None:
         """Return what to do with this window. None: make its calls, as if they were not known to be a window."""
         ranks, series = self._step.ranks, self._engine.series
-        if ranks.several and (not ranks.captured or series.given_up):
+        if ranks.several and (not ranks.captured or series.given_up or captures.recorded):
             return None
         has = found is not None and series.has(found.key, 1)
         ready = found is not None and not has and series.is_ready(found.key, found.singles)

@@ -23,9 +23,6 @@ SEEDS = {"cpu": range(60), "cuda": ON_CUDA}
 WINDOW_SEEDS = {"cpu": range(1000, 1052), "cuda": [1000 + seed for seed in ON_CUDA]}
 # The seeds that are not slow.
 QUICK = {"cpu": [*range(24), *range(1000, 1008)], "cuda": [*range(40), *range(1000, 1016)]}
-    "cpu": [*range(24), *range(1000, 1008)],
-    "cuda": [*range(40), *range(1000, 1016)],
-}  # the seeds that are not slow
 
 
 def drawn(seeds: Mapping[str, Sequence[int]]) -> list[Any]:

@@ -133,7 +133,7 @@ def of_singles(outs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def of_window(outs: list[dict[str, Any]], short: bool) -> dict[str, Any]:
-    """Return what a window returns where single calls returned these; of a short one, which a flush ends, loss and aux."""
+    """Return what a window returns where single calls returned these. The flush of a short one returns nothing."""
     last = {} if short else {key: outs[-1][key] for key in ("grad_norm", "skipped")}
     return {key: value for key, value in of_singles(outs).items() if key in ("loss", "aux")} | last
 

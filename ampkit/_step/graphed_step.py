@@ -96,7 +96,7 @@ def graphed_step(
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
             takes up to eleven steps, and a difference as large as between replays is allowed. As many launches of
-            `scan` are compared, too.
+            `scan` and `window` are compared, too.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
@@ -109,7 +109,7 @@ def graphed_step(
             again instead of a graph. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.
         max_graphs: how many graphs are kept: one per input layout, and per micro-batch of a window. If there are more,
-            the least recently used one is dropped. `scan` keeps graphs of several steps for as many layouts more.
+            the least recently used one is dropped. `scan` and `window` keep graphs for as many layouts of stacks more.
         memory_budget: bytes that all graphs may take together (`report().bytes`); None for no limit. A capture may take
             more while it is under way. A layout stays eager if its graph alone takes more.
         capturing: what user code is told that asks `torch.cuda.is_current_stream_capturing()`, as the masks of

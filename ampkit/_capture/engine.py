@@ -256,7 +256,7 @@ class Engine:
         self._layouts.reason = f"{WARM_UP} again: {change.reason}"
         text = f"{change.text}. Each such change takes {self._warmup} eager steps and a new capture."
         if self.fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
-            self._variation.follow(self.replays, self.captures)
+            self._variation.follow(self.replays + self.series.launches, self.captures)
             self._variation.say(change.advice)
 
     def _layout(self, key: Key) -> Layout:
@@ -283,7 +283,7 @@ class Engine:
         """
         if layout.refusal:
             return ""
-        self._variation.follow(self.replays, self.captures)
+        self._variation.follow(self.replays + self.series.launches, self.captures)
         kept = min(self._cache.limit, MAX_LAYOUTS)
         cause = self._variation.note(key, self._surroundings.call_settings, self.captures, kept)
         if cause is None:
@@ -404,7 +404,7 @@ class Engine:
         """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""
         with self._turns.lock:
             saving = self._cache.saving()
-            self._variation.follow(self.replays, self.captures)
+            self._variation.follow(self.replays + self.series.launches, self.captures)
             return Report(
                 graphs=len(self._cache) + sum(len(family.graphs) for family in self._cache.families.values()),
                 captures=self.captures,

@@ -118,7 +118,7 @@ class Ranks:
         self._votes.note(all_settled)
         return all_want, all_can
 
-    def decide_together(self, has: bool, ready: bool) -> Together:
+    def decide_together(self, has: bool, ready: bool, settled: bool) -> Together:
         """Return what this rank does with several calls that every rank was given at once.
 
         A launch and single calls communicate alike, so that some ranks may launch while others make the calls, as long
@@ -127,6 +127,7 @@ class Ranks:
         Args:
             has: whether this rank has a graph of these calls.
             ready: whether it has none, and may capture one now.
+            settled: whether it has nothing to capture in these calls.
 
         Sync: waits for the device if there is a vote.
         """
@@ -135,8 +136,8 @@ class Ranks:
             return Together.CAPTURE if ready else alone
         if not self._votes_together.are_due():
             return alone
-        all_have, all_ready, all_either = self._all(has, ready, has or ready)
-        self._votes_together.note(all_have)
+        all_ready, all_either, all_settled = self._all(ready, has or ready, settled)
+        self._votes_together.note(all_settled)
         if all_ready:
             return Together.CAPTURE
         return alone if all_either else Together.CALLS

@@ -349,9 +349,9 @@ class GraphedStep:
           device. It is left out if no norm was computed: without a loss scale and `max_norm`.
         - `replay_share`: the share of the calls so far that were replayed, a float from 0 to 1.
         - `ms_per_step`: milliseconds per call between two calls of `metrics`, a float: with `accumulate` per
-          micro-batch, with `scan` per slice. It contains all that the loop does in between. On CUDA it is the time that
-          passed on the current stream, measured with two events. It is that of the newest interval that the device has
-          completed, so it may be older than the tensors. It is left out until there is one.
+          micro-batch, with `scan` and `window` per slice. It contains all that the loop does in between. On CUDA it is
+          the time that passed on the current stream, measured with two events. It is that of the newest interval that
+          the device has completed, so it may be older than the tensors. It is left out until there is one.
 
         Read the tensors as late as you can, such as at the next call of `metrics`: `.item()` waits for the device.
 

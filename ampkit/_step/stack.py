@@ -148,12 +148,11 @@ class Outputs(NamedTuple):
     skipped: Tensor
 
 
-def stacked(outs: Sequence[StepOutput], words: Words = SCAN, *, views: bool = False) -> Outputs:
+def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> Outputs:
     """Return the outputs of calls as one.
 
     Args:
         outs: of the calls.
-        words: for messages.
         views: whether the result may be views of these tensors, because it is copied later.
 
     Raises:
@@ -163,12 +162,27 @@ def stacked(outs: Sequence[StepOutput], words: Words = SCAN, *, views: bool = Fa
     flags = [out.skipped for out in outs]
     # Without a loss scale a step returns the same constant each time.
     is_constant = views and all(flag is flags[0] for flag in flags)
+    loss, aux = losses_and_aux(outs, SCAN)
     return Outputs(
-        torch.stack([out.loss for out in outs]),
-        _joined([out.aux for out in outs], torch.stack, 0, words),
+        loss,
+        aux,
         torch.stack(norms) if norms else None,
         flags[0].expand(len(flags)) if is_constant else torch.stack(flags),
     )
+
+
+def losses_and_aux(outs: Sequence[StepOutput], words: Words) -> tuple[Tensor, Any]:
+    """Return the losses of calls as one tensor, and their aux as one tree, in tensors of their own.
+
+    Args:
+        outs: of the calls.
+        words: for messages.
+
+    Raises:
+        ValueError: their aux do not fit together.
+    """
+    aux = _joined([out.aux for out in outs], torch.stack, 0, words)
+    return torch.stack([out.loss for out in outs]), aux
 
 
 def concatenated(pieces: Sequence[Outputs]) -> StepOutput:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._batches.buckets import Buckets
+from .._capture.cache import Captured
 from .._capture.capture_query import captures
 from .._capture.engine import Engine
 from .._capture.fallback import StepDoneError
@@ -14,7 +15,7 @@ from .._capture.variation import Key
 from .._errors import AmpkitError
 from .._undo import Undo
 from .slices import Slices, micro_batches
-from .stack import Stack, Words, stacked
+from .stack import Stack, Words, losses_and_aux
 from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 from .window import Place, Window
 
@@ -40,8 +41,8 @@ class OneWindow:
     def __call__(self, parts: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartOfStep:
         """Do the window. Return what its last call has returned, with the outputs of all of them."""
         done = micro_batches(self._call, *flatten(args, kwargs), range(self._size), noting, self._observed)
-        out, last = stacked([part.output for part in done], WORDS, views=True), done[-1]
-        return last._replace(output=last.output._replace(loss=out.loss, aux=out.aux))
+        loss, aux = losses_and_aux([part.output for part in done], WORDS)
+        return done[-1]._replace(output=done[-1].output._replace(loss=loss, aux=aux))
 
 
 class _Found(NamedTuple):
@@ -120,8 +121,7 @@ class WholeWindow:
         if failure is not None:
             raise failure
         norm, skipped = (outs[-1].grad_norm, outs[-1].skipped) if flushed is None else flushed
-        out = stacked(outs, WORDS)
-        return StepOutput(out.loss, out.aux, norm, skipped)
+        return StepOutput(*losses_and_aux(outs, WORDS), norm, skipped)
 
     # ------------------------------------------------------------------------------------------------ several at once
 
@@ -136,7 +136,7 @@ class WholeWindow:
             series = self._engine.series
             graph = series.graph(found.key, 1, _ONE, self._size, fn, found.singles, may_capture)
             if graph is not None:
-                return self._launch(found, stack)
+                return self._launch(found, graph, stack)
         if way in (Together.CALLS, Together.CALLS_ALONE):
             with self._step.ranks.voting(always=way is Together.CALLS):
                 return self._one_by_one(stack)
@@ -150,7 +150,8 @@ class WholeWindow:
         if number is None or phases is None:
             return None
         singles = tuple(Key(stack.spec, phase, number) for phase in phases)
-        return _Found(Key(stack.spec_of(self._size), phases, number), singles, observed)
+        # The name keeps its graphs apart from those of a scan, which read the learning rate elsewhere.
+        return _Found(Key(stack.spec_of(self._size), (WORDS.method, *phases), number), singles, observed)
 
     def _decide(self, found: _Found | None) -> Together | None:
         """Return what to do with this window. None: make its calls, as if they were not known to be a window."""
@@ -159,12 +160,13 @@ class WholeWindow:
             return None
         has = found is not None and series.has(found.key, 1)
         ready = found is not None and not has and series.is_ready(found.key, found.singles)
-        return ranks.decide_together(has, ready)
+        return ranks.decide_together(has, ready, settled=has or bool(self._engine.fallback.refused))
 
-    def _launch(self, found: _Found, stack: Stack) -> StepOutput:
+    def _launch(self, found: _Found, graph: Captured, stack: Stack) -> StepOutput:
         eager = OneWindow(self._step, self._size, found.observed)
 
         def launch(args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> PartOfStep:
+            graph.inputs.refuse_shared(stack.leaves)  # before the launch is counted
             part: PartOfStep = self._engine.series.launch(found.key, 1, stack.leaves, eager, self._engine.verified)
             return part
 

@@ -713,6 +713,41 @@ def test_several_layouts() -> None:
     assert run.step.report().launches == 3 + 3 + 6
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stack_in_the_memory_of_the_state(engine: Engine) -> None:
+    """A graph would read copies of a parameter that the step changes. Refused, and nothing is done or counted."""
+
+    def loss_fn(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
+        return (model(images).mean() - target).square().mean()
+
+    run = Run(engine, loss_fn=loss_fn, schedule=SCHEDULES["step"], accumulate=2)
+    rows = run.model.head.weight.detach()[:2]
+    images = torch.randn(2, 4, 3, 8, 8, device=engine[0])
+    for _ in range(6):
+        run.step.window(images, torch.zeros_like(rows))
+    before = run.state()
+    with pytest.raises(ampkit.InputMismatch, match=r"model\.head\.weight, which the step changes"):
+        run.step.window(images, rows)
+    assert_same(run.state(), before)
+    assert run.step.report().launches == 2
+    run.step.window(images, torch.zeros_like(rows))
+    assert run.step.report().launches == 3
+
+
+def test_windows_as_long_as_a_launch_of_scan() -> None:
+    """With 16 micro-batches and more, scan launches one window at a time, too. Its graph is another one."""
+    run = check(("cpu", "emulate"), [20] * 6, accumulate=20, schedule=SCHEDULES["step"])
+    batches = make_batches("cpu", [4] * 40)
+    with deterministic():
+        for _ in range(2):
+            out = run.step.scan(*stack(batches))
+            assert out.loss.shape == (40,)
+            assert out.skipped.shape == (40,)
+            out = run.step.window(*stack(batches[:20]))
+            assert out.skipped.shape == ()
+    assert run.step.report().launches == 2 + 2 * 3
+
+
 def test_a_window_within_scans() -> None:
     """Scan, window and single calls may follow each other; each finds its own graphs."""
     batches = make_batches("cpu", [4] * 66)

@@ -297,7 +297,7 @@ class GraphedStep:
         Args:
             *args: trees of tensors of shape (N, ...) on the model's device, and of hashable constants that all calls
                 get. Pass what all calls share as `x.expand(N, *x.shape)`. A loader's batch of N times B samples is
-                split without a copy by `x.unflatten(0, (N, B))`.
+                split without a copy by `x.unflatten(0, (-1, B))`.
             **kwargs: trees of the same kinds.
 
         Returns:

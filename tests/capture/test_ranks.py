@@ -81,7 +81,7 @@ def test_a_short_window_is_reduced() -> None:
     assert_equal_runs(rows, "emulate", "torch")
 
 
-SHORT = ["--policy", "float16", "--overflows", "1", "17", "--max-norm", "0.5"]
+SHORT = ["--policy", "float16", "--overflows", "1", "17", "--max-norm", "0.5", "--end", "nothing"]
 WINDOWS = {
     "plain": ["--accumulate", "3", "--calls", "30"],
     "overflows-short": ["--accumulate", "3", "--calls", "32", *SHORT],

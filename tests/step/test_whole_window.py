@@ -458,9 +458,9 @@ def test_host_draws() -> None:
     assert run.step.replays > 6
 
 
-@pytest.mark.parametrize("graph", ["off", "emulate"])
-def test_without_graphs(graph: str) -> None:
-    """With graph="off", and where nothing can be captured, the calls are made one by one, and counted as such."""
+@pytest.mark.parametrize(("graph", "on_failure"), [("off", "eager"), ("emulate", "eager"), ("emulate", "parts")])
+def test_without_graphs(graph: str, on_failure: str) -> None:
+    """With graph="off", and where nothing is captured whole, the calls are made one by one, and counted as such."""
 
     def reads(model: nn.Module, *batch: Tensor) -> Any:
         loss, aux = boosted_loss(model, *batch)
@@ -469,10 +469,10 @@ def test_without_graphs(graph: str) -> None:
 
     reason = "graph='off'"
     with nothing() if graph == "off" else pytest.warns(ampkit.CaptureWarning, match=r"loss.item\(\)"):
-        run = check(("cpu", graph), [2] * 5 + [1], accumulate=2, on_failure="eager", loss_fn=reads)
+        run = check(("cpu", graph), [2] * 5 + [1], accumulate=2, on_failure=on_failure, loss_fn=reads)
     report = run.step.report()
     assert run.launches == 0
-    assert sum(report.eager.values()) == 12
+    assert sum(report.eager.values()) + report.in_parts == 12
     assert (reason in report.eager) == (graph == "off")
 
 

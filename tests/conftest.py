@@ -74,7 +74,7 @@ def sections() -> dict[str, list[str]]:
     modules = {
         "autocast_samples": "operations with an autocast kernel that ran",
         "setups": "random training set-ups, graphed and eager",
-        "scan_setups": "random training set-ups, by scans and by eager single calls",
+        "scan_setups": "random training set-ups, by scans and windows, and by eager single calls",
         "split_setups": "random training set-ups, in parts and eagerly",
         "compile_setups": "random training set-ups, compiled, graphed and without a graph",
         "hostile": "random set-ups that try to make a graph differ from eager",

@@ -131,7 +131,45 @@ class Buckets:
         return tuple(sizes[place] for sizes, place in zip(allowed, places, strict=True))
 
 
+def pad_stack(
+    buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a stack of batches, in which each slice along dimension 0 is what `pad_batch` makes of that slice.
+
+    Args:
+        buckets: what to pad to.
+        args: trees of tensors of shape (count, ...) and of constants.
+        kwargs: trees of the same kinds.
+        count: how many batches are stacked.
+
+    Raises:
+        InputMismatch: see `Buckets.pad_batch`.
+
+    Sync: none. Aliasing: as for `Buckets.pad_batch`.
+    """
+    leaves, tree = flatten(args, kwargs)
+    first, named = tree_unflatten([leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+    first, named = buckets.pad_batch(first, named)
+    mask = named.pop(buckets.mask)
+    fills = _fill_of_each_leaf(buckets.pad, tree)
+    padded = [
+        _stack_in_bucket(leaf, one, fill) if isinstance(leaf, Tensor) else leaf
+        for leaf, one, fill in zip(leaves, flatten(first, named)[0], fills, strict=True)
+    ]
+    args, kwargs = tree_unflatten(padded, tree)
+    return args, {**kwargs, buckets.mask: mask.expand(count, *mask.shape)}
+
+
 # ------------------------------------------------------------------------------------------------------------ padding
+
+
+def _stack_in_bucket(stack: Tensor, padded: Tensor, fill: float) -> Tensor:
+    """Return a stack whose slices have the layout of `padded`, which is its first slice, padded."""
+    if stack.shape[1:] == padded.shape and stack.stride()[1:] == padded.stride():
+        return stack
+    if stack.stride(0) == 0:  # all slices are one tensor
+        return padded.expand(len(stack), *padded.shape)
+    return _copied_into(stack, (len(stack), *padded.shape), (max(1, padded.numel()), *padded.stride()), fill)
 
 
 def _leaf_in_bucket(
@@ -164,6 +202,11 @@ def _padded(tensor: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
     # A batch that needs no padding gets the same strides as padded ones. Otherwise it would need a graph of its own.
     if tensor.shape == shape and tensor.stride() == strides:
         return tensor
+    return _copied_into(tensor, shape, strides, fill)
+
+
+def _copied_into(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], fill: float) -> Tensor:
+    """Return a new tensor that starts with `tensor` and is `fill` elsewhere."""
     padded = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
     start = padded
     for dim, (size, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):

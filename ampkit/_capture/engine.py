@@ -137,7 +137,7 @@ class Engine:
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self.fallback, self._draws
         )
-        self.series: Series = Series(state, self._stream, options, self._cache, self._layouts, self.fallback)
+        self.series: Series = Series(state, self._stream, options, ranks, self._cache, self._layouts, self.fallback)
         self._told_since: int | None = None  # the number of a call
         self.replays: int = 0
         self.eager: Counter[str] = Counter()
@@ -185,7 +185,7 @@ class Engine:
 
     def settings(self) -> int | None:
         """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
-        if self.fallback.refused or captures.recorded or self._ranks.several:
+        if self.fallback.refused or captures.recorded:
             return None
         if self._state.generation() is not self._surroundings.generation:
             self._adapt()
@@ -258,7 +258,7 @@ class Engine:
         self._layouts.reason = f"{WARM_UP} again: {change.reason}"
         text = f"{change.text}. Each such change takes {self._warmup} eager steps and a new capture."
         if self.fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
-            self._variation.follow(self.replays, self.captures)
+            self._variation.follow(self.replays + self.series.launches, self.captures)
             self._variation.say(change.advice)
 
     def _layout(self, key: Key) -> Layout:
@@ -285,7 +285,7 @@ class Engine:
         """
         if layout.refusal:
             return ""
-        self._variation.follow(self.replays, self.captures)
+        self._variation.follow(self.replays + self.series.launches, self.captures)
         kept = min(self._cache.limit, MAX_LAYOUTS)
         cause = self._variation.note(key, self._surroundings.call_settings, self.captures, kept)
         if cause is None:
@@ -408,7 +408,7 @@ class Engine:
         """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""
         with self._turns.lock:
             saving = self._cache.saving()
-            self._variation.follow(self.replays, self.captures)
+            self._variation.follow(self.replays + self.series.launches, self.captures)
             return Report(
                 graphs=len(self._cache) + sum(len(family.graphs) for family in self._cache.families.values()),
                 captures=self.captures,

@@ -10,7 +10,7 @@ from .._undo import Undo
 from .cache import Cache, Captured
 from .capture_query import answered
 from .fallback import Fallback
-from .graph import Graph
+from .graph import Graph, MakeContext, Then
 from .host_draws import HostDraws
 from .inputs import StaticInputs
 from .layouts import Layout, Layouts
@@ -96,7 +96,6 @@ class LayoutCapture:
         inputs = StaticInputs(key.spec, leaves)
         new = self._cache.new_graph(self._stream, self._options.generators)
         graph = layout.rehearsal.named(new if key.outcomes is None else self._draws.around(new))
-        before = self._state.tensors()
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn = answered(self._fn, layout.told)
 
@@ -106,22 +105,7 @@ class LayoutCapture:
             inputs.note_changes(versions)
             return outputs
 
-        failure: CaptureError | None = None
-        with Undo() as undo:
-            undo.note(self._state.rebind, before)
-            undo.note(graph.reset)
-            try:
-                with no_recompile():
-                    graph.capture(recorded, layout.rehearsal.capturing, self._layouts.make_outputs)
-                refuse_rebound(self._state.rebound_since(before))
-            except CaptureError as error:
-                failure = error
-            if not self._ranks.agree(failure is None):
-                try:
-                    raise failure or CaptureError(self._ranks.other_failed)
-                finally:
-                    del failure  # its traceback refers to this frame: a cycle, which would keep what the step made
-            undo.forget()
+        record(graph, recorded, layout.rehearsal.capturing, self._layouts.make_outputs, self._state, self._ranks)
         return graph, inputs
 
     def _within_budget(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
@@ -176,7 +160,42 @@ class LayoutCapture:
         )
 
 
-def refuse_rebound(paths: list[str]) -> None:
+def record(
+    graph: Graph, fn: Callable[[], Any], context: MakeContext, then: Then, state: TrainingState, ranks: Ranks
+) -> None:
+    """Capture a graph on all ranks.
+
+    Args:
+        graph: a new one.
+        fn: see `Graph.capture`.
+        context: see `Graph.capture`.
+        then: see `Graph.capture`.
+        state: what `fn` may change.
+        ranks: those that capture now.
+
+    Raises:
+        CaptureError: the capture failed, on this rank or on another one. Everything is as before the call.
+    """
+    before = state.tensors()
+    failure: CaptureError | None = None
+    with Undo() as undo:
+        undo.note(state.rebind, before)
+        undo.note(graph.reset)
+        try:
+            with no_recompile():
+                graph.capture(fn, context, then)
+            _refuse_rebound(state.rebound_since(before))
+        except CaptureError as error:
+            failure = error
+        if not ranks.agree(failure is None):
+            try:
+                raise failure or CaptureError(ranks.other_failed)
+            finally:
+                del failure  # its traceback refers to this frame: a cycle, which would keep what the step made
+        undo.forget()
+
+
+def _refuse_rebound(paths: list[str]) -> None:
     """Raise a `CaptureError` if a capture has made or rebound tensors of the state, at these paths."""
     if paths:
         raise CaptureError(

@@ -1,16 +1,54 @@
 """The votes of the processes of one job on whether to capture."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._torch.sharding import ShardedModules
+from .._undo import Undo
 from .job_end import Closable, close_before_end, keep_process_group
 from .shards import shard_group
 
 WARMUP_DDP = 12  # DDP rebuilds its buckets after the first step and samples timings up to the 11th
+
+
+class Together(Enum):
+    """What a rank does with several calls that it was given at once.
+
+    Attributes:
+        LAUNCH: all of them, by one graph that there is.
+        CAPTURE: capture this graph now, as all ranks do.
+        CALLS: one by one. All ranks do, and vote in each call.
+        CALLS_ALONE: one by one, and vote in none of them, because other ranks may launch.
+    """
+
+    LAUNCH = "launch"
+    CAPTURE = "capture"
+    CALLS = "calls"
+    CALLS_ALONE = "calls alone"
+
+
+class _Votes:
+    """When ranks vote: in every call at first, later in few. All ranks count the same calls."""
+
+    def __init__(self) -> None:
+        self._calls = self._votes = self._quiet = 0
+
+    def are_due(self, always: bool = False) -> bool:
+        """Return whether to vote in this call. To be asked once in every call."""
+        self._calls += 1
+        if not always and (self._quiet >= _QUIET or self._votes >= _EAGER_VOTES) and self._calls % _EVERY:
+            return False
+        self._votes += 1
+        return True
+
+    def note(self, settled: bool) -> None:
+        """Take note of whether all ranks had nothing to capture in a call with a vote."""
+        self._quiet = self._quiet + 1 if settled else 0
 
 
 class Ranks:
@@ -19,6 +57,8 @@ class Ranks:
     Ranks vote in every call at first. Once all of them had nothing to capture in `_QUIET` votes in a row, they vote in
     every `_EVERY`th call only, because a graph may have been dropped. All of them count the same calls. If one rank
     voted for a reason of its own, such as a short batch, it would wait for the others for ever.
+
+    Several calls at once are another matter, with votes of its own: a rank that launches them votes in none of them.
 
     Args:
         model: its ranks are those of the process group of a `DistributedDataParallel` in it, or of the one over which
@@ -50,7 +90,8 @@ class Ranks:
         for wrapper in self.wrappers:
             keep_process_group(wrapper)
         self._device = device
-        self._calls = self._votes = self._quiet = 0
+        self._votes, self._votes_together = _Votes(), _Votes()
+        self._voting: bool | None = None  # in each call, in none; None: as `_votes` says
 
     def _group(self) -> Any:
         """Return the process group of the ranks. Nothing of ampkit but `job_end` keeps it: see there."""
@@ -71,13 +112,43 @@ class Ranks:
         """
         if not self.several:
             return wants, can
-        self._calls += 1
-        if (self._quiet >= _QUIET or self._votes >= _EAGER_VOTES) and self._calls % _EVERY:
+        if self._voting is False or not self._votes.are_due(always=self._voting is True):
             return False, True
-        self._votes += 1
         all_want, all_can, all_settled = self._all(wants, can, settled)
-        self._quiet = self._quiet + 1 if all_settled else 0
+        self._votes.note(all_settled)
         return all_want, all_can
+
+    def decide_together(self, has: bool, ready: bool, settled: bool) -> Together:
+        """Return what this rank does with several calls that every rank was given at once.
+
+        A launch and single calls communicate alike, so that some ranks may launch while others make the calls, as long
+        as these do not vote.
+
+        Args:
+            has: whether this rank has a graph of these calls.
+            ready: whether it has none, and may capture one now.
+            settled: whether it has nothing to capture in these calls.
+
+        Sync: waits for the device if there is a vote.
+        """
+        alone = Together.LAUNCH if has else Together.CALLS_ALONE
+        if not self.several:
+            return Together.CAPTURE if ready else alone
+        if not self._votes_together.are_due():
+            return alone
+        all_ready, all_either, all_settled = self._all(ready, has or ready, settled)
+        self._votes_together.note(all_settled)
+        if all_ready:
+            return Together.CAPTURE
+        return alone if all_either else Together.CALLS
+
+    @contextmanager
+    def voting(self, always: bool) -> Iterator[None]:
+        """Context of calls in which the ranks vote each time, or never."""
+        with Undo() as undo:
+            undo.note(setattr, self, "_voting", None)
+            self._voting = always
+            yield
 
     def agree(self, yes: bool) -> bool:
         """Return whether every rank says yes, in a call in which all of them ask. Waits for the device."""

@@ -50,7 +50,8 @@ class Report:
             then do not include; None if its step is captured, or nothing is to be.
         compile_s: seconds that calls took in which parts of the step were compiled (`compile=`); None without it.
         compiled: in words, what was compiled, and why the rest was not; empty without `compile=`.
-        launches: graph launches of `GraphedStep.scan`, of several steps each. They are no part of `replays`.
+        launches: graph launches of several calls each, by `GraphedStep.scan` and `GraphedStep.window`. They are no part
+            of `replays`.
         scanned: optimizer steps that these launches did.
         in_parts: calls in which modules were captured one by one. They are no part of `replays` and `eager`.
         parts: the modules that are captured one by one, see `PartReport`.
@@ -101,7 +102,7 @@ class Report:
             f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
         )
         head += f"; {self.in_parts} in parts" * bool(self.in_parts)
-        head += f"; {self.scanned} more steps in {self.launches} launches of scan" * bool(self.launches)
+        head += f"; {self.scanned} more steps in {self.launches} launches of scan or window" * bool(self.launches)
         times = [f"  {self._times()}"] if self.replay_ms is not None else []
         graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
         reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]

@@ -15,11 +15,11 @@ from .call_record import OperationRecorder, Record, first_difference
 from .capture_query import answered, recording
 from .fallback import Fallback
 from .inputs import Spec, StaticInputs, TensorSpec
-from .layout_capture import refuse_rebound
+from .layout_capture import record
 from .layouts import Layouts
 from .options import Options
 from .overlaps import keep_apart
-from .pool import no_recompile
+from .ranks import Ranks
 from .report import GraphReport
 from .state import TrainingState
 from .timing import Timing
@@ -46,17 +46,19 @@ class Series:
     """Captures a series of calls as one graph, and launches it. Lengths are counted in parts of equally many calls.
 
     A series is captured once each of its calls has a graph of its own: then it is warm, and known to be right. The
-    calls of the first capture are compared with each other, operation by operation.
+    calls of the first capture that have the same graph are compared with each other, operation by operation.
 
     Args:
         state: what the calls may change.
         stream: where to capture; None for emulated graphs.
         options: see `Options`.
+        ranks: the processes that capture together. With several, calls are not compared.
         cache: keeps the graphs.
         layouts: what is known of the single calls.
         fallback: issues the warnings.
 
     Attributes:
+        given_up: whether nothing is captured any more, because a capture has failed on one of several ranks.
         captures: how many graphs were captured so far.
         launches: how often a graph was launched.
         parts: how many parts these launches did.
@@ -67,6 +69,7 @@ class Series:
         state: TrainingState,
         stream: torch.cuda.Stream | None,
         options: Options,
+        ranks: Ranks,
         cache: Cache,
         layouts: Layouts,
         fallback: Fallback,
@@ -74,12 +77,14 @@ class Series:
         self._state = state
         self._stream = stream
         self._options = options
+        self._ranks = ranks
         self._cache = cache
         self._layouts = layouts
         self._fallback = fallback
         self._unverified = options.verify
         self._comparisons: dict[Key, _Comparison] = {}  # of families that were not launched yet
         self._refused: set[Key] = set()
+        self.given_up: bool = False
         self.captures: int = 0
         self.launches: int = 0
         self.parts: int = 0
@@ -117,7 +122,7 @@ class Series:
         """
         family = self._cache.families.get(key)
         if family is None:
-            if key in self._refused or not may_capture or not self._are_ready(singles):
+            if not may_capture or not self.is_ready(key, singles):
                 return None
             family = self._new_family(key, singles)
         if parts not in family.graphs:
@@ -130,6 +135,14 @@ class Series:
                     return None
         self._cache.families.move_to_end(key)
         return family.graphs[parts]
+
+    def has(self, key: Key, parts: int) -> bool:
+        """Return whether there is a graph that does this many parts."""
+        return key in self._cache.families and parts in self._cache.families[key].graphs
+
+    def is_ready(self, key: Key, singles: Sequence[Key]) -> bool:
+        """Return whether a first graph may be captured for this key, see `graph`."""
+        return key not in self._refused and not self.given_up and self._are_ready(singles)
 
     def launch(self, key: Key, parts: int, leaves: Sequence[Any], eager: MakesCalls, compare: Compare) -> Any:
         """Do this many parts with the graph that `graph` returned. Return the outputs, in tensors of their own.
@@ -174,7 +187,7 @@ class Series:
         """Return what the report says of these graphs: an entry for all lengths of a layout."""
         return [
             GraphReport(
-                f"up to {max(family.graphs)} per launch: {key.spec}",
+                f"up to {max(family.graphs)} optimizer steps per launch: {key.spec}",
                 family.pool_bytes + family.buffer_bytes,
                 family.launches,
             )
@@ -208,8 +221,9 @@ class Series:
         """Capture a graph of this length. Return whether that worked; otherwise the key is refused from now on."""
         before = self._cache.pool_bytes
         rehearsals = [] if family.graphs else [self._layouts.of(single).rehearsal for single in singles]
-        compares = bool(rehearsals) and not any(rehearsal.unseen for rehearsal in rehearsals)
-        comparison = _Comparison(rehearsals[0].numbers, rehearsals[0].lenient, calls) if compares else None
+        compares = rehearsals and not any(rehearsal.unseen for rehearsal in rehearsals) and not self._ranks.several
+        kinds = [singles.index(single) for single in singles]
+        comparison = _Comparison(rehearsals[0].numbers, rehearsals[0].lenient, kinds) if compares else None
         with Undo() as undo:
             undo.note(modes())
             try:
@@ -224,7 +238,7 @@ class Series:
         self.captures += 1
         family.graphs[parts] = captured
         family.pool_bytes += max(0, self._cache.pool_bytes - before)
-        if self._cache.over_budget():
+        if not self._ranks.agree(not self._cache.over_budget()):
             problem = f"its graphs take {self._cache.nbytes} bytes, memory_budget is {self._options.memory_budget}"
             self._cache.clear()  # the layouts stay warm, so that the next single calls capture again
             self._refuse(key, f"{problem}.", None)
@@ -238,12 +252,16 @@ class Series:
 
     def _refuse(self, key: Key, reason: str, error: CaptureError | None) -> None:
         """Capture no series of this key from now on. Warn, or raise a `CaptureError` if there is an error."""
-        problem = f"several steps in one graph: {reason}"
+        problem = f"several calls in one graph: {reason}"
         self._drop(key)
+        if self._ranks.several:  # all of them, because each rank has keys of its own
+            self.given_up = True
+            while self._cache.families:
+                self._drop(next(iter(self._cache.families)))
         if self._fallback.raises and error is not None:
             raise self._fallback.error(problem) from error
         self._refused.add(key)
-        self._fallback.warn_once("series", f"{problem} Each step is a launch of its own.")
+        self._fallback.warn_once("series", f"{problem} Each call is a launch of its own.")
 
     def _record(
         self,
@@ -262,7 +280,6 @@ class Series:
         if self._layouts.names is not None:
             noted = [self._layouts.of(single).rehearsal.kernels for single in singles]
             graph = self._layouts.names.named(graph, noted * parts)
-        before = self._state.tensors()
         call = answered(fn, family.told)
 
         def recorded() -> Any:
@@ -274,11 +291,8 @@ class Series:
             return outputs
 
         with Undo() as undo:
-            undo.note(self._state.rebind, before)
             undo.note(graph.reset)
-            with no_recompile():
-                graph.capture(recorded, recording, self._layouts.make_outputs)
-            refuse_rebound(self._state.rebound_since(before))
+            record(graph, recorded, recording, self._layouts.make_outputs, self._state, self._ranks)
             if comparison is not None and comparison.difference:
                 raise CaptureError(comparison.difference)
             undo.forget()
@@ -286,23 +300,23 @@ class Series:
 
 
 class _Comparison:
-    """Records each call of a series, and compares it with the call at the same place of the first part.
+    """Records each call of a series, and compares it with the first one of its kind.
 
     Args:
         numbers: see `OperationRecorder`.
         lenient: see `OperationRecorder`.
-        calls: how many calls a part has.
+        kinds: of the calls of a part. Calls of one kind do the same.
 
     Attributes:
         ended: whether all calls were recorded.
         difference: where a call first differs, in words; "" if none does.
     """
 
-    def __init__(self, numbers: bool, lenient: bool, calls: int) -> None:
+    def __init__(self, numbers: bool, lenient: bool, kinds: Sequence[int]) -> None:
         self._numbers = numbers
         self._lenient = lenient
-        self._calls = calls
-        self._first: list[Record | None] = []
+        self._kinds = kinds
+        self._first: dict[int, Record | None] = {}
         self._made = 0
         self.ended = False
         self.difference = ""
@@ -313,11 +327,11 @@ class _Comparison:
         recorder = OperationRecorder(self._numbers, self._lenient)
         with recorder:
             yield
-        place, self._made = self._made % self._calls, self._made + 1
-        if self._made <= self._calls:
-            self._first.append(recorder.record)
+        kind, self._made = self._kinds[self._made % len(self._kinds)], self._made + 1
+        if kind not in self._first:
+            self._first[kind] = recorder.record
             return
-        first = self._first[place]
+        first = self._first[kind]
         if first is not None and recorder.record is not None and not self.difference:
             found = first_difference(first, recorder.record)
             self.difference = found and (
@@ -327,7 +341,7 @@ class _Comparison:
 
     def end(self) -> None:
         """Take note that the series is over. Records refer to objects of the user's."""
-        self._first, self.ended = [], True
+        self._first, self.ended = {}, True
 
 
 @contextmanager

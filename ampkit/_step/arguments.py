@@ -1,12 +1,18 @@
-"""Checks of the loss scaler and the scheduler that `graphed_step` gets."""
+"""Checks of the arguments that `graphed_step` gets."""
 
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from .._arguments import wrong
+from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
+from .._batches.buckets import Buckets
+from .._capture.sparse_gradients import refuse_sparse
 from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import broken_kernel, why_not_called
+from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
+from .observer import Observer
 
 
 class Scheduler(Protocol):
@@ -45,3 +51,59 @@ def read_scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.
             "ampkit.GradScaler, which takes the same arguments and loads the same state_dict."
         )
     return scaler
+
+
+def device_of(model: nn.Module, policy: Policy | None) -> torch.device:
+    """Return the one device of the parameters. Raise a `ValueError` if their dtype is not the policy's."""
+    check_instance("graphed_step", "model", model, nn.Module, "a torch.nn.Module")
+    devices = {param.device: name for name, param in model.named_parameters()}
+    if len(devices) != 1:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "no parameters"
+        raise ValueError(
+            f"graphed_step(model): expected parameters on one device, found {found}. Use model.to(device)."
+        )
+    if policy is not None and policy.modules:
+        if problem := why_not_applied(model, ModuleRules(policy.modules, policy.params, policy.output)):
+            raise ValueError(f"graphed_step(policy={str(policy)!r}): {problem}")
+    elif policy is not None:
+        for name, param in model.named_parameters():
+            if param.is_floating_point() and param.dtype is not policy.params:
+                raise ValueError(
+                    f"graphed_step(policy={str(policy)!r}): parameter {name} is {param.dtype}. "
+                    f"Use model.to({policy.params}), or a policy with params={str(param.dtype).removeprefix('torch.')}."
+                )
+    return next(iter(devices))
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, scheduler: Any, max_norm: float | None) -> None:
+    """Raise a `ValueError` unless the optimizer and its scheduler can train this model."""
+    check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    if problem := why_not_called(optimizer) or broken_kernel(optimizer):
+        raise ValueError(f"graphed_step(optimizer): {problem}")
+    known = set(model.parameters())
+    for i, group in enumerate(optimizer.param_groups):
+        strangers = [param for param in group["params"] if param not in known]
+        if strangers:
+            raise ValueError(
+                f"graphed_step(optimizer): param_groups[{i}] holds {len(strangers)} parameters that are not the "
+                f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
+                "after model.to(device), and put parameters of the loss into the model."
+            )
+    check_scheduler(scheduler, optimizer)
+    refuse_sparse(model, optimizer, max_norm)
+
+
+def read_max_norm(max_norm: float | None) -> float | None:
+    """Return `max_norm` as a float. Raise a `ValueError` if it is not positive."""
+    return None if max_norm is None else read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
+
+
+def check_helpers(loss_fn: object, accumulate: object, buckets: object, numerics: object) -> None:
+    """Raise a `ValueError` unless these arguments are of the kinds that they must be."""
+    check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
+    check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
+    if numerics is not None and not isinstance(numerics, Observer):
+        expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
+        raise wrong("graphed_step", "numerics", numerics, expected)

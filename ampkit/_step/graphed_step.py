@@ -1,4 +1,4 @@
-"""`graphed_step`: the training step that a user calls, and the checks of its arguments."""
+"""`graphed_step`: the training step that a user calls."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
 from .._batches.buckets import Buckets
 from .._capture.engine import Engine
 from .._capture.kernel_names import KernelTable
@@ -15,21 +14,21 @@ from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
 from .._capture.shards import refuse_sharded
-from .._capture.sparse_gradients import refuse_sparse, why_not_dense
+from .._capture.sparse_gradients import why_not_dense
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import broken_kernel, why_not_called
-from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
-from .arguments import Scheduler, check_scheduler, read_scaler
+from .arguments import Scheduler, check_helpers, check_optimizer, device_of, read_max_norm, read_scaler
 from .compiled import check_compile, step_maker, warmup_of
 from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
+from .slices import Slices
 from .split import StepSplitter
 from .training_step import StepOutput, TrainingStep
+from .whole_window import SHORT, WholeWindow
 from .window import Window
 
 
@@ -97,7 +96,7 @@ def graphed_step(
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
             takes up to eleven steps, and a difference as large as between replays is allowed. As many launches of
-            `scan` are compared, too.
+            `scan` and `window` are compared, too.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
@@ -110,7 +109,7 @@ def graphed_step(
             again instead of a graph. "off": eager.
         generators: CUDA generators, beside the default one, that `loss_fn` draws random numbers from.
         max_graphs: how many graphs are kept: one per input layout, and per micro-batch of a window. If there are more,
-            the least recently used one is dropped. `scan` keeps graphs of several steps for as many layouts more.
+            the least recently used one is dropped. `scan` and `window` keep graphs for as many layouts of stacks more.
         memory_budget: bytes that all graphs may take together (`report().bytes`); None for no limit. A capture may take
             more while it is under way. A layout stays eager if its graph alone takes more.
         capturing: what user code is told that asks `torch.cuda.is_current_stream_capturing()`, as the masks of
@@ -142,10 +141,10 @@ def graphed_step(
     warmup = warmup_of(warmup, compile)
     given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
     options = given.checked("graphed_step")
-    max_norm = _read_max_norm(max_norm)
-    _check_helpers(loss_fn, accumulate, buckets, numerics)
-    device = _device(model, policy := read_policy("graphed_step", policy))
-    _check_optimizer(optimizer, model, scheduler, max_norm)
+    max_norm = read_max_norm(max_norm)
+    check_helpers(loss_fn, accumulate, buckets, numerics)
+    device = device_of(model, policy := read_policy("graphed_step", policy))
+    check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_scaler(scaler, policy, device)
@@ -207,7 +206,9 @@ class GraphedStep:
         self._compiled = step.compiled
         call = step.gathering(engine)
         self._window = Window(call, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
-        self._scan = Scan(engine, step, self._window, accumulate, optimizer, scheduler, buckets)
+        slices = Slices(self._window, accumulate)
+        self._scan = Scan(engine, step, self._window, slices, accumulate, optimizer, scheduler, buckets)
+        self._whole_window = WholeWindow(engine, step, self._window, slices, accumulate, buckets)
         self._buckets = buckets
         self._metrics = StepMetrics(engine, step.scaler, step.device, accumulate)
 
@@ -250,10 +251,10 @@ class GraphedStep:
         captures that length, but what is left behind single calls of a scan goes on one by one, unless it is as long as
         a launch can be. The second shorter length has all others captured with it. From then on no K takes a capture.
 
-        Calls are made one by one if nothing is captured, and with buckets, `numerics`, `DistributedDataParallel`, an
-        optimizer that steps behind the graphs, a `loss_fn` that changes its batch in place, a scheduler that is no
-        `LRScheduler` of torch, and around each change of a hyperparameter other than the learning rate. So are calls
-        that complete an open window, and those at the end that do not make up a whole one.
+        Calls are made one by one if nothing is captured, and with `numerics`, several processes, an optimizer that
+        steps behind the graphs, a `loss_fn` that changes its batch in place, a scheduler that is no `LRScheduler` of
+        torch, and around each change of a hyperparameter other than the learning rate. So are calls that complete an
+        open window, and those at the end that do not make up a whole one.
 
         Args:
             *args: trees of tensors of shape (K, ...) on the model's device, and of hashable constants that all K calls
@@ -280,6 +281,47 @@ class GraphedStep:
         """
         return self._turn.take(self._scan.run, args, kwargs)
 
+    def window(self, *args: Any, **kwargs: Any) -> StepOutput:
+        """Do one optimizer step with one call: `loss_fn` gets the N slices of each tensor along its dimension 0.
+
+        It leaves the bits that N single calls with these micro-batches leave, N = `accumulate`, and is one graph
+        launch. The calls of the first windows of a layout are made one by one, until each has a graph of its own; the
+        window after these captures. `step`, `step.scan` and `step.window` may be mixed between windows.
+
+        A window of fewer micro-batches, such as the last one of an epoch, is done as by that many calls and `flush()`:
+        each loss stays divided by `accumulate`, and the optimizer steps eagerly.
+
+        The calls are made one by one if nothing is captured, if the host decides by random draws, and if `loss_fn`
+        changes its batch in place. An optimizer that steps behind the graphs does so behind the launch.
+
+        Args:
+            *args: trees of tensors of shape (N, ...) on the model's device, and of hashable constants that all calls
+                get. Pass what all calls share as `x.expand(N, *x.shape)`. A loader's batch of N times B samples is
+                split without a copy by `x.unflatten(0, (-1, B))`.
+            **kwargs: trees of the same kinds.
+
+        Returns:
+            A `StepOutput`: loss of shape (N,); aux with a new leading dimension N in each tensor; `grad_norm` and
+            `skipped` of the optimizer step, of shape ().
+
+        Raises:
+            InputMismatch: the leading dimensions differ, one is 0, a tensor has shape () or there is no tensor; then
+                nothing was done. A slice cannot be the batch of a call, see `__call__`.
+            ValueError: more than N micro-batches; nothing was done. Else as for `__call__`; or the aux of two
+                micro-batches have different shapes. Then the step was done.
+            AmpkitError: micro-batches of an optimizer step were given to `step` already. Nothing was done.
+            CaptureError: as for `__call__`.
+
+        Any error of a micro-batch drops the gradients of those before it, so that the next window begins anew; since
+        Python 3.11 a note of the error says how many these were.
+
+        With `DistributedDataParallel` or `fully_shard`, every rank must call `window` with equally many micro-batches.
+
+        Sync: only the calls that capture wait for the device, and votes of several ranks. Aliasing: as for `__call__`.
+        Memory: buffers for N micro-batches, beside those of the single calls.
+        """
+        return self._turn.take(self._whole_window.run, args, kwargs)
+
     def flush(self) -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
 
@@ -287,7 +329,7 @@ class GraphedStep:
         accumulate).backward()`. The step is eager, and counted as such. Nothing is done if the window is empty. Sync:
         none.
         """
-        self._turn.take(self._window.flush, "flush of a short window")
+        self._turn.take(self._window.flush, SHORT)
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
@@ -307,9 +349,9 @@ class GraphedStep:
           device. It is left out if no norm was computed: without a loss scale and `max_norm`.
         - `replay_share`: the share of the calls so far that were replayed, a float from 0 to 1.
         - `ms_per_step`: milliseconds per call between two calls of `metrics`, a float: with `accumulate` per
-          micro-batch, with `scan` per slice. It contains all that the loop does in between. On CUDA it is the time that
-          passed on the current stream, measured with two events. It is that of the newest interval that the device has
-          completed, so it may be older than the tensors. It is left out until there is one.
+          micro-batch, with `scan` and `window` per slice. It contains all that the loop does in between. On CUDA it is
+          the time that passed on the current stream, measured with two events. It is that of the newest interval that
+          the device has completed, so it may be older than the tensors. It is left out until there is one.
 
         Read the tensors as late as you can, such as at the next call of `metrics`: `.item()` waits for the device.
 
@@ -359,28 +401,6 @@ class GraphedStep:
         self.close()
 
 
-def _device(model: nn.Module, policy: Policy | None) -> torch.device:
-    """Return the one device of the parameters. Raise a `ValueError` if their dtype is not the policy's."""
-    check_instance("graphed_step", "model", model, nn.Module, "a torch.nn.Module")
-    devices = {param.device: name for name, param in model.named_parameters()}
-    if len(devices) != 1:
-        found = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "no parameters"
-        raise ValueError(
-            f"graphed_step(model): expected parameters on one device, found {found}. Use model.to(device)."
-        )
-    if policy is not None and policy.modules:
-        if problem := why_not_applied(model, ModuleRules(policy.modules, policy.params, policy.output)):
-            raise ValueError(f"graphed_step(policy={str(policy)!r}): {problem}")
-    elif policy is not None:
-        for name, param in model.named_parameters():
-            if param.is_floating_point() and param.dtype is not policy.params:
-                raise ValueError(
-                    f"graphed_step(policy={str(policy)!r}): parameter {name} is {param.dtype}. "
-                    f"Use model.to({policy.params}), or a policy with params={str(param.dtype).removeprefix('torch.')}."
-                )
-    return next(iter(devices))
-
-
 def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options, numerics: Observer | None) -> str:
     """Return why nothing can be captured of forward and backward, as far as that is known; else ""."""
     for name, part in (("model", model), ("loss_fn", loss_fn)):
@@ -394,40 +414,7 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options, nu
     return why_not_dense([model])
 
 
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, scheduler: Any, max_norm: float | None
-) -> None:
-    check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
-    if problem := why_not_called(optimizer) or broken_kernel(optimizer):
-        raise ValueError(f"graphed_step(optimizer): {problem}")
-    known = set(model.parameters())
-    for i, group in enumerate(optimizer.param_groups):
-        strangers = [param for param in group["params"] if param not in known]
-        if strangers:
-            raise ValueError(
-                f"graphed_step(optimizer): param_groups[{i}] holds {len(strangers)} parameters that are not the "
-                f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
-                "after model.to(device), and put parameters of the loss into the model."
-            )
-    check_scheduler(scheduler, optimizer)
-    refuse_sparse(model, optimizer, max_norm)
-
-
 def _follow_up(after_step: Callable[[nn.Module], object] | None) -> tuple[Any, dict[str, nn.Module]]:
     """Return `after_step` in the form that a graph needs, and the module that it changes, if that is known."""
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     return follow_up, {} if follower is None else {"after_step": follower}
-
-
-def _read_max_norm(max_norm: float | None) -> float | None:
-    return None if max_norm is None else read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
-
-
-def _check_helpers(loss_fn: object, accumulate: object, buckets: object, numerics: object) -> None:
-    check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
-    check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
-    if buckets is not None and not isinstance(buckets, Buckets):
-        raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
-    if numerics is not None and not isinstance(numerics, Observer):
-        expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
-        raise wrong("graphed_step", "numerics", numerics, expected)

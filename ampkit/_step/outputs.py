@@ -1,4 +1,4 @@
-"""What a captured function may return: trees of tensors, because a replay computes nothing else anew."""
+"""What captured functions may return: trees of tensors, as a replay computes nothing else anew; and a loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,3 +28,21 @@ def mapped_outputs(outputs: Any, change: Callable[[Tensor], Tensor], who: str, p
                 "Return tensors."
             )
     return tree_unflatten([leaf if leaf is None else change(leaf) for leaf in leaves], tree)
+
+
+def check_loss(loss: object) -> None:
+    """Raise a `ValueError` unless this is a floating tensor of shape () with grad."""
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"graphed_step: loss_fn returned a {type(loss).__name__}; expected the loss as a tensor, or (loss, aux)."
+        )
+    if loss.dim() != 0 or not loss.is_floating_point():
+        raise ValueError(
+            f"graphed_step: loss_fn returned a loss of shape {tuple(loss.shape)} and dtype {loss.dtype}; expected a "
+            "floating tensor of shape (). Reduce it with .mean() or .sum()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "graphed_step: loss_fn returned a loss without grad: it depends on no parameter that requires grad, or was "
+            "made under torch.no_grad() or from .detach(). Compute it from model(...) with gradients on."
+        )

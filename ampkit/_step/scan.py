@@ -10,16 +10,15 @@ from torch import Tensor
 from .._batches.buckets import Buckets
 from .._capture.engine import Engine
 from .._capture.fallback import StepDoneError
-from .._capture.inputs import Spec, flatten, own_copy
-from .._capture.series import Noting, is_aligned
+from .._capture.inputs import flatten
+from .._capture.series import Noting
 from .._capture.variation import Key
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.rate_table import RateTable
-from .._torch.tensors import version
-from .._torch.tree import tree_unflatten
 from .._undo import Undo
-from .stack import Outputs, Stack, concatenated, sliced, stacked
-from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
+from .slices import Slices, micro_batches
+from .stack import SCAN, Outputs, Stack, concatenated, stacked
+from .training_step import PartOfStep, StepOutput, TrainingStep
 from .window import Window
 
 Rates = Sequence[Any]  # by param group
@@ -46,17 +45,12 @@ class Windows:
     def __call__(self, parts: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
         """Do this many windows."""
         leaves, tree = flatten(args, kwargs)
-        outs = []
+        done: list[PartOfStep] = []
         for window in range(parts):
-            accumulated: tuple[int, ...] = ()
+            places = range(window * self._size, (window + 1) * self._size)
             with self._groups.reading(self._table.rows[window]):
-                for place in range(self._size):
-                    given, named = sliced(leaves, tree, window * self._size + place)
-                    with noting():
-                        out, kept, _ = self._call(Phase(place + 1 == self._size, accumulated), *given, **named)
-                    accumulated = kept or ()
-                    outs.append(out)
-        return stacked(outs, views=True)
+                done += micro_batches(self._call, leaves, tree, places, noting)
+        return stacked([part.output for part in done], views=True)
 
 
 class Scan:
@@ -66,6 +60,7 @@ class Scan:
         engine: of the single calls.
         step: what these do.
         window: of the single calls.
+        slices: makes these, too.
         size: how many micro-batches a window has.
         optimizer: of the step.
         scheduler: stepped behind each optimizer step; None if there is none.
@@ -77,6 +72,7 @@ class Scan:
         engine: Engine,
         step: TrainingStep,
         window: Window,
+        slices: Slices,
         size: int,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
@@ -85,6 +81,7 @@ class Scan:
         self._engine = engine
         self._step = step
         self._window = window
+        self._slices = slices
         self._size = size
         self._groups = optimizer
         self._scheduler = scheduler
@@ -93,16 +90,14 @@ class Scan:
         known = scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
         # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
         known = known and (scheduler is None or step.reads_rates)
-        self._may_launch = known and buckets is None and step.observer is None
+        self._may_launch = known and step.observer is None and not step.ranks.several
         self._lengths = range(1 + (size == 1), -(-MOST // size) + 1)  # in windows; one call is a single call
-        self._phases: dict[Spec, tuple[Phase, ...]] = {}
-        self._seen: list[Phase] = []  # in the window that single calls are in
         self._tables: dict[int, RateTable] = {}  # by the number of param groups
         self._warming = False  # whether a call of this scan was made to get a graph
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the calls of a stack; return their outputs, stacked."""
-        stack = Stack(args, kwargs, self._step.device)
+        stack = Stack(args, kwargs, self._step.device, SCAN, self._buckets)
         pieces: list[Outputs] = []
         singles: list[StepOutput] = []  # behind these
         done, self._warming = 0, False
@@ -110,7 +105,7 @@ class Scan:
             try:
                 piece = self._launched(stack, done)
                 if piece is None:
-                    singles.append(self._single(stack, done))
+                    singles.append(self._slices.call(stack, done))
             except Exception as error:
                 if done and hasattr(error, "add_note"):  # since Python 3.11
                     error.add_note(f"scan: {done} of {stack.count} calls were done before this one.")
@@ -120,35 +115,6 @@ class Scan:
                 singles = []
             done += 1 if piece is None else len(piece.loss)
         return concatenated([*pieces, stacked(singles)] if singles else pieces)
-
-    # ---------------------------------------------------------------------------------------------------- one by one
-
-    def _single(self, stack: Stack, i: int) -> StepOutput:
-        """Do one call."""
-        leaves: list[Any] = [leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
-        # A graph reads tensors of its own. Elsewhere a slice of a stack could lie where kernels compute otherwise.
-        own = [own_copy(leaf) if isinstance(leaf, Tensor) and not is_aligned(leaf) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(own, stack.tree)
-        if self._buckets is not None:
-            args, kwargs = self._buckets.pad_batch(args, kwargs)
-        place, accumulated = self._window.count, self._window.accumulated
-        out = self._window.run(args, kwargs)
-        for leaf, copy in zip(leaves, own, strict=True):
-            if copy is not leaf and version(copy):
-                leaf.copy_(copy)  # it was changed in place
-        self._note_phase(stack.spec, place, accumulated)
-        return out
-
-    def _note_phase(self, spec: Spec, place: int, accumulated: tuple[int, ...]) -> None:
-        """Take note of what a single call was in its window, by which its graph is found."""
-        if place == 0:
-            self._seen = []
-        if place == len(self._seen):
-            self._seen.append(Phase(place + 1 == self._size, accumulated))
-        if place + 1 == self._size == len(self._seen):
-            if len(self._phases) == _MAX_SPECS:
-                self._phases.clear()
-            self._phases[spec] = tuple(self._seen)
 
     # ------------------------------------------------------------------------------------------------ several at once
 
@@ -160,7 +126,7 @@ class Scan:
         number = self._engine.settings()
         if self._step.steps_behind or not (self._scheduler is None or self._step.groups.read_tensors()):
             return None
-        phases = (Phase(True, ()),) if self._size == 1 else self._phases.get(stack.spec)
+        phases = self._slices.phases(stack.spec)
         if number is None or phases is None:
             return None
         key = Key(stack.spec_of(self._lengths[-1] * self._size), phases, number)
@@ -238,11 +204,11 @@ class Scan:
                 for group, values, rate in zip(groups, entries, of_groups, strict=True):
                     group.update(values)
                     group.update({"lr": rate} if "lr" in group else {})
-                outs += [self._single(stack, start + window * self._size + place) for place in range(self._size)]
+                begin = start + window * self._size
+                outs += [self._slices.call(stack, begin + place) for place in range(self._size)]
         return stacked(outs)
 
 
-_MAX_SPECS = 256
 _RATE = ("lr", "initial_lr")
 
 

@@ -22,7 +22,7 @@ from .._torch.tensors import foreach_copy_
 from .._undo import Undo
 from .observer import Observer
 from .optimizer_place import OptimizerPlace
-from .outputs import mapped_outputs
+from .outputs import check_loss, mapped_outputs
 from .parameters import Parameters
 from .working_weights import WorkingWeights
 
@@ -31,7 +31,8 @@ class StepOutput(NamedTuple):
     """What a step returns: detached tensors on the device, which no later step overwrites. Reading one waits for it.
 
     Attributes:
-        loss: the unscaled loss of this batch, or micro-batch, in the policy's output dtype; shape ().
+        loss: the unscaled loss of this batch, or micro-batch, in the policy's output dtype; shape (). `scan` and
+            `window` return one per slice, and those of aux, too.
         aux: what `loss_fn` returned beside the loss, None if that was nothing. Floating tensors are in the policy's
             output dtype.
         grad_norm: 2-norm of the unscaled gradients before clipping, float32, shape (). None if there is neither a loss
@@ -108,6 +109,7 @@ class TrainingStep:
     Attributes:
         scaler: as given.
         observer: as given.
+        ranks: as given.
         groups: the optimizer's param groups, as a capture needs them.
         before_backward: called with the scaled loss before its backward, if that is not None.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
@@ -141,7 +143,7 @@ class TrainingStep:
         self._max_value = max_value
         self._accumulate = accumulate
         self._after_step = after_step
-        self._ranks = ranks
+        self.ranks: Ranks = ranks
         self._device = device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.groups: CapturableGroups = CapturableGroups(optimizer, device)
@@ -181,7 +183,7 @@ class TrainingStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
         # DDP has its hooks on the master weights. With working weights it would get their gradients too late.
         # `fully_shard` casts weights itself, if its MixedPrecisionPolicy says so.
-        weights = nullcontext() if self._ranks.several else self._working.in_place()
+        weights = nullcontext() if self.ranks.several else self._working.in_place()
         return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
@@ -215,16 +217,18 @@ class TrainingStep:
 
     def gathering(self, call: Callable[..., PartOfStep]) -> Callable[..., PartOfStep]:
         """Return `call`, or what calls it once the modules have their sharded parameters, which the engine compares."""
-        if not len(self._ranks.shards):
-            return call
 
         def gathered(*args: Any, **kwargs: Any) -> PartOfStep:
-            if self._ranks.captured and (problem := self._ranks.shards.why_not_captured()):
-                raise ValueError(f"graphed_step(model), fully_shard: {problem} Or pass graph='off'.")
-            self._ranks.shards.gather()
+            self.gather()
             return call(*args, **kwargs)
 
-        return gathered
+        return gathered if len(self.ranks.shards) else call
+
+    def gather(self) -> None:
+        """Give the modules their sharded parameters, if `fully_shard` has wrapped them."""
+        if self.ranks.captured and (problem := self.ranks.shards.why_not_captured()):
+            raise ValueError(f"graphed_step(model), fully_shard: {problem} Or pass graph='off'.")
+        self.ranks.shards.gather()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -243,7 +247,7 @@ class TrainingStep:
         *,
         steps: bool,
     ) -> PartOfStep:
-        self._ranks.shards.gather()
+        self.ranks.shards.gather()
         params = self._parameters.listed()
         observed = self.observer.observing() if self.observer is not None and phase.observed else nullcontext()
         with Undo() as undo:
@@ -251,10 +255,10 @@ class TrainingStep:
             undo.note(torch.clear_autocast_cache)
             undo.note(_clear_gradients, params)
             make_graphs_here(undo)
-            undo.note(self._ranks.shards.settle)
+            undo.note(self.ranks.shards.settle)
             self._restore_gradients(params, phase.accumulated)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
-            without_sync = [] if phase.last else self._ranks.wrappers
+            without_sync = [] if phase.last else self.ranks.wrappers
             for wrapper in without_sync:
                 undo.note(setattr, wrapper, "require_backward_grad_sync", wrapper.require_backward_grad_sync)
             with weights, observed, ExitStack() as stack:
@@ -281,13 +285,13 @@ class TrainingStep:
         Returns:
             The gradient norm, and whether the step was skipped; see `StepOutput`.
         """
-        self._ranks.shards.gather()
+        self.ranks.shards.gather()
         params = self._parameters.listed()
         with Undo() as undo:
             undo.note(_clear_gradients, params)
             self._restore_gradients(params, accumulated)
             if not averaged:
-                self._ranks.average([self.gradients[_name(i)] for i in accumulated])
+                self.ranks.average([self.gradients[_name(i)] for i in accumulated])
             finished = self._finish(observed, prepared)
         if self._place.behind:
             self._place.has_stepped()
@@ -302,7 +306,7 @@ class TrainingStep:
         return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if not self._finds_casts or self._ranks.several:
+        if not self._finds_casts or self.ranks.several:
             return self._loss_and_aux(args, kwargs)
         with self._working.watching() as uses:
             loss, aux = self._loss_and_aux(args, kwargs)
@@ -316,7 +320,7 @@ class TrainingStep:
             with self._policy.autocast(self._device.type):
                 returned = self._call_loss(args, kwargs)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        _check_loss(loss)
+        check_loss(loss)
         return loss, aux
 
     def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -415,20 +419,3 @@ def _name(parameter: int) -> str:
 def _clear_gradients(params: list[nn.Parameter]) -> None:
     for param in params:
         param.grad = None
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"graphed_step: loss_fn returned a {type(loss).__name__}; expected the loss as a tensor, or (loss, aux)."
-        )
-    if loss.dim() != 0 or not loss.is_floating_point():
-        raise ValueError(
-            f"graphed_step: loss_fn returned a loss of shape {tuple(loss.shape)} and dtype {loss.dtype}; expected a "
-            "floating tensor of shape (). Reduce it with .mean() or .sum()."
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "graphed_step: loss_fn returned a loss without grad: it depends on no parameter that requires grad, or was "
-            "made under torch.no_grad() or from .detach(). Compute it from model(...) with gradients on."
-        )

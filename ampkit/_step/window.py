@@ -68,8 +68,20 @@ class Window:
         self._accumulated: tuple[int, ...] = ()
         self._observed: bool | None = None  # whether the observer measures in this window; None before it was asked
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None = None) -> StepOutput:
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        place: Place | None = None,
+        call: Callable[..., PartOfStep] | None = None,
+    ) -> StepOutput:
         """Do one micro-batch; step the optimizer if it is the last one of the window.
+
+        Args:
+            args: of the micro-batch.
+            kwargs: of the micro-batch.
+            place: where it stands; None if this object knows.
+            call: what does it; None for `self.call`. It may also do all micro-batches of the window at once.
 
         An exception or an interrupt ends the window, because the accumulated gradients may have a part of this
         micro-batch. Only an exception that says that nothing was done leaves the window as it was.
@@ -83,7 +95,7 @@ class Window:
         before, failure = (self.count, self._accumulated, self._observed), None
         self._begin()
         try:
-            out, accumulated, prepared = self.call(args, kwargs, Phase(last, before[1], before[2], parts))
+            out, accumulated, prepared = (call or self.call)(args, kwargs, Phase(last, before[1], before[2], parts))
         except StepDoneError as error:
             (out, accumulated, prepared), failure = error.outputs, error
         except (InputMismatch, CaptureError, NoStepError):
@@ -101,6 +113,17 @@ class Window:
         if failure is not None:
             raise failure
         return out
+
+    def observes(self) -> bool:
+        """Return whether the observer measures in the window that is open, or else in the one to come."""
+        if self._observed is None:
+            self._observed = self._observer is not None and self._observer.begin()
+        return self._observed
+
+    def drop(self) -> None:
+        """Drop the gradients accumulated so far, if the window is open."""
+        if self.count:
+            self._begin()
 
     @property
     def accumulated(self) -> tuple[int, ...]:
@@ -126,19 +149,23 @@ class Window:
             self._after = None
             yield
 
-    def flush(self, reason: str) -> None:
-        """Step the optimizer eagerly on the gradients accumulated so far, if there are any.
+    def flush(self, reason: str) -> tuple[Tensor | None, Tensor] | None:
+        """Step the optimizer eagerly on the gradients accumulated so far.
 
         Args:
             reason: what the call is counted under.
+
+        Returns:
+            The gradient norm, and whether the step was skipped, see `StepOutput`; None if there was no gradient.
         """
         if not self.count:
-            return
+            return None
         accumulated, observed = self._accumulated, bool(self._observed)
         self._begin()
-        norm, _ = self._run(reason, lambda: self._step.finish(accumulated, observed, averaged=False))
+        norm, skipped = self._run(reason, lambda: self._step.finish(accumulated, observed, averaged=False))
         torch.clear_autocast_cache()
         self._stepped(norm)
+        return norm, skipped
 
     def _begin(self) -> None:
         self.count, self._accumulated, self._observed = 0, (), None

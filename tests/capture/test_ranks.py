@@ -81,6 +81,39 @@ def test_a_short_window_is_reduced() -> None:
     assert_equal_runs(rows, "emulate", "torch")
 
 
+SHORT = ["--policy", "float16", "--overflows", "1", "17", "--max-norm", "0.5", "--end", "nothing"]
+WINDOWS = {
+    "plain": ["--accumulate", "3", "--calls", "30"],
+    "overflows-short": ["--accumulate", "3", "--calls", "32", *SHORT],
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == "plain" else [pytest.mark.slow]) for case in WINDOWS]
+)
+def test_windows(case: str) -> None:
+    """R12: `window` makes an optimizer step one launch on each rank, with one reduction, as N calls do."""
+    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--windows", *WINDOWS[case])
+    short = case != "plain"
+    for run in assert_equal_runs(rows, "emulate"):
+        assert (run["captures"], run["launches"], run["replays"]) == (4, 6, 3 + 2 * short)
+        assert run["skipped"] == 2 * short
+        assert run["messages"] == []
+
+
+@pytest.mark.slow
+def test_windows_of_another_size_on_one_rank() -> None:
+    """R12: where one rank has a graph and the other makes its calls one by one, they communicate alike."""
+    odd = [str(call) for window in (2, 10, 11, 34, 35) for call in (2 * window, 2 * window + 1)]
+    rows = ddp_train.launch(
+        *CPU, "--graph", "emulate", "off", "--windows", "--accumulate", "2", "--calls", "80", "--odd-calls", *odd
+    )
+    first, second = assert_equal_runs(rows, "emulate")
+    assert first["launches"] == 40 - 5 - 2  # 10 and 11 with a vote: all make the calls one by one
+    assert second["launches"] == first["launches"] - 2  # 34 and 35 without: this rank alone
+    assert first["messages"] == second["messages"] == []
+
+
 @pytest.mark.slow
 def test_one_rank_cannot_capture() -> None:
     """L4: a blocking line on rank 1 keeps both ranks eager; rank 1 names the line, rank 0 says that it was another."""
@@ -170,6 +203,20 @@ def test_resnet50_on_two_gpus(options: list[str]) -> None:
         assert run["replays"] == 8
         # The scale starts where the first gradients overflow by themselves; as often as in eager, for `state` has it.
         assert run["skipped"] >= (2 if "--overflows" in options else 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [[], ["80", "81"]], ids=["plain", "another size on one rank"])
+def test_windows_on_two_gpus(odd: list[str]) -> None:
+    """R12: `window` is one launch with one reduction in it, while the other rank may make its calls one by one."""
+    options = ["--device", "cuda", "--windows", "--accumulate", "2", "--calls", "100", "--max-norm", "0.5"]
+    options += ["--policy", "float16", "--overflows", "3", "51", *(["--odd-calls", *odd] if odd else [])]
+    first, second = assert_equal_runs(ddp_train.launch(*options, "--graph", "auto", "off"), "auto")
+    assert first["launches"] == 50 - 13  # 12 to warm up, one to capture the calls
+    assert second["launches"] == first["launches"] - bool(odd)
+    assert first["messages"] == second["messages"] == []
 
 
 @pytest.mark.cuda

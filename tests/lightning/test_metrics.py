@@ -75,18 +75,18 @@ def test_metrics_without_a_loss_scale() -> None:
     assert step.metrics()["replay_share"] == 0.25
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_calls_of_scan_count(accumulate: int) -> None:
-    """Each slice of a scan is a call: the share counts those that a launch of many steps has done."""
+@pytest.mark.parametrize(("accumulate", "how"), [(1, "scan"), (2, "scan"), (20, "window")])
+def test_calls_of_scan_and_window_count(accumulate: int, how: str) -> None:
+    """Each slice is a call: the share counts those that a launch of many calls has done."""
     step = scaled_step("cpu", "emulate", max_norm=1.0, accumulate=accumulate)
     (one,) = make_batches("cpu", [4])
     many = [part.expand(20, *part.shape) for part in one]
-    for _ in range(3):
-        step.scan(*many)
+    for _ in range(6):
+        getattr(step, how)(*many)
     report = step.report()
     assert report.launches > 0
     eager = sum(report.eager.values())
-    assert step.metrics()["replay_share"] == (60 - eager) / 60
+    assert step.metrics()["replay_share"] == (120 - eager) / 120
 
 
 @pytest.mark.cuda

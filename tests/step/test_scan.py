@@ -4,7 +4,7 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextlib import nullcontext as nothing
 from pathlib import Path
@@ -25,60 +25,16 @@ from harness import (
     no_sync,
     training_state,
 )
+from stacks import SCHEDULES, Blend, Engine, Momentum, Run, of_singles, sgd, stack
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import _pytree as pytree
 
 import ampkit
 from ampkit._torch import compile as torch_compile
 
-Engine = tuple[str, str]
 LENGTHS = (1, 5, 16, 20, 33)
-
-
-class Run:
-    """A model that is trained by single calls or by scans, the same each time it is made."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        graph: str | None = None,
-        *,
-        schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
-        average: bool = False,
-        optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-        **options: Any,
-    ) -> None:
-        self.device = engine[0]
-        self.model = make_net(self.device)
-        self.optimizer = optimizer(self.model.parameters())
-        self.scheduler = None if schedule is None else schedule(self.optimizer)
-        self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
-        self.step = ampkit.graphed_step(
-            options.pop("loss_fn", boosted_loss),
-            self.model,
-            self.optimizer,
-            scheduler=self.scheduler,
-            after_step=None if self.averaged is None else self.averaged.update_parameters,
-            **{"policy": "float32", "on_failure": "raise", "graph": graph or engine[1], **options},
-        )
-        torch.manual_seed(5)
-
-    def state(self) -> dict[str, Any]:
-        """Return all that the calls change, by name, in memory of its own."""
-        state = training_state(self.model, self.optimizer, self.step.scaler)
-        if self.averaged is not None:
-            state |= {f"average: {name}": tensor for name, tensor in self.averaged.state_dict().items()}
-        if self.scheduler is not None:
-            state["epoch"] = getattr(self.scheduler, "last_epoch", None)
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    @property
-    def launches(self) -> int:
-        """How many graphs were launched."""
-        return self.step.replays + self.step.report().launches
 
 
 @contextmanager
@@ -87,23 +43,6 @@ def warnings_of_evictions() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "graphed_step: a graph that was dropped", ampkit.CaptureWarning)
         yield
-
-
-def stack(batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [torch.stack(column) for column in zip(*batches, strict=True)]
-
-
-def of_singles(outs: Sequence[ampkit.StepOutput]) -> ampkit.StepOutput:
-    """Return what scan must return for calls that returned these."""
-    norms = [out.grad_norm for out in outs if out.grad_norm is not None]
-    flat = [pytree.tree_flatten(out.aux) for out in outs]
-    aux = [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*(one for one, _ in flat), strict=True)]
-    return ampkit.StepOutput(
-        torch.stack([out.loss for out in outs]),
-        pytree.tree_unflatten(aux, flat[0][1]),
-        torch.stack(norms) if norms else None,
-        torch.stack([out.skipped for out in outs]),
-    )
 
 
 def check(engine: Engine, lengths: Sequence[int], overflow_at: tuple[int, ...] = (), **options: Any) -> Run:
@@ -127,14 +66,6 @@ def check(engine: Engine, lengths: Sequence[int], overflow_at: tuple[int, ...] =
 
 # ---------------------------------------------------------------------------------------------------------------- bits
 
-SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, gamma=0.5),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=200, cycle_momentum=False),
-    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 + epoch)),
-    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [lr_scheduler.ConstantLR(optimizer, 0.1), lr_scheduler.ExponentialLR(optimizer, 0.9)], [7]
-    ),
-}
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16, clip": {"policy": "bfloat16", "max_norm": 0.5},
@@ -281,30 +212,6 @@ def test_no_wait() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- calls one by one
-
-
-class Momentum(lr_scheduler.LRScheduler):
-    """Sets a rate in each step, and another momentum from its 23rd step on and from its 31st on."""
-
-    def get_lr(self) -> list[float]:
-        if self.last_epoch in (23, 31):
-            for group in self.optimizer.param_groups:
-                group["momentum"] -= 0.125
-        return [0.05 / (1 + self.last_epoch) for _ in self.optimizer.param_groups]
-
-
-class Blend:
-    """A scheduler of the user's own, which writes to a buffer of the model."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        self.optimizer, self._model = optimizer, model
-
-    def step(self) -> None:
-        self._model.norm.bias.data.mul_(0.5)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -687,7 +594,7 @@ def test_calls_that_differ_within_a_series(engine: Engine, on_failure: str) -> N
         with pytest.raises(ampkit.CaptureError, match=r"loss \* \(1.0 if len"):
             run.step.scan(*batches)
     else:
-        with pytest.warns(ampkit.CaptureWarning, match=r"loss \* \(1.0 if len.*Each step is a launch of its own"):
+        with pytest.warns(ampkit.CaptureWarning, match=r"loss \* \(1.0 if len.*Each call is a launch of its own"):
             run.step.scan(*batches)
         assert run.step.replays >= 5
         assert run.step.report().graphs == 1
@@ -719,7 +626,7 @@ def test_memory_budget() -> None:
     one = 4 * (4 * 3 * 8 * 8 + 1) + 8 * 4
     run = Run(("cpu", "emulate"), memory_budget=3 * one)
     batches = stack(make_batches("cpu", [4] * 20))
-    with pytest.warns(ampkit.CaptureWarning, match=r"several steps in one graph: .*memory_budget is \d+.* launch of"):
+    with pytest.warns(ampkit.CaptureWarning, match=r"several calls in one graph: .*memory_budget is \d+.* launch of"):
         run.step.scan(*batches)
     run.step.scan(*batches)
     report = run.step.report()

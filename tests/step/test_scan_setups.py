@@ -1,11 +1,11 @@
-"""Random training set-ups, by scans of random lengths and by eager single calls.
+"""Random training set-ups, by scans of random lengths, or by windows, and by eager single calls.
 
 AMPKIT_SCAN_SETUPS=200 python -m pytest -q -n 14 tests/step/test_scan_setups.py -m cuda
 """
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,21 +18,28 @@ from harness import assert_same, deterministic
 import ampkit
 
 # Two or three seconds each on a GPU: 40 there, unless more are asked for.
-SEEDS = {"cpu": range(60), "cuda": range(int(os.environ.get("AMPKIT_SCAN_SETUPS", "40")))}
-QUICK = {"cpu": range(24), "cuda": range(40)}  # the seeds that are not slow
-SETUPS = [
-    pytest.param(
-        seed,
-        device,
-        id=f"{device}-seed{seed}",
-        marks=[
-            *([pytest.mark.cuda] if device == "cuda" else []),
-            *([] if seed in QUICK[device] else [pytest.mark.slow]),
-        ],
-    )
-    for device, seeds in SEEDS.items()
-    for seed in seeds
-]
+ON_CUDA = range(int(os.environ.get("AMPKIT_SCAN_SETUPS", "40")))
+SEEDS = {"cpu": range(60), "cuda": ON_CUDA}
+WINDOW_SEEDS = {"cpu": range(1000, 1052), "cuda": [1000 + seed for seed in ON_CUDA]}
+# The seeds that are not slow.
+QUICK = {"cpu": [*range(24), *range(1000, 1008)], "cuda": [*range(40), *range(1000, 1016)]}
+
+
+def drawn(seeds: Mapping[str, Sequence[int]]) -> list[Any]:
+    """Return a parameter for each seed and device, with its marks."""
+    return [
+        pytest.param(
+            seed,
+            device,
+            id=f"{device}-seed{seed}",
+            marks=[
+                *([pytest.mark.cuda] if device == "cuda" else []),
+                *([] if seed in QUICK[device] else [pytest.mark.slow]),
+            ],
+        )
+        for device, of_device in seeds.items()
+        for seed in of_device
+    ]
 
 
 def history_of_singles(setup: setups.Setup, pieces: Sequence[scan_setups.Piece]) -> list[Any]:
@@ -41,15 +48,37 @@ def history_of_singles(setup: setups.Setup, pieces: Sequence[scan_setups.Piece])
     torch.manual_seed(setup.seed)
     history = []
     for piece in pieces:
-        outs = [training.do(action) for action in piece.actions]
-        history.append((scan_setups.of_singles(outs) if piece.scans else outs, training.state()))
+        outs: Any = [out for out in map(training.do, piece.actions) if out is not None]
+        if piece.how == "scan":
+            outs = scan_setups.of_singles(outs)
+        elif piece.how == "window":
+            outs = scan_setups.of_window(outs, short="flush" in piece.actions)
+        history.append((outs, training.state()))
     return history
 
 
-@pytest.mark.parametrize(("seed", "device"), SETUPS)
+def outputs_of(training: scan_setups.ScanTraining, piece: scan_setups.Piece) -> Any:
+    """Do a piece; return its outputs, without those of a flush."""
+    if piece.how == "alone":
+        return [out for out in map(training.do, piece.actions) if out is not None]
+    out = training.together(piece)
+    return {key: out[key] for key in ("loss", "aux")} if "flush" in piece.actions else out
+
+
+@pytest.mark.parametrize(("seed", "device"), drawn(SEEDS))
 def test_random_setups(seed: int, device: str) -> None:
     """R11: scans of random lengths, between and within windows, leave the bits of eager single calls after each."""
-    setup, pieces = scan_setups.draw_scans(seed, device)
+    check(*scan_setups.draw_scans(seed, device))
+
+
+@pytest.mark.parametrize(("seed", "device"), drawn(WINDOW_SEEDS))
+def test_random_windows(seed: int, device: str) -> None:
+    """R12: optimizer steps given as windows, short ones too, leave the bits of eager single calls after each."""
+    check(*scan_setups.draw_scans(seed, device, windows=True))
+
+
+def check(setup: setups.Setup, pieces: Sequence[scan_setups.Piece]) -> None:
+    device = setup.device
     try:
         with deterministic():
             expected = history_of_singles(setup, pieces)
@@ -58,7 +87,7 @@ def test_random_setups(seed: int, device: str) -> None:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.filterwarnings("always", category=ampkit.CaptureWarning)  # others are errors
                 for i, piece in enumerate(pieces):
-                    out: Any = training.scan(piece.actions) if piece.scans else [*map(training.do, piece.actions)]
+                    out = outputs_of(training, piece)
                     assert_same((out, training.state()), expected[i], f"after {piece}, number {i}: (outputs, state)")
             assert setup.may_warn or not caught, [str(warning.message) for warning in caught]
             report = training.step.report()
@@ -74,9 +103,13 @@ def test_random_setups(seed: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", SEEDS)
 def test_random_setups_launch(device: str) -> None:
-    """Most set-ups have scans that are long enough for launches of several steps."""
+    """Most set-ups have scans that are long enough for launches of several steps, or windows enough."""
     long = 0
     for seed in QUICK[device]:
-        setup, pieces = scan_setups.draw_scans(seed, device)
-        long += any(piece.scans and len(piece.actions) >= 2 * setup.accumulate for piece in pieces[-8:])
+        setup, pieces = scan_setups.draw_scans(seed, device, windows=seed >= 1000)
+        if seed >= 1000:
+            whole = [piece for piece in pieces if piece.how == "window" and len(piece.calls) == setup.accumulate]
+            long += len(whole) >= setup.warmup + 3
+        else:
+            long += any(piece.how == "scan" and len(piece.calls) >= 2 * setup.accumulate for piece in pieces[-8:])
     assert long >= 0.9 * len(QUICK[device])

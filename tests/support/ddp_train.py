@@ -202,6 +202,15 @@ class Job:
         """Do the step of one batch; return its loss."""
         return self._with_torch(batch) if self.graph == "torch" else self.step(*batch).loss
 
+    def window(self, batches: list[tuple[Any, ...]]) -> Tensor:
+        """Do the step of these micro-batches; return their losses. The reference makes a call for each."""
+        if self.graph not in ("off", "torch"):
+            return self.step.window(*map(torch.stack, zip(*batches, strict=True))).loss
+        losses = torch.stack([self(batch) for batch in batches])
+        if len(batches) < self.args.accumulate:
+            self.flush()
+        return losses
+
     def flush(self) -> None:
         """End a short window."""
         if self.graph != "torch":
@@ -245,9 +254,13 @@ def train(args: argparse.Namespace, device: torch.device, graph: str) -> dict[st
     losses, raised = [], None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for call in range(args.calls):
+        for call in range(0, args.calls, args.accumulate if args.windows else 1):
             try:
-                losses.append(job(job.batch(call)))
+                if args.windows:
+                    end = min(call + args.accumulate, args.calls)
+                    losses += job.window([job.batch(micro) for micro in range(call, end)])
+                else:
+                    losses.append(job(job.batch(call)))
             except ampkit.CaptureError as error:
                 raised = str(error)
                 break
@@ -262,7 +275,9 @@ def train(args: argparse.Namespace, device: torch.device, graph: str) -> dict[st
     if graph != "torch":
         report = job.step.report()
         row["state"] = digests(training_state(job.model, job.optimizer, job.step.scaler))
-        row |= {name: getattr(report, name) for name in ("captures", "replays", "eager", "skipped", "failure")}
+        row |= {
+            name: getattr(report, name) for name in ("captures", "replays", "eager", "skipped", "failure", "launches")
+        }
     return row
 
 
@@ -456,6 +471,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--policy", default="float32")
     parser.add_argument("--max-norm", type=float)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--windows", action="store_true", help="give the micro-batches of an optimizer step at once")
     parser.add_argument("--flush", action="store_true", help="end with a short window")
     parser.add_argument("--graph", choices=["auto", "emulate", "off", "torch"], nargs="+", default=["auto"])
     parser.add_argument("--overflows", type=int, nargs="*", default=[], help="calls that overflow on rank 1")

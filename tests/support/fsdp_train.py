@@ -97,6 +97,13 @@ CASES = {
     "resume float16": Case(policy="float16", max_norm=0.5, overflows=(1,), event="resume"),
     "exception": Case("transformer", dtype=LOW, max_norm=0.5, event="exception"),
     "scan": Case("transformer", dtype=LOW, max_norm=0.5, event="scan"),
+    "windows": Case("transformer", dtype=LOW, max_norm=0.5, accumulate=3, event="windows"),
+    "windows float16": Case(
+        policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 8), average=True, event="windows"
+    ),
+    "windows behind": Case(
+        policy="float16", optimizer="SGD", options={"momentum": 0.9}, accumulate=2, behind=True, event="windows"
+    ),
     "other size": Case(max_norm=0.5, event="other size"),
     "waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits"),
     "raises": Case("transformer", dtype=LOW, max_norm=0.5, event="raises"),
@@ -273,11 +280,20 @@ class Job:
             batch = self.batch(call)
             if self.case.event == "exception" and call == 1:
                 self._raise_within(batch)
-            if self.case.event == "scan":
+            if self.case.event == "windows":
+                out = self._window(batch)
+            elif self.case.event == "scan":
                 out = self.step.scan(batch[0].expand(2, *batch[0].shape), batch[1].expand(2))
             else:
                 out = self.step(*batch)
             self.outputs.append([out.loss, out.skipped, *([] if out.grad_norm is None else [out.grad_norm])])
+
+    def _window(self, batch: tuple[Tensor, ...]) -> Any:
+        """Do an optimizer step of equal micro-batches. The reference makes a call for each."""
+        if self.graph != "off":
+            return self.step.window(*(part.expand(self.case.accumulate, *part.shape) for part in batch))
+        outs = [self.step(*batch) for _ in range(self.case.accumulate)]
+        return outs[-1]._replace(loss=torch.stack([out.loss for out in outs]))
 
     def _raise_within(self, batch: tuple[Tensor, ...]) -> None:
         """Do a call in which the forward of the second block raises, on all ranks."""
@@ -385,7 +401,10 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
         "differ from torch": differences(alone, job) if case.torch else [],
         "norms": [out[2].tolist() for out in job.outputs if len(out) == 3],
         "messages": [str(w.message) for w in caught if issubclass(w.category, ampkit.AmpkitWarning)],
-        **{name: getattr(job.step.report(), name) for name in ("captures", "replays", "eager", "skipped", "failure")},
+        **{
+            name: getattr(job.step.report(), name)
+            for name in ("captures", "replays", "launches", "eager", "skipped", "failure")
+        },
         "seconds": round(time.monotonic() - start, 1),
     }
     for one in (reference, job):

@@ -261,7 +261,7 @@ class BFloat16(Job):
 
 
 class Launches(NamedTuple):
-    """Counts the launches of a step's scans."""
+    """Counts the launches of a step's scans or windows."""
 
     step: ampkit.GraphedStep
 
@@ -285,6 +285,23 @@ class Scanning(Job):
 
     def call(self, overflow: bool = False) -> Any:
         return self.step.scan(*(torch.stack([part] * 3) for part in batch(overflow))).loss
+
+
+class Windowing(Scanning):
+    """Both micro-batches of an optimizer step per call."""
+
+    def made(self) -> None:
+        self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.99)
+        self.holders.append(schedule)
+        self.step = ampkit.graphed_step(
+            loss_fn, self.model, self.optimizers[0], policy="float16", max_norm=1.0, scheduler=schedule, accumulate=2,
+            scaler=ampkit.GradScaler("cpu", init_scale=256.0), graph=self.graph,
+        )  # fmt: skip
+        self.scaler, self.counted = self.step.scaler, Launches(self.step)
+
+    def call(self, overflow: bool = False) -> Any:
+        return self.step.window(*(torch.stack([part] * 2) for part in batch(overflow))).loss
 
 
 class TwoOptimizers(Job):
@@ -375,6 +392,10 @@ CASES: dict[type[Job], tuple[Phase, ...]] = {
     Accumulating: WINDOWS,
     Scanning: tuple(
         Phase(name, i) for i, name in enumerate(("warm-up", "capture of a step", "capture of a series", "launch"))
+    ),
+    Windowing: tuple(
+        Phase(name, before)
+        for name, before in (("warm-up", 1), ("capture of the calls", 3), ("capture of the window", 4), ("launch", 5))
     ),
     TwoOptimizers: ALL,
     Callables: (Phase("capture", 0), Phase("replay", 1), Phase("skipped step", 1, overflow=True)),

@@ -107,6 +107,7 @@ class LayoutCapture:
             return outputs
 
         failure: CaptureError | None = None
+        self._ranks.reducers.begin_capture()
         with Undo() as undo:
             undo.note(self._state.rebind, before)
             undo.note(graph.reset)
@@ -115,7 +116,8 @@ class LayoutCapture:
                     graph.capture(recorded, layout.rehearsal.capturing, self._layouts.make_outputs)
                 refuse_rebound(self._state.rebound_since(before))
             except CaptureError as error:
-                failure = error
+                advice = self._ranks.reducers.advice
+                failure = CaptureError(f"{error}{advice}") if advice else error
             if not self._ranks.agree(failure is None):
                 try:
                     raise failure or CaptureError(self._ranks.other_failed)

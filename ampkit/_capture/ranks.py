@@ -1,5 +1,6 @@
 """The votes of the processes of one job on whether to capture."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +9,11 @@ from torch import Tensor, nn
 
 from .._torch.sharding import ShardedModules
 from .job_end import Closable, close_before_end, keep_process_group
+from .layouts import WARM_UP
+from .reducers import Reducers
 from .shards import shard_group
 
-WARMUP_DDP = 12  # DDP rebuilds its buckets after the first step and samples timings up to the 11th
+WARMUP_DDP = 5  # the second call lays out DDP's buckets, which waits, and the third from the end is the preflight
 
 
 class Ranks:
@@ -28,10 +31,10 @@ class Ranks:
 
     Attributes:
         wrappers: the `DistributedDataParallel` modules of the model.
+        reducers: what averages their gradients.
         shards: the modules of the model that `fully_shard` has wrapped.
         several: whether there are other ranks.
         captured: as given.
-        warmup: how many eager calls they need before a capture.
     """
 
     other_found = "another rank found that its step cannot be captured; the message there says why."
@@ -42,11 +45,11 @@ class Ranks:
         self.wrappers: list[nn.parallel.DistributedDataParallel] = [
             module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)
         ]
+        self.reducers: Reducers = Reducers(self.wrappers)
         self.shards: ShardedModules = ShardedModules(nn.Module() if model is None else model)
         self.captured = captured
         self._model = model
         self.several: bool = self._group() is not None
-        self.warmup = WARMUP_DDP if self.wrappers else 1
         for wrapper in self.wrappers:
             keep_process_group(wrapper)
         self._device = device
@@ -59,8 +62,26 @@ class Ranks:
         # Not `self._model and`: a model may have a length, or raise where torch.compile's wrapper asks for one.
         return None if self._model is None else shard_group(self._model)
 
+    def warm_up(self, wanted: int, on_cuda: bool) -> tuple[int, str]:
+        """Return how many eager calls come before a capture, and what they are counted under.
+
+        Args:
+            wanted: as many as the user asks for.
+            on_cuda: whether graphs are not emulated.
+        """
+        if on_cuda and self.wrappers and wanted < WARMUP_DDP:
+            return WARMUP_DDP, f"{WARM_UP} (DistributedDataParallel needs {WARMUP_DDP} calls)"
+        return max(2, wanted), WARM_UP  # two at least: one under the preflight, and the rehearsal
+
+    @functools.cached_property
+    def problem(self) -> str:
+        """Why no step of the model can be captured; "" if it can. What is so in the first call counts."""
+        return self.reducers.why_not_captured()
+
     def decide(self, wants: bool, can: bool, settled: bool) -> tuple[bool, bool]:
         """Return whether all ranks want to capture in this call, and whether all can. To be called in every call.
+
+        If all ranks begin with it, and may capture later, `reducers` are prepared for that.
 
         Args:
             wants: whether this rank wants to.
@@ -75,8 +96,10 @@ class Ranks:
         if (self._quiet >= _QUIET or self._votes >= _EAGER_VOTES) and self._calls % _EVERY:
             return False, True
         self._votes += 1
-        all_want, all_can, all_settled = self._all(wants, can, settled)
+        all_want, all_can, all_settled, all_begin = self._all(wants, can, settled, self._votes == 1 and not settled)
         self._quiet = self._quiet + 1 if all_settled else 0
+        if all_begin and all_can:
+            self.reducers.prepare()
         return all_want, all_can
 
     def agree(self, yes: bool) -> bool:

@@ -71,8 +71,8 @@ def graphed_step(
             where aux is a tree of tensors. A replay does not call it again, so it must compute everything from its
             inputs, on the device.
         model: a module with all parameters on one device. Put it there, and load its state, before the first call. It
-            may be a `DistributedDataParallel` made under a side stream (docs/capture.md). Then all ranks decide
-            together whether to capture, and `warmup` is at least 12.
+            may be a `DistributedDataParallel` (docs/distributed.md). Then all ranks decide together whether to capture,
+            and on CUDA `warmup` is at least 5.
         optimizer: an optimizer over parameters of `model`. Adam, AdamW and SGD with `fused=True`, and optimizers that
             have a `capturable` option, are captured. Others step eagerly, behind the graph of forward and backward. Of
             these, SGD, Muon and optimizers that are not torch's become a part of the graph once two of their steps
@@ -148,6 +148,7 @@ def graphed_step(
     _check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device, captured=options.graph != "off")
+    ranks.reducers.refuse_accumulation("graphed_step", accumulate)
     scaler = read_scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer

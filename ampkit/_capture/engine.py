@@ -200,14 +200,14 @@ class Engine:
 
     def _vote_before_replay(self, start: Any) -> Any:
         """Vote, as all other ranks do in this call. Return the call's start anew, since a vote waits for the device."""
-        _, all_can = self._ranks.decide(wants=False, can=True, settled=True)
+        _, all_can = self._ranks.decide(wants=False, can=True, settled=not self._unverified, replays=True)
         if not all_can and self.fallback.raises:  # the other ranks would wait for the one that raises
             raise self.fallback.error(self._ranks.other_found)
         return None if start is None else self._clock.now()
 
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         """Replay, and compare that with an eager call, or time it if there is a start of the call."""
-        if self._unverified:
+        if self._unverified and self._ranks.together:
             outputs = self.verified(captured, partial(answered(self._fn, captured.told), phase), leaves)
             self._unverified -= 1
             return outputs
@@ -221,7 +221,7 @@ class Engine:
     def verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
         verdict = self._on_stream(
-            lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators)
+            lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators, self._ranks)
         )
         if verdict.noise:
             self.fallback.warn_once("noise", f"verify: {verdict.noise}")

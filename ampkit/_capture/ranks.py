@@ -35,9 +35,11 @@ class Ranks:
         shards: the modules of the model that `fully_shard` has wrapped.
         several: whether there are other ranks.
         captured: as given.
+        together: whether all ranks replay, or capture and replay, in this call. Known in calls with a vote only.
     """
 
     other_found = "another rank found that its step cannot be captured; the message there says why."
+    other_differs = "on another rank a replay is not what eager computes; the message there says where."
     other_failed = "the capture failed on another rank; the message there says why."
 
     def __init__(self, model: nn.Module | None, device: torch.device, *, captured: bool = False) -> None:
@@ -53,6 +55,7 @@ class Ranks:
         for wrapper in self.wrappers:
             keep_process_group(wrapper)
         self._device = device
+        self.together = not self.several
         self._calls = self._votes = self._quiet = 0
 
     def _group(self) -> Any:
@@ -78,7 +81,7 @@ class Ranks:
         """Why no step of the model can be captured; "" if it can. What is so in the first call counts."""
         return self.reducers.why_not_captured()
 
-    def decide(self, wants: bool, can: bool, settled: bool) -> tuple[bool, bool]:
+    def decide(self, wants: bool, can: bool, settled: bool, *, replays: bool = False) -> tuple[bool, bool]:
         """Return whether all ranks want to capture in this call, and whether all can. To be called in every call.
 
         If all ranks begin with it, and may capture later, `reducers` are prepared for that.
@@ -86,17 +89,21 @@ class Ranks:
         Args:
             wants: whether this rank wants to.
             can: whether this rank knows of no reason against it.
-            settled: whether this rank has nothing to capture in this call.
+            settled: whether this rank has nothing to capture, and nothing to compare, in this call.
+            replays: whether this rank replays a graph in this call.
 
         Sync: waits for the device if there is a vote.
         """
         if not self.several:
             return wants, can
         self._calls += 1
+        self.together = False
         if (self._quiet >= _QUIET or self._votes >= _EAGER_VOTES) and self._calls % _EVERY:
             return False, True
         self._votes += 1
-        all_want, all_can, all_settled, all_begin = self._all(wants, can, settled, self._votes == 1 and not settled)
+        begins = self._votes == 1 and not (settled or replays)
+        all_want, all_can, all_settled, all_begin, all_replay = self._all(wants, can, settled, begins, replays)
+        self.together = all_want or all_replay
         self._quiet = self._quiet + 1 if all_settled else 0
         if all_begin and all_can:
             self.reducers.prepare()

@@ -258,13 +258,3 @@ def test_sharded_parameters_train_eagerly(sharded: nn.Module, policy: str, max_n
     assert train(sharded).report().eager == {"graph='off'": 3}
     for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), other)
-
-
-def test_verify_is_for_one_process(process_group: None) -> None:
-    """Ranks that repeat steps on their own would wait for each other: refused, in a step and in a function."""
-    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    with pytest.raises(NotImplementedError, match=r"graphed_step\(verify\): .*Verify with one process"):
-        ampkit.graphed_step(lambda m, x: m(x).mean(), model, optimizer, graph="emulate", verify=1)
-    with pytest.raises(NotImplementedError, match=r"graphed\(<lambda>\)\(verify\): .*Verify with one process"):
-        ampkit.graphed(modules=(model,), graph="emulate", verify=1)(lambda x: model(x))

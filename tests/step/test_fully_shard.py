@@ -213,7 +213,7 @@ def test_offloaded_parameters_are_refused(process_group: None) -> None:
 def test_what_does_not_go_with_sharded_models_is_refused(process_group: None) -> None:
     """R12: verify, compile, numerics and `graphed` say what to write instead."""
     sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
-    assert "without DistributedDataParallel or fully_shard" in refusal(sharded, verify=1)
+    assert "Verify with one process and without fully_shard" in refusal(sharded, verify=1)
     assert "block.compile()" in refusal(sharded, compile="default")
     assert "Pass numerics=None" in refusal(sharded, numerics=ampkit.debug.numerics(sharded, every=2))
     with pytest.raises(NotImplementedError, match=r"graphed\(evaluate\), modules\[0\]: .*Use ampkit.graphed_step"):

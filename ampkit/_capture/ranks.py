@@ -11,7 +11,7 @@ from .._torch.sharding import ShardedModules
 from .job_end import Closable, close_before_end, keep_process_group
 from .layouts import WARM_UP
 from .reducers import Reducers
-from .shards import shard_group
+from .shards import shard_groups
 
 WARMUP_DDP = 5  # the second call lays out DDP's buckets, which waits, and the third from the end is the preflight
 
@@ -51,19 +51,19 @@ class Ranks:
         self.shards: ShardedModules = ShardedModules(nn.Module() if model is None else model)
         self.captured = captured
         self._model = model
-        self.several: bool = self._group() is not None
+        self.several: bool = bool(self._groups())
         for wrapper in self.wrappers:
             keep_process_group(wrapper)
         self._device = device
         self.together = not self.several
         self._calls = self._votes = self._quiet = 0
 
-    def _group(self) -> Any:
-        """Return the process group of the ranks. Nothing of ampkit but `job_end` keeps it: see there."""
+    def _groups(self) -> list[Any]:
+        """Return process groups that connect the ranks. Nothing of ampkit but `job_end` keeps them: see there."""
         if self.wrappers:
-            return self.wrappers[0].process_group
+            return [self.wrappers[0].process_group]
         # Not `self._model and`: a model may have a length, or raise where torch.compile's wrapper asks for one.
-        return None if self._model is None else shard_group(self._model)
+        return [] if self._model is None else shard_groups(self._model)
 
     def warm_up(self, wanted: int, on_cuda: bool) -> tuple[int, str]:
         """Return how many eager calls come before a capture, and what they are counted under.
@@ -115,7 +115,8 @@ class Ranks:
 
     def _all(self, *flags: bool) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._group())
+        for group in self._groups():  # the least of the first group's ranks, then the least of these
+            torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=group)
         return list(map(bool, votes.tolist()))  # sync
 
     def average(self, gradients: Sequence[Tensor]) -> None:
@@ -124,7 +125,7 @@ class Ranks:
         `fully_shard` has averaged them in each backward.
         """
         if self.wrappers and gradients:
-            group = self._group()
+            group = self.wrappers[0].process_group
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             flat /= torch.distributed.get_world_size(group)
             torch.distributed.all_reduce(flat, group=group)

@@ -133,8 +133,8 @@ def graphed_step(
 
     Raises:
         ValueError: an argument that cannot work; the message says what to pass.
-        NotImplementedError: `fully_shard` has split the parameters over a mesh of more than one dimension, or has a
-            setting that a graph cannot follow, unless `graph="off"`.
+        NotImplementedError: the parameters are split in another way than by `fully_shard` alone, or it has a setting
+            that a graph cannot follow, unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
 
     Sync: only the call that captures a graph waits for the device.

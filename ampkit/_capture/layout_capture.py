@@ -119,6 +119,9 @@ class LayoutCapture:
                 advice = self._ranks.reducers.advice
                 failure = CaptureError(f"{error}{advice}") if advice else error
             if not self._ranks.agree(failure is None):
+                if not self._ranks.agree(self._ranks.reducers.idle):
+                    self._cache.clear()
+                    self._ranks.reducers.reset()
                 try:
                     raise failure or CaptureError(self._ranks.other_failed)
                 finally:

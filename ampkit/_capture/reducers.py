@@ -1,22 +1,29 @@
 """`DistributedDataParallel` models as people make them: made ready for a capture, or refused with what to write."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.reducer import (
     communication_hook,
+    gradient_calls,
+    is_idle,
     is_rebuilt,
     is_registrable,
     manages_all,
     override_streams,
     peculiarity,
     rebuild,
+    reset,
     stop_clocks,
 )
+
+Deliver = Callable[[Callable[[], None]], None]
 
 _REFUSED = {
     "delay_all_reduce_named_params": (
@@ -91,10 +98,12 @@ class Reducers:
 
         Where that is not possible, a capture may fail; then `advice` says why.
         """
-        for ddp in self._wrappers:
-            if not is_rebuilt(ddp):  # or graphs of another step may refer to its buckets
-                self._left = self._left or _why_left(ddp) or self._rebuild(ddp)
-            self.moved = not self._left
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation may be the first call
+            for ddp in self._wrappers:
+                if not is_rebuilt(ddp):  # or graphs of another step may refer to its buckets
+                    left = _why_left(ddp) or self._rebuild(ddp)
+                    self._left = self._left or left
+                self.moved = not self._left
         if self._left:
             override_streams()
 
@@ -118,6 +127,35 @@ class Reducers:
         """Stop the clocks of the modules. To be called before each capture."""
         for ddp in self._wrappers:
             stop_clocks(ddp)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the last backward has averaged all gradients, and did not raise before that."""
+        return all(map(is_idle, self._wrappers))
+
+    def reset(self) -> None:
+        """Let the next forward run, though a backward has raised. All graphs must be dropped. To be called by all ranks
+        at a time."""
+        for ddp in self._wrappers:
+            reset(ddp)
+
+    def deliveries(self) -> dict[nn.Parameter, Deliver]:
+        """Return, by parameter, what is to be called in a backward in which a copy of the parameter gets the gradient.
+
+        It takes a function that gives the gradient to the parameter. It calls that, and tells the Reducer, if gradients
+        are averaged in this backward. Otherwise it does nothing.
+        """
+        return {
+            param: functools.partial(_deliver, ddp, call)
+            for ddp in self._wrappers
+            for param, call in gradient_calls(ddp).items()
+        }
+
+
+def _deliver(ddp: DistributedDataParallel, call: Callable[[], None], give: Callable[[], None]) -> None:
+    if ddp.require_backward_grad_sync:
+        give()
+        call()
 
 
 def _why_left(ddp: DistributedDataParallel) -> str:

@@ -1,5 +1,6 @@
 """The C++ `Reducer` of a `DistributedDataParallel` model, which averages gradients: making it anew, and its clocks."""
 
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -107,8 +108,7 @@ def _managed(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 def _marks(param: nn.Parameter) -> dict[str, Any]:
     """Return what is noted at the node that accumulates this parameter's gradient. A new node has no notes."""
-    with torch.enable_grad():
-        node: Any = get_gradient_edge(param).node  # `metadata` is a method in torch's annotations
+    node: Any = get_gradient_edge(param).node  # `metadata` is a method in torch's annotations
     marks: dict[str, Any] = node.metadata
     return marks
 
@@ -125,6 +125,33 @@ def _register(ddp: DistributedDataParallel, name: str, hook: Any, state: Any) ->
     else:
         kind = private(torch.distributed, "BuiltinCommHookType").__members__[name.removeprefix(_BUILT_IN)]
         private(torch.distributed, "_register_builtin_comm_hook")(ddp.reducer, kind)
+
+
+def gradient_calls(ddp: DistributedDataParallel) -> dict[nn.Parameter, Callable[[], None]]:
+    """Return, by parameter, what tells the Reducer within a backward that the parameter has its gradient.
+
+    Autograd calls it where a parameter is in the graph. DDP's own `mixed_precision` calls it as this does.
+    """
+    call = private(ddp.reducer, "_autograd_hook")
+    return {param: functools.partial(call, i) for i, param in enumerate(_managed(ddp))}
+
+
+def is_idle(ddp: DistributedDataParallel) -> bool:
+    """Return whether the last backward has averaged all gradients. After one that has raised, no forward can run."""
+    try:
+        private(ddp.reducer, "_check_reducer_finalized")()
+    except RuntimeError:  # "Expected to have finished reduction in the prior iteration"
+        return False
+    return True
+
+
+def reset(ddp: DistributedDataParallel) -> None:
+    """Let the next forward run though a backward has raised. To be called by all ranks at a time.
+
+    The Reducer lays out new buckets in the two steps to come, so that graphs must not be replayed any more.
+    """
+    private(ddp.reducer, "_reset_state")()
+    ddp._has_rebuilt_buckets = False
 
 
 def stop_clocks(ddp: DistributedDataParallel) -> None:

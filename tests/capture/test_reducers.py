@@ -67,6 +67,7 @@ def check(name: str, rows: Rows, device: str = "cpu") -> None:
         else:
             assert row["replays"] == ddp_cases.CALLS * case.accumulate - warmup * case.accumulate * steps
             assert row["messages"] == row["torch warns"] == []
+            assert bool(row["working"]) == (case.policy is not None)
     if case.event == "differs":
         assert "on another rank a replay is not what eager computes" in rows[0]["messages"][0]
         assert "output.output.loss is not what eager" in rows[1]["messages"][0]
@@ -277,6 +278,32 @@ def test_a_reducer_of_other_parameters_is_left() -> None:
     assert "other parameters require gradients than when it was made" in reducers.advice
 
 
+def test_a_backward_that_has_raised_is_forgotten() -> None:
+    """L4: after a capture that fails amid a backward, the next eager step exchanges all gradients again."""
+    ddp = DistributedDataParallel(net())
+    reducers = Reducers([ddp])
+    for _ in range(3):
+        loss_fn(ddp, torch.ones(3, 4)).backward()
+        assert reducers.idle
+    expected = [param.grad.clone() / 3 for param in ddp.parameters() if param.grad is not None]
+    ddp.zero_grad()
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    hook = ddp.module[0].weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_fn(ddp, torch.ones(3, 4)).backward()
+    hook.remove()
+    ddp.zero_grad()
+    assert not reducers.idle
+    reducers.reset()
+    loss_fn(ddp, torch.ones(3, 4)).backward()
+    assert reducers.idle
+    for param, grad in zip(ddp.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+
+
 def test_clocks_are_stopped() -> None:
     """L4: after that, no step reads the times that DDP measures in its first ten steps."""
     ddp = DistributedDataParallel(net())
@@ -315,3 +342,22 @@ def test_functions_under_graphed_are_captured() -> None:
     for _ in range(6):
         train(torch.ones(3, 4))
     assert train.report().replays == 3
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_an_evaluation_may_come_first(context: Callable[[], Any]) -> None:
+    """L4: the Reducer is made anew in whatever mode the first call is, and trains later."""
+    ddp = DistributedDataParallel(net())
+
+    @ampkit.graphed(modules=(ddp,), graph="emulate", on_failure="raise")
+    def evaluate(x: Tensor) -> Tensor:
+        return loss_fn(ddp, x)
+
+    with context():
+        for _ in range(5):
+            evaluate(torch.ones(3, 4))
+    assert evaluate.report().replays == 2
+    step = step_of(ddp, on_failure="raise")
+    for _ in range(5):
+        step(torch.ones(3, 4))
+    assert step.replays == 2

@@ -319,6 +319,7 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
         "weights": [tensor.double().sum().item() for tensor in job.model.parameters()],
         "messages": [str(w.message) for w in caught if issubclass(w.category, ampkit.AmpkitWarning)],
         "torch warns": [str(w.message)[:300] for w in caught if "AccumulateGrad" in str(w.message)],
+        "working": len(job.steps[0]._window._step._working),
         "replays": sum(step.report().replays for step in job.steps),
         **{name: getattr(report, name) for name in ("captures", "eager", "skipped", "failure")},
         "seconds": round(time.monotonic() - start, 1),

@@ -148,7 +148,6 @@ def graphed_step(
     _check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device, captured=options.graph != "off")
-    ranks.reducers.refuse_accumulation("graphed_step", accumulate)
     scaler = read_scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer

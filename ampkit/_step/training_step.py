@@ -141,6 +141,7 @@ class TrainingStep:
         self._max_norm = max_norm
         self._max_value = max_value
         self._accumulate = accumulate
+        ranks.reducers.refuse_accumulation("graphed_step", accumulate)
         self._after_step = after_step
         self._ranks = ranks
         self._device = device

@@ -97,7 +97,7 @@ def graphed_step(
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
             takes up to eleven steps, and a difference as large as between replays is allowed. As many launches of
-            `scan` are compared, too.
+            `scan` are compared, too. Under `DistributedDataParallel` all ranks compare in the same calls.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the

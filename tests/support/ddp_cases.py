@@ -48,6 +48,7 @@ class Case(NamedTuple):
         refused: what the message says if the step stays eager.
         gpu: whether it needs a GPU.
         verify: of the step.
+        numerics: whether `ampkit.debug.numerics` measures in every second step.
     """
 
     model: str = "mlp"
@@ -63,6 +64,7 @@ class Case(NamedTuple):
     refused: str = ""
     gpu: bool = False
     verify: int = 0
+    numerics: bool = False
 
 
 CASES = {
@@ -99,6 +101,7 @@ CASES = {
     "verify": Case("batch norm", {"gradient_as_bucket_view": True}, hook="fp16", policy="bfloat16", verify=3),
     "verify, accumulate": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 15), verify=4),
     "verify, differs": Case(event="differs", verify=2, refused="is not what eager computes"),
+    "numerics": Case("batch norm", policy="float16", max_norm=0.5, overflows=(1, 16), numerics=True),
     "second step": Case(event="second step", max_norm=0.5),
 }
 
@@ -184,6 +187,12 @@ def made(case: Case, device: torch.device) -> DistributedDataParallel:
     return ddp
 
 
+def is_stale(case: Case, device_type: str) -> bool:
+    """Return whether gradients are accumulated on the default stream, and this torch cannot capture that."""
+    overrides = hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
+    return case.event == "loss kept" and device_type == "cuda" and not overrides
+
+
 # ------------------------------------------------------------------------------------------------------------- training
 
 
@@ -211,6 +220,7 @@ class Job:
         self.outputs: list[Any] = []
         self.micro = self.calls = 0
         self.kept: Any = None
+        self.watch = ampkit.debug.numerics(self.model, every=2) if case.numerics else None
         if case.event in ("trained before", "loss kept"):
             for call in range(3):
                 self.kept = self._loss(*self.batch(call))
@@ -230,6 +240,7 @@ class Job:
             max_norm=self.case.max_norm,
             accumulate=self.case.accumulate,
             verify=self.case.verify,
+            numerics=self.watch,
             graph=self.graph,
             on_failure="raise" if self.captures else "parts",
         )
@@ -239,8 +250,7 @@ class Job:
     @property
     def captures(self) -> bool:
         """Whether the step is to be captured."""
-        stale = self.case.event == "loss kept" and self.device.type == "cuda"
-        return not (self.case.refused or stale or self.graph == "off")
+        return not (self.case.refused or is_stale(self.case, self.device.type) or self.graph == "off")
 
     def _loss(self, x: Tensor, boost: Tensor) -> Tensor:
         self.calls += 1
@@ -296,10 +306,15 @@ class Job:
         return {name: tensor.detach().clone() for name, tensor in named.items()}
 
 
+def calls(case: Case) -> int:
+    """Return how often the step is called."""
+    return CALLS * case.accumulate * (2 if case.numerics else 1)
+
+
 def train(case: Case, device: torch.device, graph: str) -> Job:
     """Train, and return the job at its end."""
     job = Job(case, device, graph)
-    for call in range(CALLS * case.accumulate):
+    for call in range(calls(case)):
         job(call)
     return job
 
@@ -336,6 +351,8 @@ def differences(left: Job, right: Job) -> list[str]:
     for call, (a, b) in enumerate(zip(left.outputs, right.outputs, strict=True)):
         # torch's loop returns the loss alone if there is no norm.
         names += [f"output {i} of call {call}" for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)]
+    if left.watch is not None and right.watch is not None:
+        names += ["numerics"] if repr(left.watch.report().rows) != repr(right.watch.report().rows) else []
     return names
 
 

@@ -206,14 +206,8 @@ def distribute(args: argparse.Namespace, model: nn.Module) -> nn.Module:
     """Return the model to train. With several processes it averages gradients over all of them."""
     if not dist.is_initialized():
         return model
-    if args.device == "cpu":
-        return DistributedDataParallel(model)
-    side = torch.cuda.Stream()  # gradients can only be exchanged in a graph if DDP was made on a side stream
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        distributed = DistributedDataParallel(model, device_ids=[args.device], gradient_as_bucket_view=True)
-    torch.cuda.current_stream().wait_stream(side)
-    return distributed
+    device_ids = None if args.device == "cpu" else [args.device]
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 def sum_over_processes(totals: Tensor) -> Tensor:

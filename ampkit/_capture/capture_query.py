@@ -20,7 +20,8 @@ _R = TypeVar("_R")
 # kernel runs. So the graph would not do what the eager step does. Torch needs the true answer (health check of the
 # optimizers, symmetric memory), and so does ampkit.
 _TOLD_THE_TRUTH = ("torch", "ampkit")
-# Where the branch for a capture is also right outside of one: SyncBatchNorm leaves out a boolean mask.
+# Where the branch for a capture leaves the same bits outside of one, and only that one can be captured: SyncBatchNorm
+# takes the statistics of all ranks without a boolean mask, which would leave out ranks with an empty batch.
 _BRANCHES_OF_TORCH = ("torch.nn.modules._functions",)
 
 
@@ -129,7 +130,7 @@ def _answer() -> bool:
             answer = told[-1] if told else None
     caller = sys._getframe(2).f_globals.get("__name__", "")
     if caller.partition(".")[0] in _TOLD_THE_TRUTH:
-        return (answer is True and caller in _BRANCHES_OF_TORCH) or _is_capturing()
+        return (answer is not None and caller in _BRANCHES_OF_TORCH) or _is_capturing()
     captures.asked = True
     if captures.noting and not captures.asked_in_checkpoint:
         captures.asked_in_checkpoint = _is_checkpointed(sys._getframe(2))

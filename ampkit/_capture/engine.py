@@ -100,12 +100,11 @@ class Engine:
         check_verify(options, ranks, name)
         on_cuda = options.graph == "auto" and device.type == "cuda"
         captured = captured or fn
-        # Two calls at least: one under the preflight, and the rehearsal.
-        self._warmup = max(2, options.warmup, ranks.warmup if on_cuda else 0)
+        self._warmup, words = ranks.warm_up(options.warmup, on_cuda)
         self._fn, self._whole, self._own = fn, whole or fn, copied if whole is None else lambda outputs: outputs
         self._state, self._watch, self._optimizer, self._splitter = state, state.watch, optimizer, splitter
         self._device, self._reader, self._options, self._ranks = device, BatchReader(device), options, ranks
-        self._stream = capture_stream(device) if on_cuda else None
+        self._stream = ranks.reducers.stream = capture_stream(device) if on_cuda else None
         if on_cuda:
             settle_attention_priority(device)  # one of the settings that a key stands for
         self._turns = turns_on(device)
@@ -114,7 +113,7 @@ class Engine:
         self.fallback: Fallback = Fallback(name, options)
         self._cache = Cache(options.max_graphs, options.memory_budget)
         self.names: KernelNames | None = KernelNames(state.modules) if options.annotate else None
-        self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names)
+        self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names, words)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
         self._draws = HostDraws(not ranks.several, self._cache, self._layouts, self.fallback)
@@ -203,14 +202,14 @@ class Engine:
 
     def _vote_before_replay(self, start: Any) -> Any:
         """Vote, as all other ranks do in this call. Return the call's start anew, since a vote waits for the device."""
-        _, all_can = self._ranks.decide(wants=False, can=True, settled=True)
+        _, all_can = self._ranks.decide(wants=False, can=True, settled=not self._unverified, replays=True)
         if not all_can and self.fallback.raises:  # the other ranks would wait for the one that raises
             raise self.fallback.error(self._ranks.other_found)
         return None if start is None else self._clock.now()
 
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         """Replay, and compare that with an eager call, or time it if there is a start of the call."""
-        if self._unverified:
+        if self._unverified and self._ranks.together:
             outputs = self.verified(captured, partial(answered(self._fn, captured.told), phase), leaves)
             self._unverified -= 1
             return outputs
@@ -224,7 +223,7 @@ class Engine:
     def verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
         verdict = self._on_stream(
-            lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators)
+            lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators, self._ranks)
         )
         if verdict.noise:
             self.fallback.warn_once("noise", f"verify: {verdict.noise}")
@@ -272,7 +271,7 @@ class Engine:
     def _agreed_stage(self, key: Key, layout: Layout) -> Stage:
         """Return what all ranks do in this call: warm up (COLD), capture (WARM), or call eagerly (REFUSED)."""
         stage = layout.stage
-        problem = (layout.problem if stage is Stage.WARM else "") or self._note(key, layout)
+        problem = (layout.problem if stage is Stage.WARM else "") or self._ranks.problem or self._note(key, layout)
         all_want, all_can = self._ranks.decide(stage is Stage.WARM, not problem, settled=False)
         if stage is not Stage.REFUSED and not all_can:
             self.give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
@@ -386,7 +385,7 @@ class Engine:
 
     def _leave_capture_stream(self) -> None:
         """Call on the caller's stream from now on, since there will be no graph. Sync: waits for the device, once."""
-        if self._stream is not None:
+        if self._stream is not None and not self._ranks.reducers.moved:
             self._stream = None
             # Errors refer to themselves through their tracebacks. What a failed capture made may hold nodes of autograd
             # that belong to the capture stream, and torch warns where they are used on another one.

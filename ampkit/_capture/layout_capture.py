@@ -105,7 +105,8 @@ class LayoutCapture:
             inputs.note_changes(versions)
             return outputs
 
-        record(graph, recorded, layout.rehearsal.capturing, self._layouts.make_outputs, self._state, self._ranks)
+        then = self._layouts.make_outputs
+        record(graph, recorded, layout.rehearsal.capturing, then, self._state, self._ranks, self._cache.clear)
         return graph, inputs
 
     def _within_budget(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
@@ -161,7 +162,13 @@ class LayoutCapture:
 
 
 def record(
-    graph: Graph, fn: Callable[[], Any], context: MakeContext, then: Then, state: TrainingState, ranks: Ranks
+    graph: Graph,
+    fn: Callable[[], Any],
+    context: MakeContext,
+    then: Then,
+    state: TrainingState,
+    ranks: Ranks,
+    drop_graphs: Callable[[], object],
 ) -> None:
     """Capture a graph on all ranks.
 
@@ -172,12 +179,14 @@ def record(
         then: see `Graph.capture`.
         state: what `fn` may change.
         ranks: those that capture now.
+        drop_graphs: drops all graphs, if the failure leaves none of them right.
 
     Raises:
         CaptureError: the capture failed, on this rank or on another one. Everything is as before the call.
     """
     before = state.tensors()
     failure: CaptureError | None = None
+    ranks.reducers.begin_capture()
     with Undo() as undo:
         undo.note(state.rebind, before)
         undo.note(graph.reset)
@@ -186,8 +195,12 @@ def record(
                 graph.capture(fn, context, then)
             _refuse_rebound(state.rebound_since(before))
         except CaptureError as error:
-            failure = error
+            advice = ranks.reducers.advice
+            failure = CaptureError(f"{error}{advice}") if advice else error
         if not ranks.agree(failure is None):
+            if not ranks.agree(ranks.reducers.idle):
+                drop_graphs()
+                ranks.reducers.reset()
             try:
                 raise failure or CaptureError(ranks.other_failed)
             finally:

@@ -95,6 +95,7 @@ class Layouts:
         lenient: see `Rehearsal`.
         told: whether the code of all layouts is told that it is being captured.
         names: see `Rehearsal`.
+        words: what a first warm-up is counted under.
 
     Attributes:
         lenient: as given.
@@ -102,12 +103,14 @@ class Layouts:
         reason: what a warm-up is counted under if the same input had one before, under other settings.
     """
 
-    def __init__(self, warmup: int, lenient: bool, told: bool, names: KernelNames | None = None) -> None:
+    def __init__(
+        self, warmup: int, lenient: bool, told: bool, names: KernelNames | None = None, words: str = WARM_UP
+    ) -> None:
         self._told = told
         self.names = names
         self._warmup = warmup
         self.lenient = lenient
-        self.reason = WARM_UP
+        self.reason = self._words = words
         self._by_key: OrderedDict[Key, Layout] = OrderedDict()
         self._told_later: set[int] = set()  # hashes of the inputs of `tell`
         self._seen: set[int] = set()  # hashes of inputs; the inputs themselves would keep objects of the user's alive
@@ -133,7 +136,7 @@ class Layouts:
                 self._by_key.popitem(last=False)
             seen = hash((key.spec, key.phase))
             told = self._told or seen in self._told_later
-            reason = self.reason if seen in self._seen else WARM_UP
+            reason = self.reason if seen in self._seen else self._words
             layout = Layout(reason, self._warmup, self.lenient, told, self.names)
             self._by_key[key] = layout
             if len(self._seen) < _MAX_SEEN:

@@ -1,5 +1,6 @@
 """The votes of the processes of one job on whether to capture."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from .._torch.sharding import ShardedModules
 from .._undo import Undo
 from .job_end import Closable, close_before_end, keep_process_group
-from .shards import shard_group
+from .layouts import WARM_UP
+from .reducers import Reducers
+from .shards import shard_groups
 
-WARMUP_DDP = 12  # DDP rebuilds its buckets after the first step and samples timings up to the 11th
+WARMUP_DDP = 5  # the second call lays out DDP's buckets, which waits, and the third from the end is the preflight
 
 
 class Together(Enum):
@@ -46,6 +49,11 @@ class _Votes:
         self._votes += 1
         return True
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first vote."""
+        return self._votes == 1
+
     def note(self, settled: bool) -> None:
         """Take note of whether all ranks had nothing to capture in a call with a vote."""
         self._quiet = self._quiet + 1 if settled else 0
@@ -68,13 +76,15 @@ class Ranks:
 
     Attributes:
         wrappers: the `DistributedDataParallel` modules of the model.
+        reducers: what averages their gradients.
         shards: the modules of the model that `fully_shard` has wrapped.
         several: whether there are other ranks.
         captured: as given.
-        warmup: how many eager calls they need before a capture.
+        together: whether all ranks replay, or capture and replay, in this call. Known in calls with a vote only.
     """
 
     other_found = "another rank found that its step cannot be captured; the message there says why."
+    other_differs = "on another rank a replay is not what eager computes; the message there says where."
     other_failed = "the capture failed on another rank; the message there says why."
 
     def __init__(self, model: nn.Module | None, device: torch.device, *, captured: bool = False) -> None:
@@ -82,40 +92,65 @@ class Ranks:
         self.wrappers: list[nn.parallel.DistributedDataParallel] = [
             module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)
         ]
+        self.reducers: Reducers = Reducers(self.wrappers)
         self.shards: ShardedModules = ShardedModules(nn.Module() if model is None else model)
         self.captured = captured
         self._model = model
-        self.several: bool = self._group() is not None
-        self.warmup = WARMUP_DDP if self.wrappers else 1
+        self.several: bool = bool(self._groups())
         for wrapper in self.wrappers:
             keep_process_group(wrapper)
         self._device = device
+        self.together = not self.several
         self._votes, self._votes_together = _Votes(), _Votes()
         self._voting: bool | None = None  # in each call, in none; None: as `_votes` says
 
-    def _group(self) -> Any:
-        """Return the process group of the ranks. Nothing of ampkit but `job_end` keeps it: see there."""
+    def _groups(self) -> list[Any]:
+        """Return process groups that connect the ranks. Nothing of ampkit but `job_end` keeps them: see there."""
         if self.wrappers:
-            return self.wrappers[0].process_group
+            return [self.wrappers[0].process_group]
         # Not `self._model and`: a model may have a length, or raise where torch.compile's wrapper asks for one.
-        return None if self._model is None else shard_group(self._model)
+        return [] if self._model is None else shard_groups(self._model)
 
-    def decide(self, wants: bool, can: bool, settled: bool) -> tuple[bool, bool]:
+    def warm_up(self, wanted: int, on_cuda: bool) -> tuple[int, str]:
+        """Return how many eager calls come before a capture, and what they are counted under.
+
+        Args:
+            wanted: as many as the user asks for.
+            on_cuda: whether graphs are not emulated.
+        """
+        if on_cuda and self.wrappers and wanted < WARMUP_DDP:
+            return WARMUP_DDP, f"{WARM_UP} (DistributedDataParallel needs {WARMUP_DDP} calls)"
+        return max(2, wanted), WARM_UP  # two at least: one under the preflight, and the rehearsal
+
+    @functools.cached_property
+    def problem(self) -> str:
+        """Why no step of the model can be captured; "" if it can. What is so in the first call counts."""
+        return self.reducers.why_not_captured()
+
+    def decide(self, wants: bool, can: bool, settled: bool, *, replays: bool = False) -> tuple[bool, bool]:
         """Return whether all ranks want to capture in this call, and whether all can. To be called in every call.
+
+        If all ranks begin with it, and may capture later, `reducers` are prepared for that.
 
         Args:
             wants: whether this rank wants to.
             can: whether this rank knows of no reason against it.
-            settled: whether this rank has nothing to capture in this call.
+            settled: whether this rank has nothing to capture, and nothing to compare, in this call.
+            replays: whether this rank replays a graph in this call.
 
         Sync: waits for the device if there is a vote.
         """
         if not self.several:
             return wants, can
+        self.together = False
         if self._voting is False or not self._votes.are_due(always=self._voting is True):
             return False, True
-        all_want, all_can, all_settled = self._all(wants, can, settled)
+        begins = self._votes.is_first and not (settled or replays)
+        all_want, all_can, all_settled, all_begin, all_replay = self._all(wants, can, settled, begins, replays)
+        self.together = all_want or all_replay
         self._votes.note(all_settled)
+        if all_begin and all_can:
+            self.reducers.prepare()
         return all_want, all_can
 
     def decide_together(self, has: bool, ready: bool, settled: bool) -> Together:
@@ -156,7 +191,8 @@ class Ranks:
 
     def _all(self, *flags: bool) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._group())
+        for group in self._groups():  # the least of the first group's ranks, then the least of these
+            torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=group)
         return list(map(bool, votes.tolist()))  # sync
 
     def average(self, gradients: Sequence[Tensor]) -> None:
@@ -165,7 +201,7 @@ class Ranks:
         `fully_shard` has averaged them in each backward.
         """
         if self.wrappers and gradients:
-            group = self._group()
+            group = self.wrappers[0].process_group
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             flat /= torch.distributed.get_world_size(group)
             torch.distributed.all_reduce(flat, group=group)

@@ -81,7 +81,7 @@ class Series:
         self._cache = cache
         self._layouts = layouts
         self._fallback = fallback
-        self._unverified = options.verify
+        self._unverified = 0 if ranks.several else options.verify  # ranks would have to compare the same launches
         self._comparisons: dict[Key, _Comparison] = {}  # of families that were not launched yet
         self._refused: set[Key] = set()
         self.given_up: bool = False
@@ -292,7 +292,8 @@ class Series:
 
         with Undo() as undo:
             undo.note(graph.reset)
-            record(graph, recorded, recording, self._layouts.make_outputs, self._state, self._ranks)
+            then = self._layouts.make_outputs
+            record(graph, recorded, recording, then, self._state, self._ranks, self._cache.clear)
             if comparison is not None and comparison.difference:
                 raise CaptureError(comparison.difference)
             undo.forget()

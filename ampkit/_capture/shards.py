@@ -1,10 +1,10 @@
-"""Which sharded models a graph can hold: those that `fully_shard` has split over one dimension of a mesh."""
+"""Which sharded models a graph can hold: those that `fully_shard` has split, also where ranks have copies (HSDP)."""
 
 from typing import Any
 
 from torch import nn
 
-from .._torch.sharding import ShardedModules, mesh_group, sharded_class
+from .._torch.sharding import ShardedModules, copy_groups, mesh_group, sharded_class
 
 _INSTEAD = "Or pass graph='off'."
 
@@ -15,11 +15,15 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(param, kind) for param in model.parameters())
 
 
-def shard_group(model: nn.Module) -> Any:
-    """Return the process group over which the parameters are split, None if none is, or not in one way only."""
+def shard_groups(model: nn.Module) -> list[Any]:
+    """Return the process groups over which the parameters are split, and over which the parts are copied, if any are.
+
+    [] if no parameter is split, or if they are not split in one way only. The groups together connect all ranks.
+    """
     kind = sharded_class()
-    groups = [mesh_group(param) for param in model.parameters() if isinstance(param, kind)]
-    return groups[0] if groups and all(group is groups[0] for group in groups) else None
+    found = [[mesh_group(param), *copy_groups(param)] for param in model.parameters() if isinstance(param, kind)]
+    alike = found and None not in found[0] and all(list(map(id, some)) == list(map(id, found[0])) for some in found)
+    return found[0] if alike else []
 
 
 def refuse_sharded(where: str, model: nn.Module, *, observed: bool) -> None:
@@ -57,7 +61,7 @@ def why_not_sharded(model: nn.Module) -> str:
                 f"parameter {name} is not managed by fully_shard, so that no gradient of it would be averaged over the "
                 f"ranks. Call fully_shard(model) last, for what remains, or freeze it. {_INSTEAD}"
             )
-    if shard_group(model) is None:
+    if not shard_groups(model):
         return f"parameters are split over different process groups. Give each fully_shard the same mesh. {_INSTEAD}"
     problem = modules.why_not_captured()
     return problem and f"fully_shard: {problem} {_INSTEAD}"
@@ -65,12 +69,12 @@ def why_not_sharded(model: nn.Module) -> str:
 
 def _why_not_placed(param: Any) -> str:
     mesh, placements = param.device_mesh, param.placements
-    if mesh.ndim > 1:
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not (placements[0].is_replicate() and placements[1].is_shard())):
         return (
-            f"is a DTensor on a mesh of {mesh.ndim} dimensions: norm and overflow check are not implemented for HSDP "
-            "and for tensor parallelism beside fully_shard. Pass fully_shard a mesh of one dimension, as "
-            "init_device_mesh('cuda', (ranks,))."
+            f"is a DTensor on a mesh of {mesh.ndim} dimensions, placed as {placements}: norm and overflow check are "
+            "not implemented for tensor parallelism beside fully_shard. Pass fully_shard a mesh of one dimension, or "
+            "for HSDP one of two, of which the first has the copies: init_device_mesh('cuda', (copies, shards))."
         )
-    if not placements[0].is_shard():
+    if not placements[-1].is_shard():
         return f"is a DTensor with the placement {placements[0]}: only parameters that fully_shard splits are captured."
     return ""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch.autograd import current_node, in_backward
 from .._torch.compile import calls_from_compiled_code
 from .._torch.modes import TorchDispatchMode, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import written_arguments
@@ -39,7 +40,11 @@ class Verdict(NamedTuple):
 
 
 def verified(
-    replay: Callable[[], Any], eager: Callable[[], Any], state: TrainingState, generators: Sequence[torch.Generator]
+    replay: Callable[[], Any],
+    eager: Callable[[], Any],
+    state: TrainingState,
+    generators: Sequence[torch.Generator],
+    ranks: Ranks,
 ) -> Verdict:
     """Replay, restore the state, call eagerly, and compare state, outputs and random numbers.
 
@@ -49,11 +54,14 @@ def verified(
 
     Behind this call the state is what an eager call has left.
 
+    All ranks do this in the same call. They repeat the two together, and if one finds a difference, all have a problem.
+
     Args:
         replay: does the step. Its outputs may be overwritten later.
         eager: does the same step, from the same state.
         state: all that the two may change.
         generators: the generators that they draw from, beside the default ones.
+        ranks: the processes that exchange gradients in both.
 
     Memory: up to four copies of the state. Time: a replay and an eager step. If they differ, two more replays and one
     more eager step. Before that counts as an error, six more replays and one more eager step. Sync: waits for the
@@ -62,7 +70,7 @@ def verified(
     start = Snapshot(state, generators)
     with Undo() as undo:
         undo.note(start.restore)
-        verdict = _compared(start, replay, eager, state, generators)
+        verdict = _compared(start, replay, eager, state, generators, ranks)
         undo.forget()
     return verdict
 
@@ -73,6 +81,7 @@ def verified_replay(
     leaves: Sequence[Any],
     state: TrainingState,
     generators: Sequence[torch.Generator],
+    ranks: Ranks,
 ) -> Verdict:
     """Replay a graph and call `eager(*args, **kwargs)` on the same batch, see `verified`.
 
@@ -93,7 +102,7 @@ def verified_replay(
     def replay() -> Any:
         return captured.replay([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given])
 
-    verdict = verified(replay, call, state, generators)
+    verdict = verified(replay, call, state, generators, ranks)
     for leaf, after in zip(leaves, used, strict=True):
         if isinstance(leaf, Tensor) and version(after):  # changed in place
             leaf.copy_(after)
@@ -101,11 +110,11 @@ def verified_replay(
 
 
 def check_verify(options: Options, ranks: Ranks, name: str) -> None:
-    """Raise a `NotImplementedError` if the function `name` is to be verified in several processes."""
-    if options.verify and ranks.several:
+    """Raise a `NotImplementedError` if the function `name` is to be verified with parameters that are split."""
+    if options.verify and len(ranks.shards):
         raise NotImplementedError(
-            f"{name}(verify): ranks that compare and repeat steps on their own would wait for each other for ever. "
-            "Verify with one process, without DistributedDataParallel or fully_shard."
+            f"{name}(verify): what fully_shard gathers and frees within a step cannot be compared. Verify with one "
+            "process and without fully_shard, or with DistributedDataParallel."
         )
 
 
@@ -121,20 +130,21 @@ def _compared(
     eager: Callable[[], Any],
     state: TrainingState,
     generators: Sequence[torch.Generator],
+    ranks: Ranks,
 ) -> Verdict:
     replayed = _results(replay(), state, generators)
     start.restore()
-    with _WriteWatch(state) as watch:
+    with _WriteWatch(state, [param for ddp in ranks.wrappers for param in ddp.parameters()]) as watch:
         outputs = eager()
     watch.undo()
     expected = _results(outputs, state, generators)
-    if watch.undeclared:
-        return Verdict(outputs, watch.describe(), "")
+    if not ranks.agree(not watch.undeclared):
+        return Verdict(outputs, watch.describe() if watch.undeclared else ranks.other_differs, "")
     wrong = _differences(expected, replayed)
-    if not wrong:
+    if ranks.agree(not wrong):
         return Verdict(outputs, "", "")
     if _kernels_are_deterministic():
-        return Verdict(outputs, _describe(wrong, ""), "")
+        return Verdict(outputs, _describe(wrong, "") if wrong else ranks.other_differs, "")
     noise: dict[str, float] = {}  # by how much replays differ from each other, by path
     for more in _REPLAYS:
         for _ in range(more):
@@ -144,10 +154,12 @@ def _compared(
         outputs = eager()
         _keep_larger(wrong, _differences(_results(outputs, state, generators), replayed))
         beyond = {path: size for path, size in wrong.items() if path not in noise or size > NOISE * noise[path]}
-        if not noise or not beyond:
+        if ranks.agree(not noise or not beyond):
             break
     said = _describe_noise(noise) if noise else ""
-    return Verdict(outputs, _describe(beyond, said) if beyond else "", said)
+    if ranks.agree(not beyond):
+        return Verdict(outputs, "", said)
+    return Verdict(outputs, _describe(beyond, said) if beyond else ranks.other_differs, said)
 
 
 def _kernels_are_deterministic() -> bool:
@@ -206,15 +218,27 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[st
     return differences
 
 
+def _accumulates() -> bool:
+    """Return whether autograd accumulates a gradient, or runs what was to come at the end of a backward."""
+    node = current_node()
+    return in_backward() and (node is None or hasattr(node, "variable"))
+
+
 class _WriteWatch(TorchDispatchMode):
     """Notices writes to memory that was there before and is not declared, and can undo them.
 
     Compiled code allocates without an operation. So what it writes to as the output of an operation is taken for memory
     of its own, and so is what is freed again.
+
+    Args:
+        state: what may be written to.
+        averaged: parameters whose gradients DDP averages. It does so in buckets of its own, where autograd accumulates
+            gradients, and the gradients may lie in these.
     """
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, averaged: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._averaged = averaged
         self._state = state
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, Remembered] = {}
@@ -237,9 +261,9 @@ class _WriteWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
-        for tensor in written_arguments(func, args, kwargs):
+        for tensor in () if self._averaged and _accumulates() else written_arguments(func, args, kwargs):
             address = storage_address(tensor)
-            if address and address not in self._known and self._is_new(address):
+            if address and address not in self._known and self._is_new(address) and not self._is_gradient(address):
                 if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
                     continue
                 self._undeclared[address] = Remembered(tensor)
@@ -250,6 +274,9 @@ class _WriteWatch(TorchDispatchMode):
 
     def _is_new(self, address: int) -> bool:
         return address not in self._undeclared or self._undeclared[address].is_gone
+
+    def _is_gradient(self, address: int) -> bool:
+        return any(p.grad is not None and storage_address(p.grad) == address for p in self._averaged)
 
     @property
     def undeclared(self) -> list[Remembered]:

@@ -12,7 +12,7 @@ from .._torch.modes import modes
 from .._torch.tensors import version
 from .._torch.tree import tree_unflatten
 from .._undo import Undo
-from .capture_query import answered, noting_questions
+from .capture_query import answered, answering, noting_questions
 from .draw_record import DrawRecorder
 from .host_draws import HostDraws
 from .inputs import flatten, own_copy
@@ -131,11 +131,10 @@ class WarmUp:
         start: Any,
     ) -> Any:
         if layout.checked and not layout.problem and layout.calls_left < 2 and not self._state.is_undecided():
-            captured = answered(self._captured, layout.told)
 
             def rehearse() -> Any:
-                with layout.rehearsal.rehearsing():
-                    return captured(phase, *args, **kwargs)
+                with layout.rehearsal.rehearsing(), answering(layout.told):  # as a capture answers
+                    return self._captured(phase, *args, **kwargs)
 
             outputs = run(layout.reason, rehearse)
         else:

@@ -70,8 +70,8 @@ def graphed_step(
             where aux is a tree of tensors. A replay does not call it again, so it must compute everything from its
             inputs, on the device.
         model: a module with all parameters on one device. Put it there, and load its state, before the first call. It
-            may be a `DistributedDataParallel` made under a side stream (docs/capture.md). Then all ranks decide
-            together whether to capture, and `warmup` is at least 12.
+            may be a `DistributedDataParallel` (docs/distributed.md). Then all ranks decide together whether to capture,
+            and on CUDA `warmup` is at least 5.
         optimizer: an optimizer over parameters of `model`. Adam, AdamW and SGD with `fused=True`, and optimizers that
             have a `capturable` option, are captured. Others step eagerly, behind the graph of forward and backward. Of
             these, SGD, Muon and optimizers that are not torch's become a part of the graph once two of their steps
@@ -96,7 +96,8 @@ def graphed_step(
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
             takes up to eleven steps, and a difference as large as between replays is allowed. As many launches of
-            `scan` and `window` are compared, too.
+            `scan` and `window` are compared, too, with one process. Under `DistributedDataParallel` all ranks compare
+            in the same calls.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
@@ -132,8 +133,8 @@ def graphed_step(
 
     Raises:
         ValueError: an argument that cannot work; the message says what to pass.
-        NotImplementedError: `fully_shard` has split the parameters over a mesh of more than one dimension, or has a
-            setting that a graph cannot follow, unless `graph="off"`.
+        NotImplementedError: the parameters are split in another way than by `fully_shard` alone, or it has a setting
+            that a graph cannot follow, unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
 
     Sync: only the call that captures a graph waits for the device.

@@ -142,6 +142,7 @@ class TrainingStep:
         self._max_norm = max_norm
         self._max_value = max_value
         self._accumulate = accumulate
+        ranks.reducers.refuse_accumulation("graphed_step", accumulate)
         self._after_step = after_step
         self.ranks: Ranks = ranks
         self._device = device
@@ -150,7 +151,7 @@ class TrainingStep:
         self._capturable = capturable
         self._place = place
         self.gradients: dict[str, Tensor] = {}
-        self._working = WorkingWeights(model)
+        self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
@@ -181,9 +182,8 @@ class TrainingStep:
 
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
-        # DDP has its hooks on the master weights. With working weights it would get their gradients too late.
         # `fully_shard` casts weights itself, if its MixedPrecisionPolicy says so.
-        weights = nullcontext() if self.ranks.several else self._working.in_place()
+        weights = nullcontext() if len(self.ranks.shards) else self._working.in_place()
         return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
@@ -306,7 +306,7 @@ class TrainingStep:
         return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if not self._finds_casts or self.ranks.several:
+        if not self._finds_casts or len(self.ranks.shards):
             return self._loss_and_aux(args, kwargs)
         with self._working.watching() as uses:
             loss, aux = self._loss_and_aux(args, kwargs)

@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._capture.reducers import Deliver, Reducers
 from .._torch.autograd import graph_nodes, has_gradient_hooks, output_dtype
 from .._torch.modes import TorchDispatchMode, enter
 from .._torch.modules import module_tables
@@ -38,6 +40,7 @@ class WorkingWeights:
         store: all copies that were made, by master weight and dtype. Several `WorkingWeights` of one model that share
             it have the same copies, each a part of them.
         write: gets the copies and the weights, and writes the ones to the others.
+        averaging: averages gradients over processes within a backward.
     """
 
     def __init__(
@@ -45,9 +48,12 @@ class WorkingWeights:
         model: nn.Module,
         store: "dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] | None" = None,
         write: Callable[[list[Any], list[Any]], None] = foreach_copy_,
+        *,
+        averaging: Reducers | None = None,
     ) -> None:
         self._model = model
         self._write = write
+        self._averaging = averaging
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by master weight
         self._all = {} if store is None else store  # also those no longer used, because older graphs write to them
         self._refused: set[nn.Parameter] = set()
@@ -84,7 +90,8 @@ class WorkingWeights:
     def in_place(self, kept: "dict[Tensor, Tensor] | None" = None) -> Iterator[None]:
         """Context for forward and backward, in which the modules have the copies as their parameters.
 
-        At its end the gradients of the copies are added to those of the master weights. Sync: none.
+        At its end the gradients of the copies are added to those of the master weights. If processes average gradients
+        within the backward, each gradient is cast as soon as it is there, and goes the way of any other. Sync: none.
 
         Args:
             kept: gets the gradients of the copies, by master weight, where that weight has no gradient that they would
@@ -96,6 +103,7 @@ class WorkingWeights:
             if present:
                 self._write(list(masters), present)
         with Undo() as undo:
+            self._deliver_gradients(undo, masters)
             undo.note(self._put_back, masters)
             self._exchange(self._copies)
             yield
@@ -105,6 +113,14 @@ class WorkingWeights:
                 masters_left = {copy: master for copy, master in masters.items() if master not in kept}
             with torch.no_grad():
                 _move_gradients(masters if kept is None else masters_left)
+
+    def _deliver_gradients(self, undo: Undo, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
+        """Have the gradient of each copy given to its master weight within the backward, where it is averaged then."""
+        deliveries = {} if self._averaging is None else self._averaging.deliveries()
+        for copy, master in masters.items():
+            if master in deliveries:
+                hook = partial(_deliver, master, deliveries[master])
+                undo.note(copy.register_post_accumulate_grad_hook(hook).remove)
 
     def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
         self._exchange(masters)
@@ -158,6 +174,15 @@ def cast_gradients(kept: "dict[Tensor, Tensor]") -> None:
             foreach_copy_(fresh, list(kept.values()))
         for master, grad in zip(kept, fresh, strict=True):
             master.grad = grad
+
+
+def _deliver(master: nn.Parameter, deliver: Deliver, copy: Any) -> None:
+    def give() -> None:
+        with torch.no_grad():
+            _move_gradients({copy: master})
+        copy.grad = None
+
+    deliver(give)
 
 
 def _move_gradients(masters: "dict[nn.Parameter, nn.Parameter]") -> None:

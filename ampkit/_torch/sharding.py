@@ -43,11 +43,19 @@ def as_shard(local: Tensor, like: Any) -> Tensor:
 
 
 def mesh_group(tensor: Any) -> Any:
-    """Return the process group that a DTensor is split over, None if it is not split over one dimension of a mesh."""
-    placements = tensor.placements
-    if len(placements) != 1 or not placements[0].is_shard():
+    """Return the process group that a DTensor is split over, once. None if it is not split over the last dimension of a
+    mesh alone."""
+    *before, last = tensor.placements
+    if not last.is_shard() or not all(placement.is_replicate() for placement in before):
         return None
-    return tensor.device_mesh.get_group()
+    return tensor.device_mesh.get_group(len(before))
+
+
+def copy_groups(tensor: Any) -> list[Any]:
+    """Return the process groups whose ranks have copies of the same part of a DTensor (HSDP), [] if there are none."""
+    return [
+        tensor.device_mesh.get_group(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()
+    ]
 
 
 class ShardedModules:
@@ -99,6 +107,8 @@ class ShardedModules:
         for group in self._groups:
             if not group.reduce_grads:
                 return "set_requires_gradient_sync(False) was called on it. Leave it True, and pass accumulate=N."
+            if not group.all_reduce_grads:
+                return "set_requires_all_reduce(False) was called on it. Leave it True, and pass accumulate=N."
             if not group.reshard_after_backward:
                 return "set_reshard_after_backward(False) was called on it. Leave it True."
             if group._all_reduce_hook is not None:

@@ -196,12 +196,14 @@ def test_what_it_may_be() -> None:
         ampkit.graphed_step(mean, model, torch.optim.SGD(model.parameters(), lr=0.1), capturing="yes")
 
 
-@pytest.mark.cuda
-def test_sync_batch_norm_is_told_the_same(tmp_path: Any) -> None:
-    """SyncBatchNorm of torch asks too; in a call that is told so, it takes the branch of a capture eagerly as well."""
+def test_sync_batch_norm_takes_one_branch() -> None:
+    """SyncBatchNorm of torch asks too. In what a graph is made of it takes the branch of a capture, eagerly as well."""
     scope: dict[str, Any] = {"__name__": "torch.nn.modules._functions", "asks": asks}
     exec("def ask(): return asks()", scope)
-    assert capture_query.answered(scope["ask"], True)() is True
-    assert capture_query.answered(scope["ask"], False)() is False
+    for answer in (True, False):
+        with capture_query.answering(answer):  # of a preflight, a rehearsal, or a capture
+            assert scope["ask"]() is True
+    assert scope["ask"]() is False
     scope["__name__"] = "torch.optim.optimizer"
-    assert capture_query.answered(scope["ask"], True)() is False
+    with capture_query.answering(True):
+        assert scope["ask"]() is False

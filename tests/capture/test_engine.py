@@ -28,10 +28,13 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
+from ampkit._capture.ranks import Ranks
 from ampkit._capture.state import TrainingState
 from ampkit._capture.verify import verified
 
 Engine = tuple[str, str]
+
+ALONE = Ranks(None, torch.device("cpu"))
 
 
 def make(engine: Engine, graph: str | None = None, **options: Any) -> tuple[ampkit.GraphedStep, Any, Any]:
@@ -477,7 +480,7 @@ def test_bits_that_verify_measures_as_equal() -> None:
         "zero": (torch.tensor([0.0]), torch.tensor([-0.0])),
     }
     for left, right in kinds.values():
-        verdict = verified(left.clone, right.clone, TrainingState({"m": module}, []), ())
+        verdict = verified(left.clone, right.clone, TrainingState({"m": module}, []), (), ALONE)
         assert "output is not what eager computes" in verdict.problem
 
 
@@ -549,7 +552,7 @@ def test_verify_tells_noise_of_kernels_from_state_of_the_host(
 ) -> None:
     """A difference as large as between replays is allowed. A larger one comes from the host."""
     step = Noisy(noise, host)
-    verdict = verified(step.replay, step.eager, step.state, ())
+    verdict = verified(step.replay, step.eager, step.state, (), ALONE)
     assert bool(verdict.problem) == (not right), verdict
     assert bool(verdict.noise) == bool(noise)
     if not right:
@@ -568,7 +571,7 @@ def test_verify_looks_for_the_host_tensor_by_tensor() -> None:
         module.get_buffer("counted").fill_(value)
 
     verdict = verified(
-        lambda: step(1.0), lambda: step(1.0 + 1e-6 * next(counter)), TrainingState({"model": module}, []), ()
+        lambda: step(1.0), lambda: step(1.0 + 1e-6 * next(counter)), TrainingState({"model": module}, []), (), ALONE
     )
     assert verdict.problem.startswith("model.counted is not what eager computes")
     assert verdict.noise.startswith("replays differ from each other by up to")
@@ -579,11 +582,11 @@ def test_verify_allows_no_difference_under_deterministic_algorithms() -> None:
     """If torch refuses kernels that make noise, no difference is excused; if it only warns of them, noise is."""
     step = Noisy(1e-6, lambda: 1.0)
     with deterministic():
-        verdict = verified(step.replay, step.eager, step.state, ())
+        verdict = verified(step.replay, step.eager, step.state, (), ALONE)
         assert "is not what eager computes" in verdict.problem
         assert (verdict.noise, step.replays) == ("", 1)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        verdict = verified(step.replay, step.eager, step.state, ())
+        verdict = verified(step.replay, step.eager, step.state, (), ALONE)
         assert (verdict.problem, bool(verdict.noise)) == ("", True)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ampkit
 
@@ -26,9 +27,10 @@ FAST = ("float32", "float16", "accumulate float16", "evaluation")
 Rows = list[dict[str, Any]]  # of one case, one per rank
 
 
-def launched(device: str, cases: tuple[str, ...], timeout: float) -> dict[str, Rows]:
-    """Train these cases on two ranks; return what came of each, by its name."""
-    rows = ddp_train.launch("--device", device, "--cases", *cases, timeout=timeout, script=fsdp_train.__file__)
+def launched(device: str, cases: tuple[str, ...], timeout: float, ranks: int = 2) -> dict[str, Rows]:
+    """Train these cases on so many ranks; return what came of each, by its name."""
+    options = ("--device", device, "--cases", *cases)
+    rows = ddp_train.launch(*options, ranks=ranks, timeout=timeout, script=fsdp_train.__file__)
     return {case: [row[case] for row in rows] for case in cases}
 
 
@@ -67,13 +69,13 @@ def check(case: str, rows: Rows, device: str = "cpu") -> None:
     if kind.event == "other size":  # rank 1 makes two calls of its own layout, one of them in the warm-up
         assert [row["replays"] for row in rows] == [expected - 1, expected - 2]
     elif kind.event == "waits" or (kind.event == "raises" and device == "cuda"):
-        assert [row["replays"] for row in rows] == [0, 0]
+        assert [row["replays"] for row in rows] == [0] * len(rows)
         assert "another rank" in rows[0]["messages"][0]
         assert "fsdp_train.py:" in rows[1]["messages"][0]
     else:
-        assert [row["replays"] for row in rows] == [expected, expected]
+        assert [row["replays"] for row in rows] == [expected] * len(rows)
         assert all(row["messages"] == [] or kind.behind for row in rows)
-    assert [row["skipped"] for row in rows] == [len(kind.overflows)] * 2
+    assert [row["skipped"] for row in rows] == [len(kind.overflows)] * len(rows)
 
 
 @pytest.mark.parametrize("case", FAST)
@@ -89,13 +91,31 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
     check(case, others_on_cpu[case])
 
 
+@pytest.fixture(scope="module")
+def four_on_cpu() -> dict[str, Rows]:
+    return launched("cpu", tuple(fsdp_train.FOUR_RANKS), 400, ranks=4)
+
+
+@pytest.fixture(scope="module")
+def four_on_gpus() -> dict[str, Rows]:
+    return launched("cuda", tuple(fsdp_train.FOUR_RANKS), 240, ranks=4)
+
+
 @pytest.mark.slow
-def test_resharding_to_fewer_ranks() -> None:
-    """R12: `reshard_after_forward=2` on four ranks, which gathers among two of them in backward."""
-    rows = ddp_train.launch(
-        *("--device", "cpu", "--cases", "resharded to two"), ranks=4, timeout=240, script=fsdp_train.__file__
-    )
-    check("resharded to two", [row["resharded to two"] for row in rows][:2])
+@pytest.mark.parametrize("case", fsdp_train.FOUR_RANKS)
+def test_four_ranks(four_on_cpu: dict[str, Rows], case: str) -> None:
+    """R12: `reshard_after_forward=2`, which gathers among two of the ranks in backward; two copies of two shards."""
+    check(case, four_on_cpu[case])
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("case", fsdp_train.FOUR_RANKS)
+def test_on_four_gpus(four_on_gpus: dict[str, Rows], case: str) -> None:
+    """R12: the same with NCCL's collectives in the graph."""
+    check(case, four_on_gpus[case], "cuda")
 
 
 @pytest.mark.cuda
@@ -160,12 +180,19 @@ def loss_fn(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return net(x).square().mean()
 
 
-def test_meshes_of_two_dimensions_are_refused(process_group: None) -> None:
-    """R12: HSDP, and tensor parallelism beside fully_shard, are refused by the parameter and the mesh."""
-    hybrid = model()
-    fully_shard(hybrid, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
-    assert "parameter 0.weight is a DTensor on a mesh of 2 dimensions" in refusal(hybrid)
-    assert "init_device_mesh('cuda', (ranks,))" in refusal(hybrid)
+def test_tensor_parallelism_is_refused(process_group: None) -> None:
+    """R12: tensor parallelism beside fully_shard is refused by the parameter and the mesh. HSDP is not."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shards", "columns"))
+    parallel = parallelize_module(model(), mesh["columns"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(parallel, mesh=mesh["shards"])
+    assert "parameter 0.weight is a DTensor on a mesh of 2 dimensions" in refusal(parallel)
+    assert "init_device_mesh('cuda', (copies, shards))" in refusal(parallel)
+    hybrid = fully_shard(model(), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "shards")))
+    optimizer = torch.optim.AdamW(hybrid.parameters(), fused=True)
+    step = ampkit.graphed_step(loss_fn, hybrid, optimizer, graph="emulate", on_failure="raise")
+    for _ in range(4):
+        step(torch.ones(2, 8))
+    assert step.replays == 1
 
 
 def test_parameters_that_fully_shard_does_not_manage_are_refused(process_group: None) -> None:
@@ -187,6 +214,7 @@ def test_parameters_that_fully_shard_does_not_manage_are_refused(process_group: 
     ("setting", "words"),
     [
         ("set_requires_gradient_sync", "pass accumulate=N"),
+        ("set_requires_all_reduce", "pass accumulate=N"),
         ("set_reshard_after_backward", "Leave it True"),
     ],
 )
@@ -216,7 +244,7 @@ def test_offloaded_parameters_are_refused(process_group: None) -> None:
 def test_what_does_not_go_with_sharded_models_is_refused(process_group: None) -> None:
     """R12: verify, compile, numerics and `graphed` say what to write instead."""
     sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
-    assert "without DistributedDataParallel or fully_shard" in refusal(sharded, verify=1)
+    assert "Verify with one process and without fully_shard" in refusal(sharded, verify=1)
     assert "block.compile()" in refusal(sharded, compile="default")
     assert "Pass numerics=None" in refusal(sharded, numerics=ampkit.debug.numerics(sharded, every=2))
     with pytest.raises(NotImplementedError, match=r"graphed\(evaluate\), modules\[0\]: .*Use ampkit.graphed_step"):

@@ -127,15 +127,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 def wrapped(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """Return the model under DDP, made on a side stream as a capture needs it."""
+    """Return the model under DDP, as people write it."""
     if device.type == "cpu":
         return DistributedDataParallel(model)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        distributed = DistributedDataParallel(model, device_ids=[device], gradient_as_bucket_view=True)
-    torch.cuda.current_stream().wait_stream(side)
-    return distributed
+    return DistributedDataParallel(model, device_ids=[device], gradient_as_bucket_view=True)
 
 
 class Job:

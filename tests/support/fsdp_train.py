@@ -55,6 +55,7 @@ class Case(NamedTuple):
         torch: whether torch's own loop has the same bits.
         behind: whether the optimizer steps behind the graphs.
         event: what happens between two calls, see `between`.
+        copies: how many ranks have the same shards (HSDP).
     """
 
     model: str = "mlp"
@@ -70,6 +71,7 @@ class Case(NamedTuple):
     torch: bool = False
     behind: bool = False
     event: str = ""
+    copies: int = 1
 
 
 LOW = torch.bfloat16
@@ -107,8 +109,20 @@ CASES = {
     "other size": Case(max_norm=0.5, event="other size"),
     "waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits"),
     "raises": Case("transformer", dtype=LOW, max_norm=0.5, event="raises"),
+    "copies": Case("transformer", dtype=LOW, max_norm=0.5, copies=2),
+    "copies float16": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 7), copies=2),
 }
-FOUR_RANKS = {"resharded to two": Case("transformer", 2, dtype=LOW, max_norm=0.5)}
+FOUR_RANKS = {
+    "resharded to two": Case("transformer", 2, dtype=LOW, max_norm=0.5),
+    "two copies": Case("transformer", dtype=LOW, max_norm=0.5, average=True, copies=2),
+    "two copies float32": Case(max_norm=float("inf"), torch=True, copies=2),
+    "two copies float16": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(0, 7), copies=2),
+    "two copies resume": Case("transformer", dtype=LOW, max_norm=0.5, event="resume", copies=2),
+    "two copies behind": Case(
+        policy="float16", optimizer="SGD", options={"momentum": 0.9}, overflows=(1, 6), behind=True, copies=2
+    ),
+    "two copies waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits", copies=2),
+}
 GIVES_UP = ("waits", "raises")  # events in which rank 1 cannot capture
 
 
@@ -186,7 +200,12 @@ def sharded(case: Case, device: torch.device, seed: int = 3) -> nn.Module:
 
 def wrapped(model: Any, case: Case, device: torch.device) -> nn.Module:
     """Put each block and the whole model under fully_shard."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    ranks = dist.get_world_size()
+    if case.copies == 1:
+        mesh = init_device_mesh(device.type, (ranks,))
+    else:
+        shape = (case.copies, ranks // case.copies)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards"))
     low = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy() if case.dtype is None else low}
     if case.reshard is not None:

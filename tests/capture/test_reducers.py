@@ -1,0 +1,363 @@
+"""DistributedDataParallel as people write it: the bits of eager training on every rank, and what is refused by name.
+
+What trains runs in processes of its own, one per rank (ddp_cases.py). One start of the ranks does many cases, because a
+start takes long.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ddp_cases
+import ddp_train
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import ampkit
+from ampkit._capture.ranks import WARMUP_DDP, Ranks
+from ampkit._capture.reducers import Reducers
+from ampkit._torch import reducer as torch_reducer
+
+CPU = torch.device("cpu")
+FAST = ("plain", "static, unused", "wrapped hook", "accumulate", "float16 as torch", "PowerSGD", "second step")
+ON_CPU = tuple(name for name, case in ddp_cases.CASES.items() if not case.gpu)
+Rows = list[dict[str, Any]]  # of one case, one per rank
+
+
+def launched(device: str, cases: tuple[str, ...], timeout: float) -> dict[str, Rows]:
+    """Train these cases on two ranks; return what came of each, by its name."""
+    rows = ddp_train.launch("--device", device, "--cases", *cases, timeout=timeout, script=ddp_cases.__file__)
+    return {case: [row[case] for row in rows] for case in cases}
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> dict[str, Rows]:
+    return launched("cpu", FAST, 180)
+
+
+@pytest.fixture(scope="module")
+def others_on_cpu() -> dict[str, Rows]:
+    return launched("cpu", tuple(name for name in ON_CPU if name not in FAST), 300)
+
+
+@pytest.fixture(scope="module")
+def on_gpus() -> dict[str, Rows]:
+    return launched("cuda", tuple(ddp_cases.CASES), 300)
+
+
+def check(name: str, rows: Rows, device: str = "cpu") -> None:
+    """Assert that a case left the bits of eager steps on each rank, and was captured unless it says that it is not."""
+    case = ddp_cases.CASES[name]
+    warmup = 3 if device == "cpu" else WARMUP_DDP
+    kinds = 2 if case.event == "second step" or case.numerics else 1  # of calls that have graphs of their own
+    for row in rows:
+        assert "error" not in row, row["error"]
+        assert row["differ"] == [] or case.event == "differs"  # each comparison counts as two calls there
+        assert row["differ from torch"] == []
+        assert row["weights"] == rows[0]["weights"]
+        assert row["skipped"] == len(case.overflows)
+        if case.refused or ddp_cases.is_stale(case, device):
+            assert row["replays"] == (case.event == "differs")
+            assert (case.refused or "torch.cuda.stream(torch.cuda.Stream())") in row["messages"][0]
+        else:
+            assert row["replays"] == ddp_cases.calls(case) - warmup * case.accumulate * kinds
+            assert row["messages"] == row["torch warns"] == []
+            assert bool(row["working"]) == (case.policy is not None)
+    if case.event == "differs":
+        assert "on another rank a replay is not what eager computes" in rows[0]["messages"][0]
+        assert "output.output.loss is not what eager" in rows[1]["messages"][0]
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> None:
+    """L4: parameters, optimizer state, buffers, losses, norms and scale under DDP are those of eager, and of torch."""
+    check(case, on_cpu[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name in ON_CPU if name not in FAST])
+def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
+    """L4: arguments of DDP, communication hooks, policies, a model that was trained before, one that is evaluated."""
+    check(case, others_on_cpu[case])
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ddp_cases.CASES)
+def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
+    """L4: the same with NCCL in the graph, for models that were made on the default stream."""
+    check(case, on_gpus[case], "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ddp_train.ENDS)
+def test_a_job_on_two_gpus_ends(how: str) -> None:
+    """L4: with a graph that holds NCCL's work of a new Reducer, both ranks exit with 0, whatever the user forgets."""
+    options = ("--device", "cuda", "--cases", "plain", "--end", how)
+    rows = ddp_train.launch(*options, timeout=90, script=ddp_cases.__file__)
+    assert [row["plain"]["replays"] for row in rows] == [ddp_cases.CALLS - WARMUP_DDP] * 2
+
+
+# ---------------------------------------------------------------------------------------------------- in one process
+
+
+@pytest.fixture(autouse=True)
+def process_group(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """A process group of this process alone."""
+    if request.node.get_closest_marker("slow") or "case" in request.fixturenames:
+        yield
+        return
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def step_of(ddp: nn.Module, **options: Any) -> ampkit.GraphedStep:
+    params = [param for param in ddp.parameters() if param.requires_grad]
+    return ampkit.graphed_step(loss_fn, ddp, torch.optim.AdamW(params, fused=True), graph="emulate", **options)
+
+
+def delayed() -> DistributedDataParallel:
+    model = net()
+    later = [("0.weight", model[0].weight)]
+    return DistributedDataParallel(model, delay_all_reduce_named_params=later, param_to_hook_all_reduce=model[2].weight)
+
+
+def with_hook(state: Any, hook: Callable[..., Any]) -> Callable[[], DistributedDataParallel]:
+    def made() -> DistributedDataParallel:
+        ddp = DistributedDataParallel(net())
+        ddp.register_comm_hook(state, hook)
+        return ddp
+
+    return made
+
+
+def with_optimizer_in_backward() -> DistributedDataParallel:
+    model = net()
+    for param in model.parameters():
+        param._in_backward_optimizers = []  # type: ignore[attr-defined]  # as torch's apply_optimizer_in_backward does
+    return DistributedDataParallel(model)
+
+
+def with_mixed_precision() -> DistributedDataParallel:
+    ddp = DistributedDataParallel(net())
+    ddp.mixed_precision = _MixedPrecision(torch.bfloat16)  # in its constructor it makes streams, also without a GPU
+    return ddp
+
+
+def power_sgd() -> DistributedDataParallel:
+    hook = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    return with_hook(powerSGD_hook.PowerSGDState(None), hook)()
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        pytest.param(delayed, "Leave out delay_all_reduce_named_params", id="delayed"),
+        pytest.param(with_optimizer_in_backward, "Make an ordinary optimizer", id="optimizer in backward"),
+        pytest.param(power_sgd, "counts steps on the host. Use torch.distributed", id="PowerSGD within a wrapper"),
+        pytest.param(with_hook({"calls": 0}, ddp_cases.halves), "has a state of type dict", id="a hook with a state"),
+        pytest.param(
+            lambda: DistributedDataParallel(net(), find_unused_parameters=True), "static_graph=True", id="find unused"
+        ),
+        pytest.param(with_mixed_precision, "pass policy='bfloat16'", id="mixed precision"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(made: Callable[[], DistributedDataParallel], words: str) -> None:
+    """L4: the message names what cannot be captured, and what to write instead."""
+    step = step_of(made(), on_failure="raise")
+    with pytest.raises(ampkit.CaptureError, match="DistributedDataParallel: ") as raised:
+        step(torch.ones(3, 4))
+    assert words in str(raised.value)
+    assert "pass graph='off'" in str(raised.value)
+
+
+def test_uneven_inputs_are_refused() -> None:
+    """L4: a replay does not tell the other ranks that this one has a batch, as model.join() needs it."""
+    ddp = DistributedDataParallel(net())
+    with ddp.join(), pytest.raises(ampkit.CaptureError, match="Give all ranks as many batches"):
+        step_of(ddp, on_failure="raise")(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("graph", ["emulate", "off"])
+def test_a_static_graph_does_not_accumulate(graph: str) -> None:
+    """L4: torch fails an internal assertion there; here it is an error that says what to write."""
+    ddp = DistributedDataParallel(net(), static_graph=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)
+    with pytest.raises(ValueError, match=r"graphed_step\(accumulate=2\): .*Leave out static_graph"):
+        ampkit.graphed_step(loss_fn, ddp, optimizer, accumulate=2, graph=graph)
+
+
+def test_the_new_reducer_has_the_settings_of_the_old_one() -> None:
+    """L4: static graph, bucket sizes, views and hook are carried over, and nothing calls the old Reducer any more."""
+    calls: list[dist.GradBucket] = []
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        calls.append(bucket)
+        return default_hooks.allreduce_hook(state, bucket)
+
+    ddp = DistributedDataParallel(net(), static_graph=True, gradient_as_bucket_view=True, bucket_cap_mb=2)
+    ddp.register_comm_hook(None, hook)
+    before = ddp._get_ddp_logging_data()
+    for _ in range(2):
+        loss_fn(ddp, torch.ones(3, 4)).backward()
+    calls.clear()
+    Reducers([ddp]).prepare()
+    assert ddp._get_ddp_logging_data() == before
+    loss_fn(ddp, torch.ones(3, 4)).backward()
+    assert len(calls) == 1
+    assert len(ddp._comm_hooks) == 1
+
+
+def test_built_in_hooks_are_carried_over() -> None:
+    """L4: a hook that is written in C++ is known from the log only."""
+    ddp = DistributedDataParallel(net())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    Reducers([ddp]).prepare()
+    assert ddp._get_ddp_logging_data()["comm_hook"] == "BuiltinCommHookType.FP16_COMPRESS"
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def test_a_reducer_is_made_anew_once() -> None:
+    """L4: graphs of another step refer to the buckets of the Reducer, so a later step does not replace it."""
+    ddp = DistributedDataParallel(net())
+    first = step_of(ddp)
+    made = ddp.reducer
+    first(torch.ones(3, 4))
+    assert ddp.reducer is not made
+    made = ddp.reducer
+    first(torch.ones(3, 4))
+    step_of(ddp)(torch.ones(3, 4))
+    assert ddp.reducer is made
+
+
+def test_a_kept_autograd_graph_is_named() -> None:
+    """L4: a loss of an earlier step keeps the nodes of the old stream; should a capture fail, the message says so."""
+    ddp = DistributedDataParallel(net())
+    kept = loss_fn(ddp, torch.ones(3, 4))
+    reducers = Reducers([ddp])
+    reducers.prepare()
+    assert "keeps the autograd graph of an earlier step alive, as its loss does (parameter 0.weight)" in reducers.advice
+    assert "with torch.cuda.stream(torch.cuda.Stream())" in reducers.advice
+    assert kept.requires_grad
+    other = DistributedDataParallel(net())
+    loops: list[Any] = [loss_fn(other, torch.ones(3, 4))]
+    loops.append(loops)  # which only the garbage collector frees
+    del loops
+    reducers = Reducers([other])
+    reducers.prepare()
+    assert reducers.advice == ""
+    assert reducers.moved
+
+
+def test_a_reducer_of_other_parameters_is_left() -> None:
+    """L4: with a parameter frozen since, a new Reducer would not average it any more if it is trained later."""
+    ddp = DistributedDataParallel(net())
+    ddp.module[0].weight.requires_grad_(False)
+    made, reducers = ddp.reducer, Reducers([ddp])
+    reducers.prepare()
+    assert ddp.reducer is made
+    assert "other parameters require gradients than when it was made" in reducers.advice
+
+
+def test_a_backward_that_has_raised_is_forgotten() -> None:
+    """L4: after a capture that fails amid a backward, the next eager step exchanges all gradients again."""
+    ddp = DistributedDataParallel(net())
+    reducers = Reducers([ddp])
+    for _ in range(3):
+        loss_fn(ddp, torch.ones(3, 4)).backward()
+        assert reducers.idle
+    expected = [param.grad.clone() / 3 for param in ddp.parameters() if param.grad is not None]
+    ddp.zero_grad()
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    hook = ddp.module[0].weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_fn(ddp, torch.ones(3, 4)).backward()
+    hook.remove()
+    ddp.zero_grad()
+    assert not reducers.idle
+    reducers.reset()
+    loss_fn(ddp, torch.ones(3, 4)).backward()
+    assert reducers.idle
+    for param, grad in zip(ddp.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+
+
+def test_clocks_are_stopped() -> None:
+    """L4: after that, no step reads the times that DDP measures in its first ten steps."""
+    ddp = DistributedDataParallel(net())
+    loss_fn(ddp, torch.ones(3, 4)).backward()
+    loss_fn(ddp, torch.ones(3, 4)).backward()
+    measured = ddp._get_ddp_logging_data()["iteration"]
+    assert measured == 1
+    torch_reducer.stop_clocks(ddp)
+    for _ in range(3):
+        loss_fn(ddp, torch.ones(3, 4)).backward()
+    assert ddp._get_ddp_logging_data()["iteration"] == measured
+
+
+def test_the_warm_up_is_as_long_as_ddp_needs() -> None:
+    """L4: warmup=3 is enough to write; the report says why the warm-up is longer."""
+    ranks = Ranks(DistributedDataParallel(net()), CPU)
+    assert ranks.warm_up(3, on_cuda=True) == (5, "warm-up (DistributedDataParallel needs 5 calls)")
+    assert ranks.warm_up(8, on_cuda=True) == (8, "warm-up")
+    assert ranks.warm_up(3, on_cuda=False) == (3, "warm-up")
+    assert Ranks(net(), CPU).warm_up(1, on_cuda=True) == (2, "warm-up")
+
+
+def test_functions_under_graphed_are_captured() -> None:
+    """L4: a function that the user has written with DDP in it."""
+    ddp = DistributedDataParallel(net())
+    optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)
+
+    @ampkit.graphed(modules=(ddp,), optimizers=(optimizer,), graph="emulate", verify=2, on_failure="raise")
+    def train(x: Tensor) -> Tensor:
+        loss = loss_fn(ddp, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in range(6):
+        train(torch.ones(3, 4))
+    assert train.report().replays == 3
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_an_evaluation_may_come_first(context: Callable[[], Any]) -> None:
+    """L4: the Reducer is made anew in whatever mode the first call is, and trains later."""
+    ddp = DistributedDataParallel(net())
+
+    @ampkit.graphed(modules=(ddp,), graph="emulate", on_failure="raise")
+    def evaluate(x: Tensor) -> Tensor:
+        return loss_fn(ddp, x)
+
+    with context():
+        for _ in range(5):
+            evaluate(torch.ones(3, 4))
+    assert evaluate.report().replays == 2
+    step = step_of(ddp, on_failure="raise")
+    for _ in range(5):
+        step(torch.ones(3, 4))
+    assert step.replays == 2

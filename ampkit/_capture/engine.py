@@ -425,6 +425,7 @@ class Engine:
                 launches=self.series.launches,
                 scanned=self.series.parts,
                 eager_optimizer=None if self.fallback.refused else self._optimizer.why_behind or None,
+                emulated=self._options.graph == "emulate",
             )
 
     def close_in_turn(self) -> None:

@@ -55,6 +55,7 @@ class Report:
         in_parts: calls in which modules were captured one by one. They are no part of `replays` and `eager`.
         parts: the modules that are captured one by one, see `PartReport`.
         split: in words, what is captured one by one, and why the rest is not; empty where nothing is to be.
+        emulated: whether there is no graph (`graph="emulate"`): a replay calls the step again, and is not faster.
     """
 
     graphs: int
@@ -78,6 +79,7 @@ class Report:
     in_parts: int = 0
     parts: tuple[Any, ...] = ()
     split: tuple[str, ...] = ()
+    emulated: bool = False
 
     @property
     def outcome(self) -> str:
@@ -122,6 +124,7 @@ class Report:
         saved = "" if self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
         ratio = self.eager_ms / self.replay_ms
         times = f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
+        times += " (emulated: a replay calls the step again, and only a graph would save time)" * self.emulated
         return f"{replay}, an eager step took {_milliseconds(self.eager_ms)}: {times}{saved}"
 
 

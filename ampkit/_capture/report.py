@@ -44,10 +44,10 @@ class Report:
             way. With several graphs, both times are means over the graphs, weighted by their replays.
         saved_s: seconds that replays have saved so far: the difference of the two times, multiplied by the replays of
             the graphs for which both are known. It is below 0 if replays are slower.
-        told_since: the number of the first call in which code that asks `torch.cuda.is_current_stream_capturing()` was
-            told True though nothing was captured, because its other branch cannot be captured; None if there was none.
-        eager_optimizer: why the optimizer steps eagerly behind each graph (`on_failure="parts"`), which the times above
-            then do not include; None if its step is captured, or nothing is to be.
+        told_since: the number of the call from which on `torch.cuda.is_current_stream_capturing()` answers True in all
+            calls, because the branch for False cannot be captured; None if there is none (`capturing="auto"`).
+        eager_optimizer: why the optimizer steps eagerly behind each graph (`on_failure="parts"`). The times above do
+            not include its step. None if its step is captured, or if there are to be no graphs.
         compile_s: seconds that calls took in which parts of the step were compiled (`compile=`); None without it.
         compiled: in words, what was compiled, and why the rest was not; empty without `compile=`.
         launches: graph launches of `GraphedStep.scan`, of several steps each. They are no part of `replays`.

@@ -49,8 +49,8 @@ class GradScaler(DeviceScale):
     `step` computes the norm of the gradients. If the norm is not finite the step is skipped, on the device. How it is
     skipped depends on the optimizer:
 
-    - `Adam`, `AdamW`, `SGD` and (CPU only) `Adagrad` with `fused=True`: the kernel returns without a change. Otherwise
-      it divides the gradients by `scale / clip_coefficient` as it reads them.
+    - `Adam`, `AdamW`, `SGD` and `Adagrad` with `fused=True`: the kernel returns without a change. Otherwise it divides
+      the gradients by `scale / clip_coefficient` as it reads them. (torch 2.11 has no such Adagrad on CUDA.)
     - Any optimizer with `capturable=True`, and `SGD`: the gradients are unscaled and clipped in one pass, and a step
       that must be skipped is undone bit by bit.
     - An optimizer whose `step` is not torch.optim's, a subclass included: its first steps are watched, and wait for the

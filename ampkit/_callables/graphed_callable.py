@@ -65,11 +65,11 @@ def make_graphed_callables(
         sample_kwargs: keyword arguments of the call, a dict; for a tuple of callables a tuple of dicts.
         graph: "auto": CUDA graphs where the tensors are on CUDA. "emulate": the same engine, re-running the callable
             instead of a graph, on any device. "off": eager.
-        capturing: what user code is told that asks `torch.cuda.is_current_stream_capturing()`, as the masks of
-            transformers do. "auto": in a capture what it is told eagerly, False. But if the branch that it then takes
-            cannot be captured, and the other one can, the callable is told True from then on, in eager calls too; a
-            warning says so, and `told` is True. With several processes, "auto" is as False. True, False: this, from the
-            first call on, also with `graph="off"`. Code from torch.compile is not told.
+        capturing: the answer that the callable's code gets from `torch.cuda.is_current_stream_capturing()`. True or
+            False: this answer, in all calls, also with `graph="off"`. "auto": False, as in eager training. If only the
+            branch for True can be captured, the answer is True from then on, in eager calls too; a warning says so, and
+            `told` is True. With several processes, "auto" always answers False. Code from torch.compile gets torch's
+            own answer.
 
     Returns:
         `callables`, graphed: a function for a function, a tuple for a tuple. That function, or `module.forward`, has a
@@ -375,7 +375,7 @@ _RECORDED = (
 _TOLD = (
     "code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: {}. From now "
     "on the answer is True, in eager calls too. The last bits may differ from those of the other branch. Pass "
-    "capturing=True to begin with it, or capturing=False to stay eager."
+    "capturing=True to answer True in all calls, or capturing=False for False."
 )
 _CHECKPOINTED = (
     "make_graphed_callables: this call is eager, and code asks torch.cuda.is_current_stream_capturing() within a "

@@ -222,9 +222,8 @@ class Engine:
 
     def verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
-        verdict = self._on_stream(
-            lambda: verified_replay(captured, eager, leaves, self._state, self._options.generators, self._ranks)
-        )
+        rest = self._state, self._options.generators, self._ranks
+        verdict = self._on_stream(lambda: verified_replay(captured, eager, leaves, *rest))
         if verdict.noise:
             self.fallback.warn_once("noise", f"verify: {verdict.noise}")
         if verdict.problem:
@@ -428,6 +427,7 @@ class Engine:
                 launches=self.series.launches,
                 scanned=self.series.parts,
                 eager_optimizer=None if self.fallback.refused else self._optimizer.why_behind or None,
+                emulated=self._options.graph == "emulate",
             )
 
     def close_in_turn(self) -> None:

@@ -96,7 +96,7 @@ class Fallback:
             "told",
             f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
             f"{problem} From call {number} on the answer is True, in eager calls too. The last bits may differ from "
-            "those of the other branch. Pass capturing=True to begin with it, or capturing=False to stay eager.",
+            "those of the other branch. Pass capturing=True to answer True in all calls, or capturing=False for False.",
         )
 
     def refuse(self, reason: str) -> None:

@@ -267,12 +267,15 @@ _ADVICE = (
     ),
 )
 
+_UNFORESEEN = " If your code did not raise this itself, please report it with the output of `python -m ampkit env`."
+
 
 def describe_failure(error: BaseException) -> str:
     """Return one line that says where in the user's code a capture failed, why, and what to write instead."""
     reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+    unforeseen = _UNFORESEEN
     if not isinstance(error, RuntimeError):
-        reason = f"{type(error).__name__}: {reason}"
-    advice = next((f" {text}" for sign, text in _ADVICE if sign in str(error)), "")
+        reason, unforeseen = f"{type(error).__name__}: {reason}", ""
+    advice = next((f" {text}" for sign, text in _ADVICE if sign in str(error)), unforeseen)
     line = user_line(error)
     return f"capture failed{f' at {line}' if line else ''}: {reason}.{advice}"

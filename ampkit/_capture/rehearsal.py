@@ -37,8 +37,8 @@ class Rehearsal:
         self._names = names
         self._missed = 0
         self._reason = (
-            "an ExecutionTraceObserver of torch.profiler, or a forward and backward in another thread, was at work in "
-            "each call, and torch can record the operations of a call only without them"
+            "torch records the operations of a call only if no ExecutionTraceObserver of torch.profiler is on and no "
+            "other thread runs a forward or backward, and in each call there was one or the other"
         )
 
     @property

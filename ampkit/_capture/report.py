@@ -44,10 +44,10 @@ class Report:
             way. With several graphs, both times are means over the graphs, weighted by their replays.
         saved_s: seconds that replays have saved so far: the difference of the two times, multiplied by the replays of
             the graphs for which both are known. It is below 0 if replays are slower.
-        told_since: the number of the first call in which code that asks `torch.cuda.is_current_stream_capturing()` was
-            told True though nothing was captured, because its other branch cannot be captured; None if there was none.
-        eager_optimizer: why the optimizer steps eagerly behind each graph (`on_failure="parts"`), which the times above
-            then do not include; None if its step is captured, or nothing is to be.
+        told_since: the number of the call from which on `torch.cuda.is_current_stream_capturing()` answers True in all
+            calls, because the branch for False cannot be captured; None if there is none (`capturing="auto"`).
+        eager_optimizer: why the optimizer steps eagerly behind each graph (`on_failure="parts"`). The times above do
+            not include its step. None if its step is captured, or if there are to be no graphs.
         compile_s: seconds that calls took in which parts of the step were compiled (`compile=`); None without it.
         compiled: in words, what was compiled, and why the rest was not; empty without `compile=`.
         launches: graph launches of several calls each, by `GraphedStep.scan` and `GraphedStep.window`. They are no part
@@ -56,6 +56,7 @@ class Report:
         in_parts: calls in which modules were captured one by one. They are no part of `replays` and `eager`.
         parts: the modules that are captured one by one, see `PartReport`.
         split: in words, what is captured one by one, and why the rest is not; empty where nothing is to be.
+        emulated: whether there is no graph (`graph="emulate"`): a replay calls the step again, and is not faster.
     """
 
     graphs: int
@@ -79,6 +80,7 @@ class Report:
     in_parts: int = 0
     parts: tuple[Any, ...] = ()
     split: tuple[str, ...] = ()
+    emulated: bool = False
 
     @property
     def outcome(self) -> str:
@@ -123,6 +125,7 @@ class Report:
         saved = "" if self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
         ratio = self.eager_ms / self.replay_ms
         times = f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
+        times += " (emulated: a replay calls the step again, and only a graph would save time)" * self.emulated
         return f"{replay}, an eager step took {_milliseconds(self.eager_ms)}: {times}{saved}"
 
 

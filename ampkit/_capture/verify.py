@@ -176,8 +176,9 @@ def _keep_larger(sizes: dict[str, float], found: dict[str, float]) -> None:
 def _describe_noise(noise: dict[str, float]) -> str:
     path, size = max(noise.items(), key=lambda pair: pair[1])
     return (
-        f"replays differ from each other by up to {size:.1e} of a tensor's largest value ({path}), for their kernels "
-        f"are not deterministic; the eager step was allowed {NOISE:g} times that, tensor by tensor."
+        f"replays differ from each other by up to {size:.1e} of a tensor's largest value ({path}), because their "
+        f"kernels are not deterministic. So a tensor of the eager step may differ by {NOISE:g} times as much as "
+        "between replays."
     )
 
 

@@ -78,7 +78,7 @@ class StepChanges:
         if not grew and not self.incomplete:
             self._settled = _StepSignature.of(optimizer, after)
         if self._watched > _PATIENCE:
-            self.incomplete = "has another layout of state or options in each step"
+            self.incomplete = "has other entries in its state or options in each step"
         return result
 
 
@@ -143,9 +143,9 @@ class _Reachable:
                 return f"changes {_text(path)} on the host"
         for path, tensor in self.tensors.items():
             if after.tensors.get(path) is not tensor:
-                return f"binds another tensor to {_text(path)}, where it could change the one that is there"
+                return f"puts a new tensor in the place of {_text(path)}, instead of changing it in place"
             if after.places.get(path) != self.places.get(path):
-                return f"gives {_text(path)} other memory (.data = ...), where it could change what is there"
+                return f"gives {_text(path)} other memory (.data = ...), instead of changing it in place"
         return "removes what it kept" if self.numbers.keys() - after.numbers.keys() else ""
 
     def why_not_undone(self, optimizer: Optimizer, written: list[Tensor]) -> str:

@@ -49,8 +49,8 @@ class GradScaler(DeviceScale):
     `step` computes the norm of the gradients. If the norm is not finite the step is skipped, on the device. How it is
     skipped depends on the optimizer:
 
-    - `Adam`, `AdamW`, `SGD` and (CPU only) `Adagrad` with `fused=True`: the kernel returns without a change. Otherwise
-      it divides the gradients by `scale / clip_coefficient` as it reads them.
+    - `Adam`, `AdamW`, `SGD` and `Adagrad` with `fused=True`: the kernel returns without a change. Otherwise it divides
+      the gradients by `scale / clip_coefficient` as it reads them. (torch 2.11 has no such Adagrad on CUDA.)
     - Any optimizer with `capturable=True`, and `SGD`: the gradients are unscaled and clipped in one pass, and a step
       that must be skipped is undone bit by bit.
     - An optimizer whose `step` is not torch.optim's, a subclass included: its first steps are watched, and wait for the
@@ -62,9 +62,8 @@ class GradScaler(DeviceScale):
 
     Args:
         *args: as in torch: device, init_scale, growth_factor, backoff_factor, growth_interval, enabled.
-        hysteresis: how many overflows it takes, since the scale last grew, until the scale backs off. From then on it
-            backs off at each overflow. Steps that overflow are skipped in any case. 1 is torch's rule; Megatron-LM
-            uses 2.
+        hysteresis: with 2, the first overflow after the scale grew does not move it, and each later one does; with 3,
+            the first two do not. Steps that overflow are skipped in any case. 1 is torch's rule; Megatron-LM uses 2.
         min_scale: the scale does not fall below this. None is 2**-126, the smallest scale whose reciprocal float32
             holds. Torch's scaler has no such floor: its scale falls to 0, nothing is skipped any more, and weights
             become nan. The floor costs a kernel on one number in each `update`, and changes no bit of a scale above it.
@@ -242,10 +241,10 @@ class GradScaler(DeviceScale):
         return stepped
 
     def prepare(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Prepared | None:
-        """Do what `step` does before the optimizer steps, where that can be done apart, for `step_prepared`.
+        """Unscale and clip the gradients, as the first half of `step`; `step_prepared` is the second half.
 
-        The two leave the bits that `step` leaves. In between the scaler knows nothing of the step, so that the two may
-        be done apart: this in a graph, and the optimizer's step behind it.
+        Together they leave the bits that `step` leaves. The scaler keeps nothing from one to the other, so that this
+        half may be in a graph, and the optimizer may step behind it.
 
         Args:
             optimizer: its gradients are unscaled and clipped in memory. `unscale_` may have been called for it.

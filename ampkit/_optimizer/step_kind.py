@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, Optimizer, lr_scheduler
 
-from .._torch.optimizers import can_init_optimizer_state, class_step, step_hooks, supports_amp_scaling
+from .._torch.optimizers import (
+    FUSED_ADAGRAD_ON_CUDA,
+    can_init_optimizer_state,
+    class_step,
+    step_hooks,
+    supports_amp_scaling,
+)
 from .._user_line import TORCH
 
 # Their fused kernels divide gradients by `optimizer.grad_scale`, return at once if `optimizer.found_inf` is 1, and take
@@ -66,7 +72,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 def scales_in_kernel(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's own kernel can unscale, clip and skip."""
-    # `_step_supports_amp_scaling` does not tell: torch does not set it for Adagrad, whose kernel can do all the same.
+    # `_step_supports_amp_scaling` does not tell: torch 2.11 does not set it for Adagrad, whose kernel can do the same.
     return torch_class(optimizer) in _FUSED and is_fused(optimizer)
 
 
@@ -113,9 +119,8 @@ def why_not_capturable(optimizer: Optimizer) -> str:
         return f"{name} {STEP_HOOKS}"
     if is_fused(optimizer) or all("capturable" in group for group in optimizer.param_groups):
         return ""
-    # torch 2.11 has the fused kernel of Adagrad for CUDA, but refuses to run it.
-    is_refused = isinstance(optimizer, Adagrad) and any(param.is_cuda for param in parameters(optimizer))
-    if isinstance(optimizer, _FUSED) and not is_refused:
+    on_cuda = any(param.is_cuda for param in parameters(optimizer))
+    if isinstance(optimizer, _FUSED) and not (isinstance(optimizer, Adagrad) and on_cuda and not FUSED_ADAGRAD_ON_CUDA):
         return f"{name} reads its learning rate or its step count on the host. Write {name}(..., fused=True)."
     return f"{name} has no form that a graph can hold. Use one that has: AdamW, Adam or SGD with fused=True."
 

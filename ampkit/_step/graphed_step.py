@@ -73,9 +73,10 @@ def graphed_step(
             may be a `DistributedDataParallel` (docs/distributed.md). Then all ranks decide together whether to capture,
             and on CUDA `warmup` is at least 5.
         optimizer: an optimizer over parameters of `model`. Adam, AdamW and SGD with `fused=True`, and optimizers that
-            have a `capturable` option, are captured. Others step eagerly, behind the graph of forward and backward. Of
-            these, SGD, Muon and optimizers that are not torch's become a part of the graph once two of their steps
-            were seen to change nothing but tensors in place, until one of their numbers, such as the rate, changes.
+            have a `capturable` option, are captured. All others step eagerly, behind the graph of forward and backward.
+            SGD, Muon and optimizers that are not torch's are watched for two steps. If these change nothing but tensors
+            in place, the optimizer becomes a part of the graph. It leaves the graph when one of its numbers, such as
+            the rate, changes.
         policy: the dtypes to compute in, see `Policy`. With None, autocast stays as the caller has it. A policy with
             rules for modules must have been put on the model by `policy.apply(model)`.
         scaler: the dynamic loss scale. With None, one is made if the policy computes in float16.
@@ -95,9 +96,9 @@ def graphed_step(
         verify: compare this many replays, the first ones, bit by bit with eager steps from the same state. If they
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
-            takes up to eleven steps, and a difference as large as between replays is allowed. As many launches of
-            `scan` and `window` are compared, too, with one process. Under `DistributedDataParallel` all ranks compare
-            in the same calls.
+            takes up to eleven steps, and a tensor may differ by ten times as much as it does between replays. With one
+            process, the first launches of `scan` and `window`, just as many, are compared too. Under
+            `DistributedDataParallel` all ranks compare in the same calls.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
@@ -113,12 +114,12 @@ def graphed_step(
             the least recently used one is dropped. `scan` and `window` keep graphs for as many layouts of stacks more.
         memory_budget: bytes that all graphs may take together (`report().bytes`); None for no limit. A capture may take
             more while it is under way. A layout stays eager if its graph alone takes more.
-        capturing: what user code is told that asks `torch.cuda.is_current_stream_capturing()`, as the masks of
-            transformers do. "auto": in a capture what it is told eagerly, False. But if the branch that it then takes
-            cannot be captured, and the other one can, it is told True from then on, in eager calls too; a warning and
-            the report say from which call. To see that, one warm-up call takes the other branch. If that cannot be
-            captured either, the call is undone and made again, so that `loss_fn` runs twice in it. With
-            `DistributedDataParallel`, "auto" is as False. True, False: this, from the first call on.
+        capturing: the answer that your code, or a library such as transformers, gets from
+            `torch.cuda.is_current_stream_capturing()`. True or False: this answer, in all calls. "auto": False, as in
+            eager training. If the branch for False cannot be captured, one warm-up call tries the branch for True. If
+            that one can be captured, the answer is True from then on, in eager calls too; a warning and the report say
+            from which call. Otherwise the call is undone and made again, so that `loss_fn` runs twice in it. With
+            `DistributedDataParallel`, "auto" always answers False.
         annotate: note which module each kernel of a graph belongs to, so that `ampkit.debug.name_kernels` can name the
             kernels of replays in a profiler trace (docs/traces.md). The last warm-up call of each layout then runs
             under torch.profiler, and waits for the device.
@@ -248,9 +249,10 @@ class GraphedStep:
         launches. With `accumulate=N` a launch does whole windows, ceil(16 / N) at most. `step` and `step.scan` may be
         mixed, also within a window.
 
-        The first calls of a layout are made one by one, until each has a graph of its own. The first launch of a length
-        captures that length, but what is left behind single calls of a scan goes on one by one, unless it is as long as
-        a launch can be. The second shorter length has all others captured with it. From then on no K takes a capture.
+        The first calls of a layout are made one by one, until they have graphs of their own. In a scan that begins with
+        such calls, only launches of full length may follow; the rest is made one by one. A launch captures its length
+        if there is no graph for it yet. When a second length below the full one comes, all lengths are captured in that
+        call. After that no scan of this layout captures anything, whatever K is.
 
         Calls are made one by one if nothing is captured, and with `numerics`, several processes, an optimizer that
         steps behind the graphs, a `loss_fn` that changes its batch in place, a scheduler that is no `LRScheduler` of

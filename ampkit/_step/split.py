@@ -320,8 +320,8 @@ class Split:
         self._said = True
         names = ", ".join(name or "the model" for name in self._choice.names)
         return (
-            f"{names}, and the update of the parameters, are to be captured by themselves, and the rest stays eager. "
-            "report() says what came of it."
+            f"{names}, and the update of the parameters each get graphs of their own, and the rest stays eager. "
+            "report() says what was captured."
         )
 
     def reports(self) -> Sequence[PartReport]:

@@ -28,6 +28,10 @@ def supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
 
 private(torch.optim.SGD, "_init_group")
 
+# torch 2.11 has the fused kernel of Adagrad for CUDA, but its `_init_group` passes `cuda_unsupported=True` to the check
+# of devices, which then refuses to run it. torch 2.15 passes nothing, and runs it.
+FUSED_ADAGRAD_ON_CUDA = "cuda_unsupported" not in str(private(torch.optim.Adagrad, "_init_group").__code__.co_consts)
+
 
 def can_init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `init_optimizer_state` works. It does for torch.optim, except LBFGS and SparseAdam."""

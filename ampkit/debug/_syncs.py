@@ -120,9 +120,9 @@ def find_syncs(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: An
 
     Forward, backward and optimizer are all checked, as a `graphed_step` checks them before it captures. The code
     computes the same as without the check and has the same effects, but each operation takes dozens of microseconds
-    longer. The times are those of this slower run, in which the device has less left to do when the host waits: without
-    the check, the host waits longer. Check a later step than the first, which may wait while it makes optimizer state
-    and handles of libraries.
+    longer. Since the host is slower, the device has less work left whenever the host waits. Without the check the host
+    waits longer than the times say. Do not check the first step of a training: it may also wait because optimizer
+    state and handles of libraries are made.
 
     Only this thread is checked, and the backwards that it starts. If there is no CUDA device, tensors on the CPU are
     checked instead. Then `.item()`, `if tensor:`, `nonzero` and boolean masks are found; `Syncs.unseen` lists what is

@@ -211,7 +211,7 @@ def test_within_a_step_that_is_told(engine: Engine) -> None:
 
 
 def test_arguments() -> None:
-    """E1: another value is refused with the ones that work; a copy of a told module is the plain module."""
+    """Another value is refused with the ones that work; a copy of a told module is the plain module."""
     model = nn.Linear(6, 6)
     with pytest.raises(ValueError, match=r"capturing='yes'.*'auto', True or False"):
         ampkit.make_graphed_callables(model, (torch.ones(4, 6),), graph="emulate", capturing="yes")

@@ -14,7 +14,7 @@ from harness import ENGINES, assert_same
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.graph import CudaGraph, Pool
+from ampkit._capture.graph import CudaGraph, Pool, describe_failure
 
 BEFORE = [kind.__name__ for kind in uncapturable.FOUND_BEFORE]
 IN_CAPTURE = [kind.__name__ for kind in uncapturable.FOUND_IN_CAPTURE]
@@ -81,6 +81,21 @@ ADVICE = {
 def test_g2_message_says_what_to_write(failures: dict[str, dict[str, Any]], kind: str) -> None:
     """G2: the message ends in advice that fits the failure."""
     assert ADVICE[kind] in failures[kind]["raised"]
+
+
+@pytest.mark.parametrize(
+    ("error", "asks"),
+    [
+        (RuntimeError("CUDA error: an error of next year"), True),
+        (RuntimeError("CUDA out of memory"), False),  # there is advice
+        (ValueError("a mistake of the user"), False),
+    ],
+)
+def test_a_failure_that_is_not_known_asks_for_a_report(error: Exception, asks: bool) -> None:
+    """G2: where there is no advice, the fault may be ampkit's, so the message asks for what a report needs."""
+    message = describe_failure(error)
+    assert message.startswith("capture failed: ")
+    assert message.endswith("`python -m ampkit env`.") == asks
 
 
 @pytest.mark.cuda

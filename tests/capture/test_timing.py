@@ -55,6 +55,7 @@ def test_the_report_says_what_replays_saved(engine: Engine) -> None:
     assert report.replay_ms is not None
     assert report.saved_s == pytest.approx(9 * (report.eager_ms - report.replay_ms) / 1000)
     assert re.search(r"\n  a replay takes [\d.]+ ms, an eager step took [\d.]+ ms: [\d.e+]+x", str(report))
+    assert report.emulated == ("(emulated" in str(report)) == (engine[1] == "emulate")
     assert json.loads(json.dumps(report.to_dict()))["per_graph"][0]["eager_ms"] == report.eager_ms
     step.close()
     after = step.report()

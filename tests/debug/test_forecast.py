@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 from ampkit import debug
 from ampkit._commands.bench.cases import CASES
+from ampkit._torch.optimizers import FUSED_ADAGRAD_ON_CUDA
 from ampkit.debug._memory.allocator import CachingAllocator, cublas_workspace
 from ampkit.debug._memory.backward import without_engine
 from ampkit.debug._memory.categories import MemoryTracker
@@ -304,7 +305,7 @@ def test_every_optimizer_of_torch(kind, device):
         model, x = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)), torch.randn(16, 8)
     names = inspect.signature(kind).parameters
     choices = [{}, {"lr": torch.tensor(0.01)}, *({name: True} for name in ("foreach", "amsgrad") if name in names)]
-    if "fused" in names and (kind, device) != (torch.optim.Adagrad, "cuda"):
+    if "fused" in names and (FUSED_ADAGRAD_ON_CUDA or (kind, device) != (torch.optim.Adagrad, "cuda")):
         choices += [{"fused": True}, {"fused": True, "lr": torch.tensor(0.01)}]
     for options in choices:
         optimizer = kind(model.parameters(), **options)

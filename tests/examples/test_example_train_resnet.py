@@ -91,6 +91,17 @@ def test_last_line_is_the_summary_file(train: Any, tmp_path: Path) -> None:
     assert (summary["model"], summary["policy"]) == ("resnet8", "params=float32,compute=float32,output=float32")
 
 
+def test_the_progress_bar_shows_images_per_second(
+    example: ModuleType, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bar, which is hidden unless it is on a terminal, shows the speed so far beside loss and accuracy."""
+    shown: list[str] = []
+    monkeypatch.setattr(example.tqdm, "set_postfix_str", lambda bar, text: shown.append(text))
+    train("--print-freq", "1")
+    assert len(shown) == IMAGES // 64
+    assert all(re.search(r"loss [\d.]+, accuracy .*, [1-9]\d* images/s$", text) for text in shown)
+
+
 def test_json_prints_one_line(train: Any) -> None:
     """With --json stdout holds the JSON line alone, so that a program can read it."""
     _, lines = train("--json")

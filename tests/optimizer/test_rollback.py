@@ -208,7 +208,7 @@ class Noisy(SGD):
 
 REFUSED: dict[str, tuple[type[SGD], str]] = {
     "counting": (Counting, r"changes state\[parameter\]\['step'\] on the host"),
-    "rebinding": (Rebinding, r"binds another tensor to state\[parameter\]\['moment'\]"),
+    "rebinding": (Rebinding, r"puts a new tensor in the place of state\[parameter\]\['moment'\]"),
     "moving": (Moving, r"gives its param_groups\[0\]\['params'\]\[0\] other memory"),
     "sparse": (Sparse, r"keeps a Tensor of layout torch.sparse_coo in state|reads a tensor on the host"),
     "reading": (Reading, "reads a tensor on the host"),

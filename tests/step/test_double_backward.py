@@ -71,7 +71,7 @@ def in_new_thread(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_the_bits_depend_on_the_thread_that_makes_the_graph() -> None:
-    """N1: why this is needed, without a GPU. A future torch may end this; then graph_order.py can go."""
+    """Why this is needed, without a GPU. A future torch may end this; then graph_order.py can go."""
     count_up(1000)
     results: list[list[Tensor]] = []
     for grad in (torch.autograd.grad, in_new_thread):
@@ -85,7 +85,7 @@ def test_the_bits_depend_on_the_thread_that_makes_the_graph() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_such_passes_run_in_the_calling_thread(device: str) -> None:
-    """N1: within the context nodes have numbers of this thread; behind it, also after an error, torch is as before."""
+    """Within the context nodes have numbers of this thread; behind it, also after an error, torch is as before."""
     before = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
     x = torch.ones(3, device=device, requires_grad=True)
     threads: list[int] = []
@@ -118,7 +118,7 @@ def test_such_passes_run_in_the_calling_thread(device: str) -> None:
 
 
 def test_other_threads_are_left_alone() -> None:
-    """N1: a backward pass of another thread runs where torch runs it, also while a step is under way."""
+    """A backward pass of another thread runs where torch runs it, also while a step is under way."""
     seen: list[bool] = []
 
     def other() -> None:
@@ -155,7 +155,7 @@ def trained(engine: Engine, ahead: dict[int, str], **options: Any) -> tuple[list
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("options", [{}, {"verify": 3}, {"policy": "bfloat16"}], ids=["plain", "verified", "bf16"])
 def test_a_captured_step_has_the_bits_of_an_eager_one(engine: Engine, options: dict[str, Any]) -> None:
-    """N1: warm-up, preflight, capture and replays, whatever numbers the threads of the process have come to."""
+    """Warm-up, preflight, capture and replays, whatever numbers the threads of the process have come to."""
     off = {key: value for key, value in options.items() if key != "verify"}
     expected, _ = trained((engine[0], "off"), {0: "main"}, **off)
     again, _ = trained((engine[0], "off"), {0: "engine", 4: "main", 6: "engine"}, **off)
@@ -168,7 +168,7 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(engine: Engine, options: d
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_graphed_function_has_them_too(engine: Engine) -> None:
-    """N1: `ampkit.graphed` goes the same way."""
+    """`ampkit.graphed` goes the same way."""
     results = []
     for graph, ahead in (("off", "main"), ("off", "engine"), (engine[1], "engine")):
         put_ahead(ahead, engine[0])

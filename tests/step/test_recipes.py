@@ -94,6 +94,7 @@ def padded_batches(device: str, graph: str, policy: str | None, max_norm: float 
 @pytest.mark.parametrize("policy", [None, "bfloat16"])
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_padded_batches_of_transformers(engine: tuple[str, str], policy: str | None) -> None:
+    """R2: batches with a padding mask are captured whole, with the bits of eager under the same answer."""
     pytest.importorskip("transformers")
     device, graph = engine
     eager, _ = padded_batches(device, "off", policy, 1.0)
@@ -104,6 +105,7 @@ def test_padded_batches_of_transformers(engine: tuple[str, str], policy: str | N
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_padded_batches_have_the_bits_of_a_torch_loop(engine: tuple[str, str]) -> None:
+    """R2: without clipping they have the bits of a loop without ampkit."""
     pytest.importorskip("transformers")
     device, graph = engine
     graphed, _ = padded_batches(device, graph, None, None)

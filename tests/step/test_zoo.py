@@ -41,7 +41,7 @@ def test_torchvision() -> None:
     ("name", "outcome"),
     [
         ("timm/resnet18", "whole"),
-        ("timm/vit_tiny_patch16_224, Lion", "in parts"),
+        ("timm/vit_tiny_patch16_224, Lion", "whole"),
         ("timm/resnet18, Mixup, ModelEmaV3", "whole"),
         ("transformers/llama", "whole"),
         ("transformers/bert, padded", "whole"),

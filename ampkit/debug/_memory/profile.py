@@ -127,7 +127,8 @@ class MemoryProfile:
         """Return a table of this profile and another at their peaks, which shows what a policy saves in each category.
 
         Args:
-            other: the profile to compare with. The last columns are this profile's bytes minus, and divided by, its.
+            other: the profile to compare with. The last two columns are this profile's bytes minus the other's,
+                and divided by the other's.
         """
         names = [(profile.label or profile.device)[:20] for profile in (self, other)]
         lines = [f"{'MiB at the peak':<16}{names[0]:>22}{names[1]:>22}{'difference':>12}{'ratio':>8}"]

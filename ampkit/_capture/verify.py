@@ -1,5 +1,6 @@
 """Verification: a replay and an eager call are made from one saved state, and their results are compared bit by bit."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -7,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .._torch.autograd import current_node, in_backward
+from .._torch.compile import calls_from_compiled_code
 from .._torch.modes import TorchDispatchMode, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import written_arguments
-from .._torch.tensors import storage_address, version
+from .._torch.tensors import Remembered, storage_address, version
 from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .._undo import Undo
 from .bits import bits, real
@@ -225,6 +227,9 @@ def _accumulates() -> bool:
 class _WriteWatch(TorchDispatchMode):
     """Notices writes to memory that was there before and is not declared, and can undo them.
 
+    Compiled code allocates without an operation. So what it writes to as the output of an operation is taken for memory
+    of its own, and so is what is freed again.
+
     Args:
         state: what may be written to.
         averaged: parameters whose gradients DDP averages. It does so in buckets of its own, where autograd accumulates
@@ -236,7 +241,7 @@ class _WriteWatch(TorchDispatchMode):
         self._averaged = averaged
         self._state = state
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
-        self._undeclared: dict[int, tuple[Tensor, Tensor]] = {}
+        self._undeclared: dict[int, Remembered] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -258,9 +263,11 @@ class _WriteWatch(TorchDispatchMode):
         read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
         for tensor in () if self._averaged and _accumulates() else written_arguments(func, args, kwargs):
             address = storage_address(tensor)
-            known = address in self._known or address in self._undeclared
-            if address and not known and not self._is_gradient(address):
-                self._undeclared[address] = (tensor, tensor.clone())
+            known = address in self._known or self._is_gradient(address)
+            if address and not known and self._is_new(address):
+                if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
+                    continue
+                self._undeclared[address] = Remembered(tensor)
         result = func(*args, **kwargs)
         made = {storage_address(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)}
         self._known |= made - read
@@ -269,24 +276,28 @@ class _WriteWatch(TorchDispatchMode):
     def _is_gradient(self, address: int) -> bool:
         return any(p.grad is not None and storage_address(p.grad) == address for p in self._averaged)
 
+    def _is_new(self, address: int) -> bool:
+        return address not in self._undeclared or self._undeclared[address].is_gone
+
     @property
-    def undeclared(self) -> list[tuple[Tensor, Tensor]]:
-        """The tensors that were written to and are not declared, with copies of them from before."""
+    def undeclared(self) -> list[Remembered]:
+        """The tensors that were written to and are not declared, as they were before."""
         # A tensor that the mode did not see being made may have become a part of the state meanwhile.
         declared = {storage_address(tensor) for tensor in self._state.tensors().values()}
-        return [pair for address, pair in self._undeclared.items() if address not in declared]
+        return [
+            tensor for address, tensor in self._undeclared.items() if address not in declared and not tensor.is_gone
+        ]
 
     def undo(self) -> None:
         """Give these tensors the values that they had before."""
-        with torch.no_grad():
-            for tensor, value in self.undeclared:
-                tensor.copy_(value)
+        for tensor in self.undeclared:
+            tensor.put_back()
 
     def describe(self) -> str:
         """Return in words which tensors were written to."""
-        tensor, _ = self.undeclared[0]
+        value = self.undeclared[0].value
         return (
-            f"the step writes to a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that it does not "
+            f"the step writes to a tensor of shape {tuple(value.shape)} and dtype {value.dtype} that it does not "
             f"declare, one of {len(self.undeclared)}. Make it a buffer of the model, or pass the module that holds it "
             "in modules=(...)."
         )

@@ -263,8 +263,8 @@ class _WriteWatch(TorchDispatchMode):
         read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
         for tensor in () if self._averaged and _accumulates() else written_arguments(func, args, kwargs):
             address = storage_address(tensor)
-            known = address in self._known or self._is_gradient(address)
-            if address and not known and self._is_new(address):
+            new = address and address not in self._known and self._is_new(address)
+            if new and not self._is_gradient(address):
                 if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
                     continue
                 self._undeclared[address] = Remembered(tensor)

@@ -172,7 +172,10 @@ def _why_not_hook(ddp: DistributedDataParallel) -> str:
         return ""
     places = {place.removeprefix(_HOOKS) for place in (hook.__module__, type(state).__module__)}
     if places.intersection(_COUNTING_HOOKS):
-        return f"the communication hook {name} counts steps on the host. Use {_HOOKS}default_hooks.bf16_compress_hook."
+        return (
+            f"the communication hook {name} counts steps on the host, or steps an optimizer there. Use "
+            f"{_HOOKS}default_hooks.bf16_compress_hook."
+        )
     if not _has_no_numbers(state):
         return (
             f"the communication hook {name} has a state of type {type(state).__name__}, and a graph would freeze what "

@@ -264,7 +264,8 @@ class _WriteWatch(TorchDispatchMode):
         read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
         for tensor in () if self._averaged and _accumulates() else written_arguments(func, args, kwargs):
             address = storage_address(tensor)
-            if address and address not in self._known and self._is_new(address) and not self._is_gradient(address):
+            new = address and address not in self._known and self._is_new(address)
+            if new and not self._is_gradient(address):
                 if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
                     continue
                 self._undeclared[address] = Remembered(tensor)
@@ -273,11 +274,11 @@ class _WriteWatch(TorchDispatchMode):
         self._known |= made - read
         return result
 
-    def _is_new(self, address: int) -> bool:
-        return address not in self._undeclared or self._undeclared[address].is_gone
-
     def _is_gradient(self, address: int) -> bool:
         return any(p.grad is not None and storage_address(p.grad) == address for p in self._averaged)
+
+    def _is_new(self, address: int) -> bool:
+        return address not in self._undeclared or self._undeclared[address].is_gone
 
     @property
     def undeclared(self) -> list[Remembered]:

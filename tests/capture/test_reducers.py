@@ -172,7 +172,7 @@ def power_sgd() -> DistributedDataParallel:
     [
         pytest.param(delayed, "Leave out delay_all_reduce_named_params", id="delayed"),
         pytest.param(with_optimizer_in_backward, "Make an ordinary optimizer", id="optimizer in backward"),
-        pytest.param(power_sgd, "counts steps on the host. Use torch.distributed", id="PowerSGD within a wrapper"),
+        pytest.param(power_sgd, "default_hooks.bf16_compress_hook", id="PowerSGD within a wrapper"),
         pytest.param(with_hook({"calls": 0}, ddp_cases.halves), "has a state of type dict", id="a hook with a state"),
         pytest.param(
             lambda: DistributedDataParallel(net(), find_unused_parameters=True), "static_graph=True", id="find unused"

@@ -98,6 +98,14 @@ def fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.fixture
+def no_device_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code may ask whether it is being captured. Without a driver, torch raises an error where it is asked."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("ampkit._capture.capture_query._is_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return how many processes `-n auto` starts: none beside this one where they would share a GPU."""

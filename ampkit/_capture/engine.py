@@ -25,6 +25,7 @@ from .kernel_names import KernelNames
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
+from .pool import growing_segments
 from .ranks import Ranks
 from .report import Report
 from .series import Series
@@ -131,6 +132,7 @@ class Engine:
             may_tell=options.capturing == "auto" and not ranks.several,  # each rank would decide by itself
             untimed=untimed,
             draws=self._draws,
+            segments=growing_segments if on_cuda else nullcontext,
         )
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self.fallback, self._draws
@@ -370,6 +372,8 @@ class Engine:
             return
         if self.fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
+        if self._stream is not None:
+            torch.cuda.empty_cache()  # eager calls cannot use the segments that grew in the warm-up
         self.fallback.give_up(layout, reason, error, is_last=not (len(self._cache) or self._splitter.has_parts))
 
     # ------------------------------------------------------------------------------------------------ eager calls

@@ -16,7 +16,7 @@ from .._torch.modes import modes
 from .._undo import Undo
 from .._user_line import user_line
 from .capture_query import hidden_capture
-from .pool import growing_segments, growth, no_collection
+from .pool import growing_segments, no_collection
 from .turns import within_capture
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
@@ -124,14 +124,6 @@ class CudaGraph:
 
         Sync: waits for the device, once.
         """
-        try:
-            self._capture(fn, context, then)
-        except CaptureError as error:
-            if not growth.gave_up(error.__cause__):
-                raise
-            self._capture(fn, context, then)
-
-    def _capture(self, fn: Callable[[], Any], context: MakeContext, then: Then) -> None:
         assert self._graph is None  # one capture per object
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()

@@ -1,14 +1,16 @@
 """Verification: a replay and an eager call are made from one saved state, and their results are compared bit by bit."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._torch.compile import calls_from_compiled_code
 from .._torch.modes import TorchDispatchMode, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import written_arguments
-from .._torch.tensors import storage_address, version
+from .._torch.tensors import Remembered, storage_address, version
 from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .._undo import Undo
 from .bits import bits, real
@@ -205,13 +207,17 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[st
 
 
 class _WriteWatch(TorchDispatchMode):
-    """Notices writes to memory that was there before and is not declared, and can undo them."""
+    """Notices writes to memory that was there before and is not declared, and can undo them.
+
+    Compiled code allocates without an operation. So what it writes to as the output of an operation is taken for memory
+    of its own, and so is what is freed again.
+    """
 
     def __init__(self, state: TrainingState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._state = state
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
-        self._undeclared: dict[int, tuple[Tensor, Tensor]] = {}
+        self._undeclared: dict[int, Remembered] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -233,31 +239,37 @@ class _WriteWatch(TorchDispatchMode):
         read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
         for tensor in written_arguments(func, args, kwargs):
             address = storage_address(tensor)
-            if address and address not in self._known and address not in self._undeclared:
-                self._undeclared[address] = (tensor, tensor.clone())
+            if address and address not in self._known and self._is_new(address):
+                if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
+                    continue
+                self._undeclared[address] = Remembered(tensor)
         result = func(*args, **kwargs)
         made = {storage_address(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)}
         self._known |= made - read
         return result
 
+    def _is_new(self, address: int) -> bool:
+        return address not in self._undeclared or self._undeclared[address].is_gone
+
     @property
-    def undeclared(self) -> list[tuple[Tensor, Tensor]]:
-        """The tensors that were written to and are not declared, with copies of them from before."""
+    def undeclared(self) -> list[Remembered]:
+        """The tensors that were written to and are not declared, as they were before."""
         # A tensor that the mode did not see being made may have become a part of the state meanwhile.
         declared = {storage_address(tensor) for tensor in self._state.tensors().values()}
-        return [pair for address, pair in self._undeclared.items() if address not in declared]
+        return [
+            tensor for address, tensor in self._undeclared.items() if address not in declared and not tensor.is_gone
+        ]
 
     def undo(self) -> None:
         """Give these tensors the values that they had before."""
-        with torch.no_grad():
-            for tensor, value in self.undeclared:
-                tensor.copy_(value)
+        for tensor in self.undeclared:
+            tensor.put_back()
 
     def describe(self) -> str:
         """Return in words which tensors were written to."""
-        tensor, _ = self.undeclared[0]
+        value = self.undeclared[0].value
         return (
-            f"the step writes to a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that it does not "
+            f"the step writes to a tensor of shape {tuple(value.shape)} and dtype {value.dtype} that it does not "
             f"declare, one of {len(self.undeclared)}. Make it a buffer of the model, or pass the module that holds it "
             "in modules=(...)."
         )

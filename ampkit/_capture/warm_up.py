@@ -49,6 +49,7 @@ class WarmUp:
         may_tell: whether code that asks may be told that it is being captured, if its other branch cannot be.
         untimed: how many calls of a layout are slower than later ones, and are not timed.
         draws: what is known of the draws on the host.
+        segments: returns a context for all calls, in which the allocator can give back later what they free.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class WarmUp:
         may_tell: bool,
         untimed: int,
         draws: HostDraws,
+        segments: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._fn = fn
         self._captured = captured
@@ -81,6 +83,7 @@ class WarmUp:
         self._may_tell = may_tell
         self._untimed = untimed
         self._draws = draws
+        self._segments = segments
 
     def __call__(
         self,
@@ -109,7 +112,7 @@ class WarmUp:
         """
         with Undo() as undo:
             undo.note(modes())
-            with nullcontext() if layout.calls else layout.writes.noted(self._state):
+            with self._segments(), nullcontext() if layout.calls else layout.writes.noted(self._state):
                 if not layout.checked and layout.calls_left <= preflight_left:
                     outputs = self._call_under_preflight(run, layout, leaves, partial(self._fn, phase), args, kwargs)
                 else:

@@ -27,6 +27,7 @@ from .._text import ProgressBar, dtype_name, error_line
 from .._torch.compile import Compiler, GraphBreak, cause_of, compiled_part, notice_compiled_code
 from .._torch.tensors import versions
 from .._user_line import innermost_users_line, users_level
+from .compiled_writes import CompiledWrites
 from .training_step import PartOfStep, Phase, TrainingStep
 from .working_weights import LOW, WorkingWeights, cast_gradients
 
@@ -122,6 +123,7 @@ class CompiledTrainingStep(TrainingStep):
         self._kept: dict[Tensor, Tensor] = {}  # gradients in low precision, by parameter, of the call that runs
         self._update = CompiledUpdate(self._optimizer, self.scaler, self.groups, self._max_norm, self.compiler)
         self._why_update_not = self._why_not_updated()
+        self._writes = CompiledWrites(self.compiler, self._where, raises=raises)
         self._failed = ""  # why the update cannot be compiled, with `raises`
         self._constant: set[int] = set()  # ids of the parameters that the last call without compiled code left alone
         self._layout: _Layout | None = None  # of the call that runs; None for a call that is not compiled
@@ -152,6 +154,7 @@ class CompiledTrainingStep(TrainingStep):
         lines = [f"compiled: forward and backward, for {done} layout(s) of the batch"] if done else []
         lines += [f"compiled: update ({self._update.text()})"] if self._update.used else []
         problems += [f"update, since {self._why_update_not}"] if self._why_update_not else []
+        problems += [f"working weights, since {self._writes.problem}"] if self._writes.problem else []
         problems += ["after_step"] if self._after_step is not None else []
         lines += [f"not compiled: {problem}" for problem in problems]
         lines += [f"graph break: {text}" for layout in self._layouts.values() for text in layout.breaks]
@@ -172,7 +175,7 @@ class CompiledTrainingStep(TrainingStep):
         if key not in self._layouts:
             if len(self._layouts) == MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = _Layout(WorkingWeights(self._model, self._copies))
+            self._layouts[key] = _Layout(WorkingWeights(self._model, self._copies, self._writes.writer()))
         layout = self._layouts[key]
         if phase not in layout.phases:
             return self._first_call(layout, phase, args, kwargs, steps=steps)

@@ -18,7 +18,6 @@ from .._optimizer.step_kind import parameters
 from .._precision.policy import Policy
 from .._torch.graph_order import make_graphs_here
 from .._torch.sharding import local_shard
-from .._torch.streams import is_capturing
 from .._torch.tensors import foreach_copy_
 from .._undo import Undo
 from .observer import Observer
@@ -150,7 +149,6 @@ class TrainingStep:
         self.groups: CapturableGroups = CapturableGroups(optimizer, device)
         self._capturable = capturable
         self._place = place
-        self._has_room = device.type != "cuda"  # for the optimizer's state
         self.gradients: dict[str, Tensor] = {}
         self._working = WorkingWeights(model)
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
@@ -355,9 +353,6 @@ class TrainingStep:
 
     def _step_optimizer(self, prepared: Prepared | None = None) -> None:
         """Unscale, clip, step or skip, and move the loss scale. The scaler has norm and `found_inf` afterwards."""
-        if not self._has_room:
-            self._has_room = True
-            self._make_room_for_state()
         with Undo() as undo:
             undo.note(self.scaler.forgetting())
             if prepared is None:
@@ -370,16 +365,6 @@ class TrainingStep:
             with self.scaler.unwatched():
                 self.scaler.update()
             undo.forget()
-
-    def _make_room_for_state(self) -> None:
-        """Have the allocator give free memory back to the device before the first step of the optimizer.
-
-        The step allocates the optimizer's state, which stays. The allocator would take it from the large segments that
-        forward and backward have just freed, and hold all of such a segment for a part of it. An eager step uses the
-        rest again. A graph cannot, because its memory is a pool of its own. Sync: waits for the device, once.
-        """
-        if self._capturable and not self._optimizer.state and not is_capturing():
-            torch.cuda.empty_cache()
 
     def _clip_values(self) -> None:
         if self._max_value is not None:

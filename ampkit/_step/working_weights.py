@@ -1,7 +1,7 @@
 """Working weights: copies in low precision of the weights that autocast would cast, and how the gradients get back."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,12 +37,17 @@ class WorkingWeights:
         model: the module whose weights are copied.
         store: all copies that were made, by master weight and dtype. Several `WorkingWeights` of one model that share
             it have the same copies, each a part of them.
+        write: gets the copies and the weights, and writes the ones to the others.
     """
 
     def __init__(
-        self, model: nn.Module, store: "dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] | None" = None
+        self,
+        model: nn.Module,
+        store: "dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] | None" = None,
+        write: Callable[[list[Any], list[Any]], None] = foreach_copy_,
     ) -> None:
         self._model = model
+        self._write = write
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by master weight
         self._all = {} if store is None else store  # also those no longer used, because older graphs write to them
         self._refused: set[nn.Parameter] = set()
@@ -89,7 +94,7 @@ class WorkingWeights:
         masters = {self._copies[param]: param for param in present}
         with torch.no_grad():
             if present:
-                foreach_copy_(list(masters), present)
+                self._write(list(masters), present)
         with Undo() as undo:
             undo.note(self._put_back, masters)
             self._exchange(self._copies)

@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from .guard import private
 from .modules import module_tables
 
 COMPILER = ("torch/_inductor/", "torch/_dynamo/")  # where the sources of the compiler are
+_WRITTEN = "torch._inductor.runtime.compile_tasks."  # how the names of modules begin that it has written
 private(nn.Module, "_compiled_call_impl")  # what `module.compile()` puts on the module, None before
 
 
@@ -163,6 +164,18 @@ def inductor() -> Callable[..., Any]:
     """Return the function that compiles a graph with Inductor."""
     compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")  # takes seconds
     return compile_fx.compile_fx  # type: ignore[no-any-return]  # not annotated as it is called here
+
+
+def calls_from_compiled_code(frame: FrameType | None) -> bool:
+    """Return whether code that Inductor has written called what runs in this frame, through torch's own code alone."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(_WRITTEN):
+            return True
+        if not name.startswith("torch."):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def forget_compiled_code() -> None:

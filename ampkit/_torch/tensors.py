@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _foreach_utils
 
 from .guard import private
@@ -49,6 +50,31 @@ def storage_address(tensor: Tensor) -> int:
         return 0 if storage is None else storage.data_ptr()
     except RuntimeError:  # a fake tensor has a storage without an address
         return 0
+
+
+class Remembered:
+    """A tensor as it was, and the means to put that back. It does not keep the tensor's memory alive.
+
+    Args:
+        tensor: it has a storage.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value = tensor.clone()
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing refers to the memory any more."""
+        return bool(self._storage.expired())
+
+    def put_back(self) -> None:
+        """Give the memory the values that it had, if it is there still."""
+        if not self.is_gone:
+            storage = private(torch.UntypedStorage, "_new_with_weak_ptr")(self._storage.cdata)
+            with torch.no_grad():
+                self.value.new_empty(0).set_(storage, *self._place).copy_(self.value)
 
 
 def is_wrapper(tensor: Tensor) -> bool:

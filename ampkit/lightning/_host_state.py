@@ -164,24 +164,25 @@ def _attribute_values(module: nn.Module) -> dict[str, Any]:
 
 def not_comparable(batch: Any) -> str:
     """Return which leaf of a batch cannot be compared with that of another batch, "" if there is none."""
-    for leaf in tree_flatten(batch)[0]:
-        if not isinstance(leaf, _COMPARABLE):
-            return (
-                f"the batch contains a {type(leaf).__name__}, and ampkit cannot see the tensors in it. Make it a "
-                "tuple, list, dict or named tuple of tensors, in the collate_fn of the DataLoader."
-            )
-    return ""
+    kind = _unseen(batch)
+    return kind and (
+        f"the batch contains a {kind}, and ampkit cannot see the tensors in it. Make it a tuple, list, dict or named "
+        "tuple of tensors, in the collate_fn of the DataLoader."
+    )
 
 
 def not_returnable(output: Any, method: str) -> str:
     """Return which leaf of what a step returned may contain tensors that ampkit does not see, "" if there is none."""
-    for leaf in tree_flatten(output)[0]:
-        if not isinstance(leaf, _COMPARABLE):
-            return (
-                f"{method} returns a {type(leaf).__name__}, and ampkit cannot see the tensors in it. Return a tensor, "
-                "or a tuple, list, dict or named tuple of tensors."
-            )
-    return ""
+    kind = _unseen(output)
+    return kind and (
+        f"{method} returns a {kind}, and ampkit cannot see the tensors in it. Return a tensor, or a tuple, list, dict "
+        "or named tuple of tensors."
+    )
+
+
+def _unseen(tree: Any) -> str:
+    """Return the name of the type of the first leaf that may contain tensors, "" if there is none."""
+    return next((type(leaf).__name__ for leaf in tree_flatten(tree)[0] if not isinstance(leaf, _COMPARABLE)), "")
 
 
 _COMPARABLE = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

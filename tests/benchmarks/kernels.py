@@ -1,7 +1,6 @@
 r"""The kernels of one training step of an MLP of the bench, and what each is for: ampkit's and JAX's, with their times.
 
     python tests/benchmarks/kernels.py                                  mlp-tiny: graphed, "default", "max", JAX's scan
-    python tests/benchmarks/kernels.py --sides default --norm squares   the norm without a foreach kernel
     python tests/benchmarks/kernels.py --model mlp-deep --sides none default jax
 
 The model computes in bfloat16 and is trained by AdamW with clipping to norm 1, as by `python -m ampkit bench`. A line
@@ -165,28 +164,13 @@ def show(title: str, kernels: list[Kernel]) -> None:
 # -------------------------------------------------------------------------------------------------------------- ampkit
 
 
-def norm_by_squares(grads: list[Any]) -> Any:
-    """Return the norm of all gradients, as sums that combo kernels do together: a candidate for compiled updates.
-
-    The compiled update calls `torch._foreach_norm`, which compiled code leaves to torch: a kernel of partial sums, one
-    that adds them up, and a fill before. It takes these in the same number for any number of tensors.
-    """
-    import torch
-
-    wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
-    return torch.stack([grad.to(wide).square().sum() for grad in grads if grad.numel()]).sum().sqrt()
-
-
-def ours(model: str, compile: str | None, norm: str) -> None:
+def ours(model: str, compile: str | None) -> None:
     """Profile replays of a graphed step, and print its kernels."""
     import torch
 
     import ampkit
     from ampkit._commands.bench.cases import BATCH, BATCHES, CASES
-    from ampkit._optimizer import compiled_update
 
-    if norm == "squares":
-        compiled_update._total_norm = norm_by_squares
     case = CASES[model](BATCHES.get(model, BATCH), seed=0, count=4)
     net = case.model.cuda()
     optimizer = case.optimizer(net.parameters(), fused=True)
@@ -315,7 +299,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="mlp-tiny", choices=("mlp-tiny", "mlp-small", "mlp-deep"))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--norm", choices=("foreach", "squares"), default="foreach", help="of the compiled update")
     parser.add_argument("--jax-in", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -326,7 +309,7 @@ def main() -> None:
     os.environ.setdefault("TORCHINDUCTOR_MAX_AUTOTUNE_REPORT_CHOICES_STATS", "0")
     for side in args.sides:
         try:
-            jaxs(args.model) if side == "jax" else ours(args.model, None if side == "none" else side, args.norm)
+            jaxs(args.model) if side == "jax" else ours(args.model, None if side == "none" else side)
         except Exception as error:  # the other sides are printed
             print(f"\n{side}: {type(error).__name__}: {error}", flush=True)
 

@@ -1,7 +1,7 @@
 """Peak memory of a training loop with torch's AMP and of `graphed_step`, each in a process of its own.
 
     python tests/benchmarks/peak_memory.py                      ResNet-50, ViT-B/16 and GPT-2; eager, graphed, and
-                                                                graphed without the room that is made for the state
+                                                                graphed without segments that grow
     python tests/benchmarks/peak_memory.py --models gpt2-like --ways amp graphed expandable no-split no-working
 
 MiB. "reserved" is what the allocator holds of the device at the peak of all steps, warm-up and capture included;
@@ -10,7 +10,7 @@ cannot be given back, since another part of the segment is in use. Ways:
 
     amp         torch.autocast, clip_grad_norm_ and fused optimizer, eager
     graphed     graphed_step
-    no-room     as it was: the optimizer allocates its state among the free memory of the first backward
+    plain       graphed_step without segments that grow, neither in the capture nor in eager calls before it
     expandable  PYTORCH_ALLOC_CONF=expandable_segments:True for the whole process
     no-split    the graph's pool is a torch.cuda.MemPool(no_split=True)
     no-working  without working weights
@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from typing import Any
 
 MODELS = {"resnet50": ("float16", 32), "vit_b_16": ("bfloat16", 32), "gpt2-like": ("bfloat16", 8)}
-WAYS = ("amp", "graphed", "no-room", "expandable", "no-split", "no-working")
+WAYS = ("amp", "graphed", "plain", "expandable", "no-split", "no-working")
 STEPS = 8
 MIB = 2**20
 
@@ -82,12 +82,12 @@ def switch(way: str) -> None:
     """Change ampkit as this way says."""
     import torch
 
+    from ampkit._capture import pool
     from ampkit._capture.graph import Pool
-    from ampkit._step.training_step import TrainingStep
     from ampkit._step.working_weights import WorkingWeights
 
-    if way == "no-room":
-        TrainingStep._make_room_for_state = lambda self: None  # type: ignore[method-assign]  # in this process only
+    if way == "plain":
+        pool._excluded = lambda: True  # type: ignore[method-assign]  # in this process only
     elif way == "no-working":
         WorkingWeights.in_place = lambda self, kept=None: nullcontext()  # type: ignore[method-assign, assignment]
     elif way == "no-split":

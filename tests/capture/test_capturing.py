@@ -14,15 +14,9 @@ from torch import Tensor, nn
 import ampkit
 from ampkit._capture import capture_query
 
+pytestmark = pytest.mark.usefixtures("no_device_is_needed")
+
 asks = torch.cuda.is_current_stream_capturing  # imported by name, before any capture
-
-
-@pytest.fixture(autouse=True)
-def no_device_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a driver, torch raises an error where it is asked."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(capture_query, "_is_capturing", lambda: False)
-        monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -158,3 +158,29 @@ def test_batches_that_are_views(engine: tuple[str, str]) -> None:
         results.append([step(*batch).loss for batch in zip(*stacked, strict=True)])
     assert_same(*results)
     assert (step.replays, step.report().eager) == (5, {"warm-up": 3})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("by_ampkit", [False, True], ids=["compiled model", "compile="])
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.slow
+@allow_inductor_warnings
+def test_verified_with_dropout(engine: Engine, by_ampkit: bool) -> None:
+    """Inductor's random seeds lie in memory that no operation was seen to allocate."""
+    model = make_net(engine[0], dropout=0.5)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    wrapped = model if by_ampkit else torch.compile(model, dynamic=False)
+    step = ampkit.graphed_step(
+        boosted_loss,
+        wrapped,
+        optimizer,
+        policy="bfloat16",
+        verify=2,
+        compile="default" if by_ampkit else None,
+        graph=engine[1],
+        on_failure="raise",
+    )
+    with deterministic():
+        for batch in make_batches(engine[0], [8] * 7):
+            step(*batch)
+    assert step.replays > 2

@@ -319,6 +319,8 @@ def broken_inductor(parts: set[str]) -> Callable[[], Callable[..., Any]]:
 
     def compile_fx(graph: Any, inputs: Any, config_patches: Any) -> Any:
         part = "forward" if any(tensor.requires_grad for tensor in inputs if isinstance(tensor, Tensor)) else "update"
+        if {node.target for node in graph.graph.nodes if node.op.startswith("call")} == {"copy_"}:
+            part = "working weights"
         if part in parts:
             refuse()
         if part == "forward" and "backward" in parts:  # comes behind the forward
@@ -332,17 +334,18 @@ def broken_inductor(parts: set[str]) -> Callable[[], Callable[..., Any]]:
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_a_failing_compilation_falls_back(engine: Engine, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: one warning says why, nothing of the failed call is left, and the steps have the bits of uncompiled ones."""
-    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({part, "update"}))
+    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({part, "update", "working weights"}))
     with deterministic():
         eager, _ = trajectory(engine, "off", compile=None, on_failure="parts")
         with pytest.warns(ampkit.AmpkitWarning, match=r"not compiled: .*no kernel for this GPU") as caught:
             graphed, step = trajectory(engine, engine[1], on_failure="parts")
     assert_same(eager, graphed)
     said = [str(each.message) for each in caught]
-    assert [sum(name in text for text in said) for name in ("forward and backward", "update")] == [1, 1]
+    parts = ("forward and backward", "update", "working weights")
+    assert [sum(f"not compiled: {name}, since" in text for text in said) for name in parts] == [1, 1, 1]
     assert step.replays == 2
     report = step.report()
-    assert len([line for line in report.compiled if "no kernel for this GPU" in line]) == 2
+    assert len([line for line in report.compiled if "no kernel for this GPU" in line]) == 3
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -378,7 +381,7 @@ def test_only_the_update_fails(engine: Engine, policy: str, monkeypatch: pytest.
     assert kinds == ["compiled", "not compiled"]
 
 
-@pytest.mark.parametrize("part", ["forward", "backward", "update"])
+@pytest.mark.parametrize("part", ["working weights", "forward", "backward", "update"])
 def test_a_failing_compilation_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with on_failure="raise" it is a CaptureError, and the call that raises has done nothing."""
     monkeypatch.setattr(torch_compile, "inductor", broken_inductor({part}))

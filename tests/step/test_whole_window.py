@@ -517,6 +517,12 @@ def test_ranks(engine: Engine, fits: bool, tmp_path: Path, monkeypatch: pytest.M
             step.window(*batches)
         assert step.report().launches == (9 if fits else 0)
         assert step.captures == (4 if fits else 4 + 3)  # the budget dropped the graphs of the calls, too
+        monkeypatch.undo()
+        other = stack(make_batches(device, [3] * 3))
+        for _ in range(14):
+            step.window(*other)
+        assert (step.report().launches > 9) == fits
+        assert step.replays > 0
         step.close()
 
 
@@ -590,6 +596,29 @@ def test_an_error_of_the_users(engine: Engine, error: BaseException) -> None:
     for _ in range(6):
         run.step.window(*batches)
     assert run.scheduler.last_epoch == 6
+    assert run.step.report().launches > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_micro_batch_that_is_refused(engine: Engine) -> None:
+    """It ends the window like any other error, though the step alone would wait for another micro-batch."""
+
+    def loss_fn(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
+        return (model(images).mean(0) - target).square().mean()
+
+    run = Run(engine, loss_fn=loss_fn, accumulate=2, on_failure="eager")
+    # 512 bytes from row to row: an unaligned slice would be copied first, and share nothing.
+    rows, others = (torch.zeros(2, 128, device=engine[0])[:, :10] for _ in range(2))
+    run.model.head.bias.data = rows[1]  # what the step changes is the second micro-batch's
+    images = torch.randn(2, 4, 3, 8, 8, device=engine[0])
+    for _ in range(3):
+        run.step.window(images, others)
+    with pytest.raises(ampkit.InputMismatch, match=r"model\.head\.bias, which the step changes") as caught:
+        run.step.window(images, rows)
+    assert getattr(caught.value, "__notes__", ["first 1 of 2"])[0].count("first 1 of 2")
+    assert (run.step._window.count, run.step._window.accumulated) == (0, ())
+    for _ in range(2):
+        run.step.window(images, others)
     assert run.step.report().launches > 0
 
 

@@ -52,8 +52,10 @@ class Report:
         compiled: in words, what was compiled, and why the rest was not; empty without `compile=`.
         launches: graph launches of `GraphedStep.scan`, of several steps each. They are no part of `replays`.
         scanned: optimizer steps that these launches did.
-        in_parts: calls in which modules were captured one by one. They are no part of `replays` and `eager`.
+        in_parts: calls in which modules, or the update of the parameters, were captured by themselves. They are no part
+            of `replays` and `eager`.
         parts: the modules that are captured one by one, see `PartReport`.
+        updates: graphs of the update of the parameters that are alive, in a step that is done in parts.
         split: in words, what is captured one by one, and why the rest is not; empty where nothing is to be.
     """
 
@@ -77,14 +79,16 @@ class Report:
     scanned: int = 0
     in_parts: int = 0
     parts: tuple[Any, ...] = ()
+    updates: int = 0
     split: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> str:
         """What graphs hold now: "whole", the step; "in parts", a part of it; "eager", nothing."""
+        in_parts = bool(self.parts or self.updates)
         if not self.graphs:
-            return "in parts" if self.parts else "eager"
-        return "in parts" if self.eager_optimizer or self.parts else "whole"
+            return "in parts" if in_parts else "eager"
+        return "in parts" if self.eager_optimizer or in_parts else "whole"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict that `json` takes."""

@@ -25,11 +25,8 @@ class Splitter(Protocol):
     def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call of a layout that is done in parts, with the engine's `run` and `give_up`."""
 
-    def parts(self) -> tuple[Any, ...]:
-        """Return a report of each call of a module that is captured by itself."""
-
-    def words(self) -> tuple[str, ...]:
-        """Return in words what is captured, and why the rest is not."""
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the report that say what is captured, and why the rest is not."""
 
     def close(self) -> None:
         """Release what is captured."""
@@ -46,11 +43,8 @@ class _Never:
     def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError  # it takes none
 
-    def parts(self) -> tuple[Any, ...]:
-        return ()
-
-    def words(self) -> tuple[str, ...]:
-        return ()
+    def fields(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
         pass

@@ -15,6 +15,7 @@ from .._capture.engine import Engine
 from .._capture.layouts import Layout
 from .._capture.options import Options
 from .._capture.ranks import Ranks
+from .._capture.report import Report
 from .._capture.splitting import IN_PARTS
 from .._capture.state import TrainingState
 from .._capture.timing import Clock, Durations
@@ -28,6 +29,7 @@ _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes 
 _TIMED = 5  # calls of each kind, to find out which is faster
 _SHOWN = 4  # reasons
 _SURVEYED = "looking for modules to capture"
+_NO_MODULE = "no module can be captured by itself, and this micro-batch does not end its window"
 
 
 class StepSplitter:
@@ -120,16 +122,17 @@ class StepSplitter:
         layout.refusal = "cannot be captured"
         return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))
 
-    def parts(self) -> tuple[PartReport, ...]:
-        """Return a report of each call of a module that is captured by itself."""
-        return tuple([part for split in self._splits.values() for part in split.reports()])
-
-    def words(self) -> tuple[str, ...]:
-        """Return in words what is captured, and why the rest is not."""
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the report that say what is captured."""
+        parts = [part for split in self._splits.values() for part in split.reports()]
         words = [line for split in self._splits.values() for line in split.words()]
+        updates = 0
         if words and self._update is not None:
-            words.append(_update_words(self._update))
-        return tuple(dict.fromkeys([*words, *(f"not in parts: {reason}" for reason in self._why_not)]))
+            update = self._update.report()
+            updates = update.graphs
+            words.append(_update_words(update))
+        words += [f"not in parts: {reason}" for reason in self._why_not]
+        return {"parts": tuple(parts), "updates": updates, "split": tuple(dict.fromkeys(words))}
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +169,7 @@ class Split:
     """The parts of one layout of the batch.
 
     Its first two calls are watched by a `Survey`. The next ones are eager, and timed. Then modules are captured, and
-    calls in parts are timed.
+    calls in parts are timed. Where no module can be captured, the update of the parameters still is.
 
     Args:
         step: the step.
@@ -208,14 +211,17 @@ class Split:
         assert self._parts is not None  # made behind the second survey, or the split has been refused
         start = self.clock.now()
         launched = update.replays
+        assert self._choice is not None  # made with the parts
+        how = IN_PARTS if self._choice.calls or phase.last else _NO_MODULE
         with self._parts.installed():
-            outputs = engine.run(IN_PARTS, lambda: self._step.in_parts(phase, *args, **kwargs))
+            outputs = engine.run(how, lambda: self._step.in_parts(phase, *args, **kwargs))
         outputs = self._updated(update, phase, outputs)
         if self._surveys:
             self._settle()
         self._calls += 1
+        self._check_that_something_is_captured(update)
         settled = update.replays > launched or bool(update.fallback.refused) or self._step.steps_behind
-        if self._calls > 1 and phase.last and settled and self._in_parts.wanted:
+        if self._calls > 1 and phase.last and settled and self._in_parts.wanted and not self.refusal:
             self._in_parts.add(start, self.clock.now())
             self._compare()
         return outputs
@@ -249,6 +255,7 @@ class Split:
         self._surveys.append(survey)
         if len(self._surveys) == 2:
             self._choose()
+            self._check_that_something_is_captured(update)
         return outputs
 
     def _settle(self) -> None:
@@ -265,16 +272,24 @@ class Split:
     def _choose(self) -> None:
         first, second = self._surveys
         self._lines = [f"cannot be captured: {line}" for line in {**first.lines, **second.lines}]
-        choice = self._choice = chosen(first, second, _FEWEST, self._failed)
-        if choice.calls:
-            emulated = self._options.graph == "emulate"
-            self._parts = Parts(choice, self._device, self._options.generators, emulated=emulated)
-        else:
-            reasons = [f"{name or 'the model'}: {why}" for name, why in choice.reasons.items()]
-            more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-            self.refusal = (
-                f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})."
-            )
+        self._choice = chosen(first, second, _FEWEST, self._failed)
+        emulated = self._options.graph == "emulate"
+        self._parts = Parts(self._choice, self._device, self._options.generators, emulated=emulated)
+
+    def _check_that_something_is_captured(self, update: Engine) -> None:
+        """Give the split up if there is neither a module to capture nor the update."""
+        if self.refusal or self._choice is None or self._choice.calls:
+            return
+        if self._step.steps_behind:
+            self._give_up(f"{self._no_module()}, and the optimizer steps behind the graphs.")
+        elif update.fallback.refused:
+            self._give_up(f"{self._no_module()}, nor can the update of the parameters: {update.fallback.failure}")
+
+    def _no_module(self) -> str:
+        assert self._choice is not None  # or nothing is known
+        reasons = [f"{_shown(name)}: {why}" for name, why in self._choice.reasons.items()]
+        more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+        return f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})"
 
     def _updated(self, update: Engine, phase: Phase, outputs: PartOfStep) -> PartOfStep:
         """Step the optimizer, if the call does that. Return its outputs."""
@@ -318,11 +333,11 @@ class Split:
         if self._said or self._parts is None or self._choice is None:
             return ""
         self._said = True
-        names = ", ".join(name or "the model" for name in self._choice.names)
-        return (
-            f"{names}, and the update of the parameters, are to be captured by themselves, and the rest stays eager. "
-            "report() says what came of it."
-        )
+        what, why = "the update of the parameters is to be captured by itself", f": {self._no_module()}"
+        if self._choice.calls:
+            names = ", ".join(map(_shown, self._choice.names))
+            what, why = f"{names}, and the update of the parameters, are to be captured by themselves", ""
+        return f"{what}, and the rest stays eager{why}. report() says what came of it."
 
     def reports(self) -> Sequence[PartReport]:
         """Return what happened to the calls of the captured modules."""
@@ -332,8 +347,8 @@ class Split:
         """Return in words what is captured and what is not."""
         if self._parts is None or self._choice is None:
             return []
-        names = ", ".join(name or "the model" for name in self._choice.names)
-        reasons = [f"eager: {name or 'the model'}: {why}" for name, why in self._choice.reasons.items()]
+        names = ", ".join(map(_shown, self._choice.names)) or "no module"
+        reasons = [f"eager: {_shown(name)}: {why}" for name, why in self._choice.reasons.items()]
         return [f"captured by itself: {names}", *self._lines, *reasons]
 
 
@@ -342,8 +357,12 @@ def is_timed(options: Options) -> bool:
     return options.graph == "auto"
 
 
-def _update_words(update: Engine) -> str:
-    report = update.report()
+def _shown(path: str) -> str:
+    """Return how messages call the module at a path."""
+    return path or "the model"
+
+
+def _update_words(report: Report) -> str:
     if report.graphs:
         return "the update of the parameters is one graph"
     return f"the update of the parameters is eager{f': {report.failure}' if report.failure else ''}"

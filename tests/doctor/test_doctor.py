@@ -388,6 +388,26 @@ def test_modules_that_are_captured_one_by_one(script):
     assert note.endswith("it captures the whole step.")
 
 
+def test_the_update_alone(script):
+    """R4: where no module can be captured by itself, the update of the parameters still is, and that is said."""
+    path, found = script(
+        """
+        def loss(model, x, y):
+            value = loss_fn(model, x, y)
+            return value * (1 if value.item() < 100 else 2)  # fault: blocking line
+        def training():
+            model = net()
+            return loss, model, torch.optim.AdamW(model.parameters(), fused=True), data()
+        """
+    )
+    assert {fault.line for fault in found.findings if fault.severity == "high"} == {line for line, _ in planted(path)}
+    assert found.figures["outcome"] == "in parts"
+    (note,) = [text for text in found.notes if text.startswith("graphed_step captures")]
+    assert note.startswith(
+        "graphed_step captures the update of the parameters by itself: captured by itself: no module;"
+    )
+
+
 def test_modules_of_one_line(script):
     """A line that many modules share is one finding, which says how many."""
     path, found = script(

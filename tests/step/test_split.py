@@ -153,6 +153,39 @@ class Sometimes(Reads):
         return self.head(self.decoder(hidden))
 
 
+class Convolution(nn.Module):
+    """A layer of a graph network, as torch_geometric has it: it takes self-loops out, by a mask, and adds them anew."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(inputs, outputs, bias=False), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        loops = torch.arange(len(nodes), device=nodes.device).expand(2, -1)
+        edges = torch.cat([edges[:, edges[0] != edges[1]], loops], 1)
+        degree = torch.zeros(len(nodes), device=nodes.device).index_put(
+            (edges[1],), torch.ones_like(edges[1], dtype=torch.float32), accumulate=True
+        )
+        norm = degree.rsqrt()[edges].prod(0)[:, None]
+        hidden = self.linear(nodes)
+        sums = torch.zeros_like(hidden).index_put(
+            (edges[1],), (hidden[edges[0]] * norm).to(hidden.dtype), accumulate=True
+        )
+        return sums + self.bias
+
+
+class GraphNetwork(nn.Module):
+    """No module is captured by itself: the mask is in the layers, and the linear ones are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Convolution(WIDTH, 8), Convolution(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges = torch.stack([torch.arange(len(x), device=x.device), x.detach().argmax(1) % len(x)])
+        return self.second(F.dropout(F.relu(self.first(x, edges)), 0.1), edges)
+
+
 class Buffers(Reads):
     """BatchNorm in a captured part, whose buffer an eager line reads."""
 
@@ -176,6 +209,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "later": Later,
     "sometimes": Sometimes,
     "buffers": Buffers,
+    "graph network": GraphNetwork,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -244,14 +278,16 @@ def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, 
     """R4: losses, parameters, state, scale, average and random numbers are those of eager steps after each call."""
     calls = 36 if "accumulate" in options else 13
     report = compared(engine, MODELS[model], calls, **options).report()
-    if model in ("shared", "solver") and "policy" in options:
-        # Autocast casts the weight once for all of its uses, and their gradients are added in low precision.
-        assert (report.outcome, report.in_parts) == ("eager", 0)
-        assert "a tensor that it makes, and does not return, is used outside of it" in str(report)
-        return
     assert (report.outcome, report.failure, report.replays) == ("in parts", None, 0)
     assert report.in_parts + sum(report.eager.values()) == calls
     assert report.in_parts >= 6
+    if model == "graph network" or (model in ("shared", "solver") and "policy" in options):
+        # Autocast casts the weight once for all of its uses, and their gradients are added in low precision.
+        assert (report.parts, report.updates) == ((), 1)
+        assert "captured by itself: no module" in report.split
+        cast = "a tensor that it makes, and does not return, is used outside of it"
+        assert ("a boolean mask as an index" if model == "graph network" else cast) in str(report)
+        return
     assert any(part.replays == report.in_parts for part in report.parts)
     if (model, options) != ("sometimes", OPTIONS["accumulated"]):  # where the parameters with gradients vary
         assert "the update of the parameters is one graph" in report.split
@@ -508,15 +544,18 @@ class Slowing:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", ["item", "graph network"])
 @pytest.mark.parametrize(("factor", "outcome"), [(1.1, "eager"), (0.9, "in parts")])
-def test_what_is_slower_is_undone(engine: Engine, factor: float, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_slower_is_undone(
+    engine: Engine, factor: float, outcome: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R4: a split that takes longer than eager steps is given up, with a warning and a line in the report."""
     monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: True)
     monkeypatch.setattr("ampkit._step.split.Clock", lambda device: Slowing(factor))
     with warnings.catch_warnings(record=True) as caught, deterministic():
         warnings.simplefilter("always")
-        expected = list(Run((engine[0], "off"), Reads).steps(range(26)))
-        run = Run(engine, Reads)
+        expected = list(Run((engine[0], "off"), MODELS[model]).steps(range(26)))
+        run = Run(engine, MODELS[model])
         assert_same(list(run.steps(range(26))), expected)
     report = run.step.report()
     assert report.outcome == outcome, str(report)
@@ -553,6 +592,59 @@ def test_why_a_step_is_not_done_in_parts(engine: Engine) -> None:
         run = Run(engine, Reads, capturing=True)
         list(run.steps(range(6)))
         assert "not in parts: the code is told that it is being captured" in str(run.step.report())
+
+
+def reads_weights(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.mul_(1 if param.abs().max().item() < 100 else 0.5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("why", ["after_step", "optimizer"])
+def test_where_neither_a_module_nor_the_update_is_captured(engine: Engine, why: str) -> None:
+    """R4: the step is eager from then on, with the line that is in the way, and the bits of eager steps."""
+    history: list[Any] = []
+    with deterministic(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for graph in ("off", engine[1]):
+            torch.manual_seed(0)
+            model = GraphNetwork().to(engine[0])
+            # Its step is a part of no graph.
+            kind = torch.optim.AdamW if why == "after_step" else torch.optim.Adagrad
+            optimizer = kind(model.parameters(), lr=1e-2, **{"fused": True} if why == "after_step" else {})
+            after = reads_weights if why == "after_step" else None
+            step = ampkit.graphed_step(classified, model, optimizer, max_norm=1.0, after_step=after, graph=graph)
+            torch.manual_seed(1)
+            history.append(
+                [(step(*batch(engine[0], i)), training_state(model, optimizer, step.scaler)) for i in range(12)]
+            )
+    assert_same(*history)
+    report = step.report()
+    assert (report.outcome, report.parts, report.updates) == ("eager", (), 0), str(report)
+    words = {"after_step": "param.abs().max().item()", "optimizer": "the optimizer steps behind the graphs"}
+    (said,) = [text for text in map(str, (each.message for each in caught)) if "Nor is it done in parts" in text]
+    assert "a boolean mask as an index" in said
+    assert words[why] in said
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_update_alone_is_said_once(engine: Engine) -> None:
+    """R4: one warning names the line, why no module is captured, and that the update is."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Run(engine, GraphNetwork)
+        list(run.steps(range(9)))
+    (said,) = [str(warning.message) for warning in caught if warning.category is ampkit.CaptureWarning]
+    assert "The step is done in parts: the update of the parameters is to be captured by itself" in said
+    assert "first.linear: it has fewer than 6 kernels" in said
+    report = run.step.report()
+    assert (report.in_parts, report.updates, report.eager) == (
+        4,
+        1,
+        {"warm-up": 3, "looking for modules to capture": 2},
+    )
+    run.step.close()
+    assert run.step.report().outcome == "eager"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

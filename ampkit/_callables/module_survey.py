@@ -31,6 +31,8 @@ from .passes import CONSTANTS, replace_forward
 
 wraps_operations(__file__)
 
+OUTPUT_SHARES = "an output shares memory with another one, or with an input, a parameter or a buffer"
+WRITES = "it writes to a tensor that is no buffer of it"
 _Edge = tuple[int, int]  # what stands for an autograd node, and which of its outputs
 
 
@@ -114,6 +116,7 @@ class Survey:
         model: its modules are looked at, and itself.
         device: where it computes.
         generators: see `Preflight`.
+        runs: further modules to look at, by name, which the model calls in this step only.
 
     Attributes:
         calls: the calls of modules, in the order in which they began. Calls within a backward are left out.
@@ -121,8 +124,14 @@ class Survey:
             in; an empty path stands for the loss function.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, generators: Sequence[torch.Generator]) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+        runs: Iterable[tuple[str, nn.Module]] = (),
+    ) -> None:
+        self._modules = [*model.named_modules(), *runs]
         self._device = device
         self._generators = generators
         self._preflight: Preflight | None = None
@@ -140,7 +149,7 @@ class Survey:
             self._device, self._generators, observer=self._on_operation, located=self._on_finding
         )
         with Undo() as undo:
-            for name, module in self._model.named_modules():
+            for name, module in self._modules:
                 replace_forward(undo, module, self._watched(module, name, module.forward))
             with self._preflight:
                 yield
@@ -222,7 +231,7 @@ class Survey:
         addresses = list(filter(None, map(storage_address, tensors)))
         call._returned = set(addresses)
         if len(call._returned) < len(addresses) or call._returned & call._own:
-            call.problems["an output shares memory with another one, or with an input, a parameter or a buffer"] = None
+            call.problems[OUTPUT_SHARES] = None
         for tensor in tensors:
             if tensor.requires_grad and tensor.is_leaf:
                 call.problems["an output is a leaf that requires grad"] = None
@@ -300,7 +309,7 @@ class Survey:
             maker = self._made.get(address)
             for call in running.difference(() if maker is None else maker.chain()):
                 if address not in call._buffers:
-                    call.problems["it writes to a tensor that is no buffer of it"] = None
+                    call.problems[WRITES] = None
 
     def _on_finding(self, line: str, what: str, node: Any) -> None:
         backward = in_backward() and not self._running

@@ -15,12 +15,13 @@ from .._capture.watch import autocast
 from .._errors import CaptureError, InputMismatch
 from .._torch.autograd import in_backward, packs_saved_tensors
 from .._torch.modes import function_modes, modes
-from .._torch.modules import hook_tables
+from .._torch.modules import has_global_hooks, hook_tables
 from .._torch.settings import settings
 from .._torch.tree import tree_unflatten
 from .._undo import Undo
 from .autograd_node import PENDING
 from .module_choice import Choice
+from .module_runs import ModuleRuns
 from .module_survey import Layout, ModuleCall
 from .part_passes import GraphedPart, PartMemory, PartPasses
 from .passes import Passes, replace_forward, undone
@@ -53,11 +54,18 @@ class Parts:
         choice: which calls are captured.
         device: where they compute.
         generators: CUDA generators beside the default one that they draw from.
+        runs: neighbours that are called as one module, some of which are chosen.
         emulated: whether graphs are emulated.
     """
 
     def __init__(
-        self, choice: Choice, device: torch.device, generators: Sequence[torch.Generator], *, emulated: bool
+        self,
+        choice: Choice,
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+        runs: ModuleRuns,
+        *,
+        emulated: bool,
     ) -> None:
         self._memory = PartMemory(device, emulated, generators)
         self._generators = tuple(generators)
@@ -65,7 +73,8 @@ class Parts:
             module: {number: _Part(call, self._memory, self._generators) for number, call in calls.items()}
             for module, calls in choice.calls.items()
         }
-        self._tables: list[dict[Any, Any]] = []
+        self._runs = runs
+        self._tables: list[dict[Any, Any]] = [vars(module) for module in runs.owners()]
         for module in self._modules:
             for each in module.modules():
                 self._tables += hook_tables(each) if each is not module else ()
@@ -76,6 +85,8 @@ class Parts:
         """Return why no graph may be replayed in the step that begins now, "" if there is no reason."""
         if packs_saved_tensors():
             return "hooks pack saved tensors"
+        if has_global_hooks():  # a replay would not call them for the modules inside of a captured one
+            return "there are hooks on all modules"
         return "" if self._host_state() == self._hosted else CHANGED
 
     def _host_state(self) -> list[Any]:
@@ -86,7 +97,7 @@ class Parts:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Context for the forward and backward of one step."""
-        with Undo() as undo:
+        with self._runs.installed(), Undo() as undo:
             for module, parts in self._modules.items():
                 replace_forward(undo, module, _calls(module.forward, parts))
             yield

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .._callables.module_choice import Choice, chosen
+from .._callables.module_runs import NO_RUNS, ModuleRuns, runs_in
 from .._callables.module_survey import ModuleCall, Survey
 from .._callables.parts import CHANGED, PartReport, Parts
 from .._capture.capture_query import captures
@@ -168,7 +169,8 @@ class StepSplitter:
 class Split:
     """The parts of one layout of the batch.
 
-    Its first two calls are watched by a `Survey`. The next ones are eager, and timed. Then modules are captured, and
+    Its first two calls are watched by a `Survey`, or three if there are neighbours in an `nn.Sequential` that may be
+    captured together: the first one finds these. The next ones are eager, and timed. Then modules are captured, and
     calls in parts are timed. Where no module can be captured, the update of the parameters still is.
 
     Args:
@@ -190,7 +192,8 @@ class Split:
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
         self._surveys: list[Survey] = []  # kept until all modules are captured
         self._failed: dict[ModuleCall, str] = {}
-        self._lines: list[str] = []
+        self._lines: dict[str, None] = {}
+        self._runs: ModuleRuns | None = None  # before the first survey
         self._choice: Choice | None = None
         self._parts: Parts | None = None
         self._calls = 0
@@ -237,7 +240,8 @@ class Split:
     def _survey(
         self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        survey = Survey(self._model, self._device, self._options.generators)
+        runs = NO_RUNS if self._runs is None else self._runs
+        survey = Survey(self._model, self._device, self._options.generators, runs.named())
         before = self._step.before_backward
 
         def step() -> PartOfStep:
@@ -245,13 +249,18 @@ class Split:
                 undo.note(modes())
                 undo.note(setattr, self._step, "before_backward", before)
                 self._step.before_backward = survey.look_at
-                with survey.watching():
+                with runs.installed(), survey.watching():
                     outputs = self._step.in_parts(phase, *args, **kwargs)
                 undo.forget()
             self._step.before_backward = before
             return outputs
 
         outputs = self._updated(update, phase, engine.run(_SURVEYED, step))
+        self._lines |= {f"cannot be captured: {line}": None for line in survey.lines}
+        if self._runs is None:
+            self._runs = runs_in(survey.calls, _FEWEST)
+            if self._runs:  # two more calls are to show how they are called as modules
+                return outputs
         self._surveys.append(survey)
         if len(self._surveys) == 2:
             self._choose()
@@ -271,10 +280,10 @@ class Split:
 
     def _choose(self) -> None:
         first, second = self._surveys
-        self._lines = [f"cannot be captured: {line}" for line in {**first.lines, **second.lines}]
         self._choice = chosen(first, second, _FEWEST, self._failed)
         emulated = self._options.graph == "emulate"
-        self._parts = Parts(self._choice, self._device, self._options.generators, emulated=emulated)
+        assert self._runs is not None  # known behind the first survey
+        self._parts = Parts(self._choice, self._device, self._options.generators, self._runs, emulated=emulated)
 
     def _check_that_something_is_captured(self, update: Engine) -> None:
         """Give the split up if there is neither a module to capture nor the update."""

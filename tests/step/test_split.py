@@ -199,6 +199,39 @@ class Buffers(Reads):
         return self.head(self.decoder(hidden / factor))
 
 
+class Number(nn.Module):
+    """Reads its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (1 + x.detach().float().abs().mean().item())
+
+
+def small_layers() -> list[nn.Module]:
+    """Layers of less than six kernels each. Some of them change what they get in place, or return a view of it."""
+    first = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Unflatten(1, (4, 4)), nn.Flatten(), nn.Dropout(0.1)
+    return [*first, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)]
+
+
+class Flat(nn.Module):
+    """An `nn.Sequential` of small layers, one of which reads a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [*small_layers(), nn.Linear(WIDTH, WIDTH), Number(), *small_layers(), nn.LayerNorm(WIDTH)]
+        self.net, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+
+class Twice(Flat):
+    """The `nn.Sequential` is called twice; a slice of it, and a layer of it, are called by themselves too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net[14:](self.net(x)) + self.net[0](x)
+        return super().forward(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "item": Reads,
     "shared": Shared,
@@ -210,6 +243,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sometimes": Sometimes,
     "buffers": Buffers,
     "graph network": GraphNetwork,
+    "flat": Flat,
+    "flat, twice": Twice,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -281,7 +316,7 @@ def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, 
     assert (report.outcome, report.failure, report.replays) == ("in parts", None, 0)
     assert report.in_parts + sum(report.eager.values()) == calls
     assert report.in_parts >= 6
-    if model == "graph network" or (model in ("shared", "solver") and "policy" in options):
+    if model == "graph network" or (model in ("shared", "solver", "flat, twice") and "policy" in options):
         # Autocast casts the weight once for all of its uses, and their gradients are added in low precision.
         assert (report.parts, report.updates) == ((), 1)
         assert "captured by itself: no module" in report.split
@@ -291,6 +326,124 @@ def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, 
     assert any(part.replays == report.in_parts for part in report.parts)
     if (model, options) != ("sometimes", OPTIONS["accumulated"]):  # where the parameters with gradients vary
         assert "the update of the parameters is one graph" in report.split
+
+
+# ------------------------------------------------------------------------------------- neighbours in an nn.Sequential
+
+
+class Own(nn.Sequential):
+    """Does what an `nn.Sequential` does, in its own words."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self:
+            input = layer(input)
+        return input
+
+
+class Named(nn.Sequential):
+    """Has a name of its own."""
+
+
+def flat(kind: str) -> nn.Module:
+    model: Any = Flat()
+    if kind in ("own", "named"):
+        model.net = {"own": Own, "named": Named}[kind](*model.net)
+    elif kind == "hooked":
+        model.net.register_forward_hook(lambda module, args, out: out * 0.5)
+        model.net[4].register_forward_hook(lambda module, args, out: out * 0.25)
+        model.net[18].register_full_backward_hook(lambda module, grads, _: (grads[0] * 0.5,))
+    elif kind == "nested":
+        model.net = nn.Sequential(*small_layers(), nn.Linear(WIDTH, WIDTH), model.net, nn.Tanh())
+    elif kind == "replaced":
+        forward = model.net.forward
+        model.net.forward = lambda x: forward(x) * 0.5
+    elif kind == "eval":
+        model.net.eval()
+    elif kind == "keeps":
+        kept: list[Tensor] = []
+        model.net = nn.Sequential(*small_layers(), Kept(kept), *model.net)
+        model.head = Using(kept)
+    return model
+
+
+class Kept(nn.Module):
+    """Keeps a tensor for others."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.__dict__["kept"] = [kept]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept[0][:] = [x.exp()]
+        return x.sin()
+
+
+class Using(nn.Linear):
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__(WIDTH, 3)
+        self.__dict__["kept"] = [kept]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.kept[0][0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("plain", ["net[0:9]", "net[10:19]"]),
+        ("named", ["net[0:9]", "net[10:19]"]),
+        ("nested", ["net[0:9]", "net.9[0:9]", "net.9[10:19]"]),
+        ("hooked", ["net[10:18]"]),
+        ("own", []),
+        ("replaced", []),
+        ("eval", ["net[0:9]", "net[10:19]"]),
+        ("keeps", ["net[0:8]", "net[9:18]", "net[19:28]"]),
+    ],
+)
+def test_neighbours_are_captured_together(engine: Engine, kind: str, parts: list[str]) -> None:
+    """R4: small layers without an uncapturable line, next to each other in an `nn.Sequential`, are one pair of graphs.
+
+    A hook on one of them, or a `forward` of its own, is in the way. What keeps a tensor for others is not among them.
+    """
+    report = compared(engine, lambda: flat(kind)).report()
+    assert [part.module for part in report.parts] == parts, str(report)
+    assert all(part.replays == report.in_parts and not part.eager for part in report.parts)
+    assert report.outcome == "in parts"
+
+
+def change_neighbours(name: str, run: Run) -> None:
+    net: Any = run.model.net
+    if name == "hook":
+        net[3].register_forward_hook(lambda module, args, out: out * 0.5)
+    elif name == "hook on the whole":
+        net.register_forward_hook(lambda module, args, out: out * 0.5)
+    elif name == "forward":
+        forward = net.forward
+        net.forward = lambda x: forward(x) * 0.5
+    elif name == "another layer":
+        net[1] = nn.Tanh()
+    elif name == "one more":
+        net.append(nn.Tanh())
+    elif name == "mode":
+        net[4].eval()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["hook", "hook on the whole", "forward", "another layer", "one more", "mode"])
+def test_neighbours_that_change(engine: Engine, name: str) -> None:
+    """R4: the bits are those of eager steps after each change of the layers, and of the `nn.Sequential`."""
+    history: list[Any] = []
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for graph in ("off", engine[1]):
+            run = Run((engine[0], graph), Flat, policy="float16", max_norm=1.0)
+            found = list(run.steps(range(9)))
+            change_neighbours(name, run)
+            history.append([*found, *run.steps(range(9, 20), overflows=(10, 18))])
+    assert_same(*history)
+    report = run.step.report()
+    assert report.outcome == ("eager" if name in ("hook", "forward") else "in parts"), str(report)
 
 
 # --------------------------------------------------------------------------------------------------- lines of loss_fn
@@ -508,6 +661,27 @@ def test_what_changes_between_calls_is_followed(engine: Engine, name: str) -> No
     again = name not in ("hook", "forward")
     assert report.in_parts >= (6 if again else 3), str(report)
     assert report.outcome == ("in parts" if again else "eager"), str(report)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hooks_on_all_modules(engine: Engine) -> None:
+    """R4: while there are some, steps are eager, because a replay would not call them for the modules inside."""
+    history: list[Any] = []
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for graph in ("off", engine[1]):
+            run = Run((engine[0], graph), Flat)
+            found = list(run.steps(range(9)))
+            hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 0.5)
+            try:
+                found += run.steps(range(9, 12))
+            finally:
+                hook.remove()
+            history.append([*found, *run.steps(range(12, 15))])
+    assert_same(*history)
+    report = run.step.report()
+    assert report.eager["there are hooks on all modules"] == 3
+    assert report.in_parts == 6
 
 
 @pytest.mark.parametrize("engine", ENGINES)

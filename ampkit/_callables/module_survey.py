@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from .._capture.containers import holds_tensors
 from .._capture.inputs import Spec, flatten, is_plain, read_batch
 from .._capture.preflight import Preflight
 from .._errors import InputMismatch
@@ -206,8 +207,8 @@ class Survey:
             leaves, _ = flatten(args, kwargs)
             call.layout = layout_of(args, kwargs, self._device)
         except InputMismatch as error:
-            call.problems[f"its input: {error}"] = None
             leaves = tree_flatten((args, kwargs))[0]
+            call.problems[_hidden(leaves) or f"its input: {error}"] = None
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         call._own = set(map(storage_address, tensors))
         edges = [_edge(get_gradient_edge(tensor)) for tensor in tensors if tensor.requires_grad]
@@ -347,6 +348,22 @@ class Survey:
                 for call in before - after:
                     if edge not in call._edges_out:
                         call.problems["a gradient gets into it through a tensor that is no output of it"] = None
+
+
+def _hidden(leaves: Iterable[Any]) -> str:
+    """Return which object in an input has tensors in it, "" if none has."""
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, nn.Module)) and holds_tensors(leaf):
+            kind = type(leaf).__name__
+            return f"it gets a {kind}, in which a graph does not see the tensors{advice_on(leaf)}"
+    return ""
+
+
+def advice_on(thing: object) -> str:
+    """Return what to write in order not to pass a certain object to modules, "" if that is not known."""
+    # transformers makes a cache of keys and values in each forward, in training too, unless it is told not to.
+    is_cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(thing).__mro__)
+    return ". Pass use_cache=False to the model: training needs no cache" if is_cache else ""
 
 
 def layout_of(args: Any, kwargs: Any, device: torch.device) -> Layout:

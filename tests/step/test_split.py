@@ -584,6 +584,48 @@ def test_what_cannot_be_captured_rightly_stays_eager(engine: Engine, kind: str, 
     assert f"eager: encoder: {why}" in str(report)
 
 
+class DynamicCache:
+    """Stands in for the one of transformers: empty before the first layer, with its keys and values behind it."""
+
+    __module__ = "transformers.cache_utils"
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+
+
+class Caching(Block):
+    def forward(self, x: Tensor, past_key_values: DynamicCache | None = None) -> Tensor:
+        if past_key_values is not None:
+            past_key_values.layers.append(x)
+        return super().forward(x)
+
+
+class Decoder(Reads):
+    """A new cache in each step, as the decoders of transformers have it, unless they are told not to."""
+
+    def __init__(self, use_cache: bool) -> None:
+        super().__init__()
+        self.use_cache = use_cache
+        self.encoder, self.decoder = Caching(), Caching()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = DynamicCache() if self.use_cache else None
+        hidden = self.encoder(x, past_key_values=cache)
+        factor = hidden.detach().float().abs().mean().item()
+        return self.head(self.decoder(hidden * factor, past_key_values=cache))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cache_that_is_made_in_each_step(engine: Engine) -> None:
+    """R4: the report says what to pass to a model of transformers, and with that its layers are captured."""
+    text = str(compared(engine, lambda: Decoder(use_cache=True)).report())
+    advice = "Pass use_cache=False to the model: training needs no cache"
+    assert f"eager: encoder: it gets another DynamicCache in each step. {advice}" in text
+    assert f"eager: decoder: it gets a DynamicCache, in which a graph does not see the tensors. {advice}" in text
+    report = compared(engine, lambda: Decoder(use_cache=False)).report()
+    assert [part.module for part in report.parts] == ["encoder", "decoder"]
+
+
 class Sums(nn.Module):
     """Gives its input a gradient that is expanded, of which a copy has other strides."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._capture.graph import describe_failure
 from .._capture.inputs import BatchReader, StaticInputs, flatten, is_plain
+from .._capture.timing import Shares
 from .._capture.watch import autocast
 from .._errors import CaptureError, InputMismatch
 from .._torch.autograd import in_backward, packs_saved_tensors
@@ -95,9 +96,11 @@ class Parts:
         return hooks + [id(table.get("forward")) for table in self._tables if "training" in table]
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Context for the forward and backward of one step."""
+    def installed(self, shares: Shares | None = None) -> Iterator[None]:
+        """Context for the forward and backward of one step. With `shares`, the time of each part is measured."""
         with self._runs.installed(), Undo() as undo:
+            undo.note(setattr, self._memory, "shares", None)
+            self._memory.shares = shares
             for module, parts in self._modules.items():
                 replace_forward(undo, module, _calls(module.forward, parts))
             yield
@@ -214,7 +217,7 @@ class _Part:
             graphs = passes.capture(self._memory, _WARM_UP)
             if names := rebound():
                 raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
-        return GraphedPart(self._memory, passes, *graphs)
+        return GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")
 
     def report(self, number: int) -> PartReport:
         """Return what happened to the calls."""

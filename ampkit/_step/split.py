@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from .._capture.ranks import Ranks
 from .._capture.report import Report
 from .._capture.splitting import IN_PARTS
 from .._capture.state import TrainingState
-from .._capture.timing import Clock, Durations
+from .._capture.timing import Clock, Durations, Shares
 from .._capture.variation import Key
 from .._errors import CaptureError
 from .._torch.modes import modes
@@ -29,6 +30,7 @@ from .training_step import PartOfStep, Phase, TrainingStep
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
 _TIMED = 5  # calls of each kind, to find out which is faster
 _SHOWN = 4  # reasons
+_UPDATE = "the update of the parameters"
 _SURVEYED = "looking for modules to capture"
 _NO_MODULE = "no module can be captured by itself, and this micro-batch does not end its window"
 
@@ -127,13 +129,19 @@ class StepSplitter:
         """Return the fields of the report that say what is captured."""
         parts = [part for split in self._splits.values() for part in split.reports()]
         words = [line for split in self._splits.values() for line in split.words()]
-        updates = 0
+        updates, shares = 0, {}
         if words and self._update is not None:
             update = self._update.report()
             updates = update.graphs
             words.append(_update_words(update))
+            shares = max(self._splits.values(), key=lambda split: split.calls).shares()
         words += [f"not in parts: {reason}" for reason in self._why_not]
-        return {"parts": tuple(parts), "updates": updates, "split": tuple(dict.fromkeys(words))}
+        return {
+            "parts": tuple(parts),
+            "updates": updates,
+            "shares": shares,
+            "split": tuple(dict.fromkeys(words)),
+        }
 
     @property
     def nbytes(self) -> int:
@@ -180,6 +188,7 @@ class Split:
         options: see `Options`.
 
     Attributes:
+        calls: how many calls were done in parts.
         refusal: why its calls are eager, "" if they are done in parts, or may be.
         clock: takes the times.
         is_timed: whether a split that is slower than eager steps is given up. An emulated graph saves no time.
@@ -196,7 +205,8 @@ class Split:
         self._runs: ModuleRuns | None = None  # before the first survey
         self._choice: Choice | None = None
         self._parts: Parts | None = None
-        self._calls = 0
+        self.calls = 0
+        self._shares = Shares(self.clock)
         self._said = False
         self.refusal = ""
 
@@ -211,23 +221,39 @@ class Split:
             if not why and phase.last:
                 self._eager.add(start, self.clock.now())
             return outputs
-        assert self._parts is not None  # made behind the second survey, or the split has been refused
-        start = self.clock.now()
-        launched = update.replays
+        return self._call_in_parts(engine, update, phase, args, kwargs)
+
+    def _call_in_parts(
+        self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        assert self._parts is not None  # made behind the last survey, or the split has been refused
         assert self._choice is not None  # made with the parts
         how = IN_PARTS if self._choice.calls or phase.last else _NO_MODULE
-        with self._parts.installed():
+        settled = self.calls > 0 and phase.last and self._is_settled(update)
+        timed = settled and self.is_timed and self._in_parts.wanted
+        # Where the parts are not given up. The marks inside of a call would lengthen it.
+        shares = self._shares if settled and not timed and self._shares.wanted else None
+        start = self.clock.now() if timed else None
+        if shares is not None:
+            shares.begin()
+        with self._parts.installed(shares):
             outputs = engine.run(how, lambda: self._step.in_parts(phase, *args, **kwargs))
-        outputs = self._updated(update, phase, outputs)
+        with nullcontext() if shares is None else shares.measured(_UPDATE):
+            outputs = self._updated(update, phase, outputs)
         if self._surveys:
             self._settle()
-        self._calls += 1
+        self.calls += 1
         self._check_that_something_is_captured(update)
-        settled = update.replays > launched or bool(update.fallback.refused) or self._step.steps_behind
-        if self._calls > 1 and phase.last and settled and self._in_parts.wanted and not self.refusal:
+        if shares is not None:
+            shares.end()
+        if timed and not self.refusal:
             self._in_parts.add(start, self.clock.now())
             self._compare()
         return outputs
+
+    def _is_settled(self, update: Engine) -> bool:
+        """Return whether the update is captured, or will not be."""
+        return bool(update.replays or update.fallback.refused or self._step.steps_behind)
 
     def _why_eager(self, phase: Phase) -> str:
         if phase.observed:
@@ -310,7 +336,7 @@ class Split:
 
     def _compare(self) -> None:
         """Give the split up if calls in parts are slower than eager ones. Sync: waits for these calls, once."""
-        if self._in_parts.wanted or not self.is_timed:
+        if self._in_parts.wanted:
             return
         eager, in_parts = self._eager.median_ms(), self._in_parts.median_ms()
         if eager is not None and in_parts is not None and in_parts > eager:
@@ -352,6 +378,10 @@ class Split:
         """Return what happened to the calls of the captured modules."""
         return () if self._parts is None else self._parts.reports()
 
+    def shares(self) -> dict[str, float]:
+        """Return how the time of a call is shared, see `Report`. Sync: waits for the calls that were measured."""
+        return {} if self._parts is None else self._shares.by_part("eager")
+
     def words(self) -> list[str]:
         """Return in words what is captured and what is not."""
         if self._parts is None or self._choice is None:
@@ -373,5 +403,5 @@ def _shown(path: str) -> str:
 
 def _update_words(report: Report) -> str:
     if report.graphs:
-        return "the update of the parameters is one graph"
-    return f"the update of the parameters is eager{f': {report.failure}' if report.failure else ''}"
+        return f"{_UPDATE} is one graph"
+    return f"{_UPDATE} is eager{f': {report.failure}' if report.failure else ''}"

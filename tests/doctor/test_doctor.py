@@ -386,6 +386,9 @@ def test_modules_that_are_captured_one_by_one(script):
     (note,) = [text for text in found.notes if text.startswith("graphed_step captures")]
     assert note.startswith("graphed_step captures modules one by one: captured by itself: first, second; cannot be")
     assert note.endswith("it captures the whole step.")
+    assert list(found.figures["shares"]) == ["first", "second", "the update of the parameters", "eager"]
+    assert abs(sum(found.figures["shares"].values()) - 1) < 1e-6
+    assert any(text.startswith("Of the time of an eager step: first ") for text in found.notes)
 
 
 def test_the_update_alone(script):

@@ -759,6 +759,41 @@ class Slowing:
         return self._now
 
 
+def parts_of(model: str) -> set[str]:
+    modules = {"item": {"encoder", "decoder"}, "graph network": set()}[model]
+    return {*modules, "the update of the parameters", "eager"}
+
+
+class Ticking:
+    """A clock by which one second passes each time that it is read."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += 1
+        return self.seconds
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_how_the_time_is_shared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R4: of each captured module, forward and backward and all calls; of the update; of the eager rest."""
+    monkeypatch.setattr("ampkit._step.split.Clock", lambda device: Ticking())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        run = Run(engine, Solver)
+        list(run.steps(range(16)))
+    report = run.step.report()
+    # Eight replays of the module and one update, of one second each, and one second behind each of these marks.
+    assert report.shares == {"field": 8 / 19, "the update of the parameters": 1 / 19, "eager": 10 / 19}
+    assert "time of a step in parts: field 42%, the update of the parameters 5%, eager 53%" in str(report)
+    assert report.to_dict()["shares"] == report.shares
+    calls = run.step._engine._splitter._splits
+    clock = next(iter(calls.values())).clock
+    before = clock.seconds
+    list(run.steps(range(16, 19)))
+    assert clock.seconds == before
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("model", ["item", "graph network"])
 @pytest.mark.parametrize(("factor", "outcome"), [(1.1, "eager"), (0.9, "in parts")])
@@ -775,6 +810,7 @@ def test_what_is_slower_is_undone(
         assert_same(list(run.steps(range(26))), expected)
     report = run.step.report()
     assert report.outcome == outcome, str(report)
+    assert set(report.shares) == (parts_of(model) if outcome == "in parts" else set())
     said = [str(warning.message) for warning in caught if warning.category is ampkit.CaptureWarning]
     assert any("Nor is it done in parts: in parts a step takes" in text for text in said) == (outcome == "eager")
     assert report.in_parts + sum(report.eager.values()) == 26

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._capture.report import Report
+from ..._capture.report import Report, shares_text
 from ..._errors import UsageError
 from ..._precision.fake_tensors import can_save_for_backward
 from ..._precision.policy import Policy, changes_model
@@ -300,6 +300,9 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
     if split is not None:
         what = "modules one by one" if split.parts else "the update of the parameters by itself"
         captured = f"{what}: {'; '.join(split.split)}"
+        diagnosis.figures["shares"] = split.shares
+        if split.shares:
+            diagnosis.notes.append(f"Of the time of an eager step: {shares_text(split.shares)}.")
     them = in_the_way[0] if len(in_the_way) == 1 else f"the {len(in_the_way)} findings of severity high"
     diagnosis.notes.append(f"graphed_step captures {captured}. Without {them} it captures {possible}.")
 

@@ -29,7 +29,7 @@ from ..._user_line import UserLineFinder
 from .host_values import HostCallRecorder, TorchCall
 
 MOST_BATCHES = 32  # the first batches are read to compare their shapes
-_SPLIT_CALLS = 7  # optimizer steps: two of warm-up, three that are looked at, one that captures, one more
+_SPLIT_CALLS = 9  # optimizer steps: two of warm-up, three that are looked at, one that captures, three that are timed
 KEPT_BATCHES = 4  # the first few of them are kept and trained on
 
 

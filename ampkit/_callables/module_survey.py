@@ -1,9 +1,10 @@
 """A survey of a training step: how each module is called in it, and why the call cannot be captured by itself."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +119,7 @@ class Survey:
         device: where it computes.
         generators: see `Preflight`.
         runs: further modules to look at, by name, which the model calls in this step only.
+        eager: classes of modules that are not to be captured, and why.
 
     Attributes:
         calls: the calls of modules, in the order in which they began. Calls within a backward are left out.
@@ -131,9 +133,10 @@ class Survey:
         device: torch.device,
         generators: Sequence[torch.Generator],
         runs: Iterable[tuple[str, nn.Module]] = (),
+        eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
     ) -> None:
         self._modules = [*model.named_modules(), *runs]
-        self._device = device
+        self._device, self._eager = device, eager
         self._generators = generators
         self._preflight: Preflight | None = None
         self.calls: list[ModuleCall] = []
@@ -187,6 +190,7 @@ class Survey:
         self.calls.append(call)
         self._running.append(call)
         tree = self._tree(module)
+        call.problems |= {why: None for kind, why in self._eager.items() if isinstance(module, kind)}
         if not torch.is_grad_enabled():
             call.problems["it is called without gradients"] = None
         if packs_saved_tensors():

@@ -1,8 +1,9 @@
 """A training step in parts: which modules are captured, when, and whether that is faster than an eager step."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ _NO_MODULE = "no module can be captured by itself, and this micro-batch does not
 
 
 class StepSplitter:
-    """Does the steps of `graphed_step` in parts whose layout cannot be captured as a whole.
+    """Does the steps in parts whose layout cannot be captured as a whole.
 
     Args:
         step: the step.
@@ -46,6 +47,8 @@ class StepSplitter:
         ranks: the processes that train together.
         device: where they compute.
         compiled: whether parts of the step are compiled (`compile=`).
+        eager: classes of modules that are not to be captured, and why.
+        name: what messages call the step.
     """
 
     def __init__(
@@ -58,8 +61,11 @@ class StepSplitter:
         device: torch.device,
         *,
         compiled: bool,
+        eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
+        name: str = "graphed_step",
     ) -> None:
         self._step, self._model, self._state = step, model, state
+        self._eager, self._name = eager, name
         self._options, self._ranks, self._device = options, ranks, device
         wanted = options.on_failure == "parts" and options.graph != "off"
         why_never = "compile= compiles forward and backward" if compiled else ""
@@ -70,7 +76,7 @@ class StepSplitter:
         self._why_never = why_never if wanted else "unwanted"
         self._why_not: dict[str, None] = {}
         # The layouts keep them, so that they end with these.
-        self._splits: weakref.WeakValueDictionary[tuple[Any, int], Split] = weakref.WeakValueDictionary()
+        self._splits: weakref.WeakValueDictionary[Any, Split] = weakref.WeakValueDictionary()
         self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
         self._update: Engine | None = None
 
@@ -81,7 +87,8 @@ class StepSplitter:
         if self._why_never == "unwanted" or not layout.problem:
             return False
         reason = self._why_never or self._why_not_now(layout)
-        split = self._splits.get((key.spec, key.settings))
+        kind = key.spec, key.settings, key.phase.others
+        split = self._splits.get(kind)
         if split is None and not reason and len(self._splits) >= self._options.max_graphs:
             reason = f"max_graphs={self._options.max_graphs} layouts are done in parts already"
         if not reason and split is not None:
@@ -90,8 +97,7 @@ class StepSplitter:
             self._why_not[reason] = None
             return False
         if split is None:
-            split = Split(self._step, self._model, self._device, self._options)
-            self._splits[key.spec, key.settings] = split
+            split = self._splits[kind] = Split(self._step, self._model, self._device, self._options, self._eager)
         self._by_layout[layout] = split
         layout.refusal = IN_PARTS
         return True
@@ -170,7 +176,7 @@ class StepSplitter:
             options=self._options._replace(on_failure="eager", verify=0, capturing=False),
             ranks=self._ranks,
             blocker="",
-            name="graphed_step, the update of the parameters",
+            name=f"{self._name}, {_UPDATE}",
         )
 
 
@@ -186,6 +192,7 @@ class Split:
         model: its modules are captured.
         device: where they compute.
         options: see `Options`.
+        eager: classes of modules that are not to be captured, and why.
 
     Attributes:
         calls: how many calls were done in parts.
@@ -194,8 +201,15 @@ class Split:
         is_timed: whether a split that is slower than eager steps is given up. An emulated graph saves no time.
     """
 
-    def __init__(self, step: TrainingStep, model: nn.Module, device: torch.device, options: Options) -> None:
-        self._step, self._model, self._device, self._options = step, model, device, options
+    def __init__(
+        self,
+        step: TrainingStep,
+        model: nn.Module,
+        device: torch.device,
+        options: Options,
+        eager: Mapping[type[nn.Module], str],
+    ) -> None:
+        self._step, self._model, self._device, self._options, self._left = step, model, device, options, eager
         self.is_timed = is_timed(options)
         self.clock = Clock(device if device.type == "cuda" else None)
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
@@ -267,7 +281,7 @@ class Split:
         self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         runs = NO_RUNS if self._runs is None else self._runs
-        survey = Survey(self._model, self._device, self._options.generators, runs.named())
+        survey = Survey(self._model, self._device, self._options.generators, runs.named(), self._left)
         before = self._step.before_backward
 
         def step() -> PartOfStep:

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .module_survey import ModuleCall, Survey
+from .._capture.inputs import Constant
+from .module_survey import ModuleCall, Survey, advice_on
+from .passes import CONSTANTS
 
 
 class Choice(NamedTuple):
@@ -64,10 +66,22 @@ def _why_not(before: ModuleCall | None, call: ModuleCall, fewest: int) -> str:
         if each.problems:
             return next(iter(each.problems))
     if before is None or not before.is_like(call):
-        return "it does something else in each step"
+        return _new_object(before, call) or "it does something else in each step"
     if call.layout is None:
         return "its input cannot be copied"
     return f"it has fewer than {fewest} kernels" if call.kernels < fewest else ""
+
+
+def _new_object(before: ModuleCall | None, call: ModuleCall) -> str:
+    """Return which object in the input is another one in each step, "" if there is none."""
+    if before is None or before.layout is None or call.layout is None:
+        return ""
+    for old, new in zip(before.layout.spec.leaves, call.layout.spec.leaves, strict=False):
+        if not isinstance(old, Constant) or not isinstance(new, Constant) or new.kind in CONSTANTS:
+            continue
+        if old.kind is new.kind and old != new:
+            return f"it gets another {new.kind.__name__} in each step{advice_on(new.value)}"
+    return ""
 
 
 def _numbered(calls: Iterable[ModuleCall]) -> Iterator[tuple[tuple[nn.Module, int], ModuleCall]]:

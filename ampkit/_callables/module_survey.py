@@ -1,15 +1,17 @@
 """A survey of a training step: how each module is called in it, and why the call cannot be captured by itself."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from .._capture.containers import holds_tensors
 from .._capture.inputs import Spec, flatten, is_plain, read_batch
 from .._capture.preflight import Preflight
 from .._errors import InputMismatch
@@ -31,6 +33,8 @@ from .passes import CONSTANTS, replace_forward
 
 wraps_operations(__file__)
 
+OUTPUT_SHARES = "an output shares memory with another one, or with an input, a parameter or a buffer"
+WRITES = "it writes to a tensor that is no buffer of it"
 _Edge = tuple[int, int]  # what stands for an autograd node, and which of its outputs
 
 
@@ -114,6 +118,8 @@ class Survey:
         model: its modules are looked at, and itself.
         device: where it computes.
         generators: see `Preflight`.
+        runs: further modules to look at, by name, which the model calls in this step only.
+        eager: classes of modules that are not to be captured, and why.
 
     Attributes:
         calls: the calls of modules, in the order in which they began. Calls within a backward are left out.
@@ -121,9 +127,16 @@ class Survey:
             in; an empty path stands for the loss function.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, generators: Sequence[torch.Generator]) -> None:
-        self._model = model
-        self._device = device
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+        runs: Iterable[tuple[str, nn.Module]] = (),
+        eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
+    ) -> None:
+        self._modules = [*model.named_modules(), *runs]
+        self._device, self._eager = device, eager
         self._generators = generators
         self._preflight: Preflight | None = None
         self.calls: list[ModuleCall] = []
@@ -140,7 +153,7 @@ class Survey:
             self._device, self._generators, observer=self._on_operation, located=self._on_finding
         )
         with Undo() as undo:
-            for name, module in self._model.named_modules():
+            for name, module in self._modules:
                 replace_forward(undo, module, self._watched(module, name, module.forward))
             with self._preflight:
                 yield
@@ -177,6 +190,7 @@ class Survey:
         self.calls.append(call)
         self._running.append(call)
         tree = self._tree(module)
+        call.problems |= {why: None for kind, why in self._eager.items() if isinstance(module, kind)}
         if not torch.is_grad_enabled():
             call.problems["it is called without gradients"] = None
         if packs_saved_tensors():
@@ -197,8 +211,8 @@ class Survey:
             leaves, _ = flatten(args, kwargs)
             call.layout = layout_of(args, kwargs, self._device)
         except InputMismatch as error:
-            call.problems[f"its input: {error}"] = None
             leaves = tree_flatten((args, kwargs))[0]
+            call.problems[_hidden(leaves) or f"its input: {error}"] = None
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         call._own = set(map(storage_address, tensors))
         edges = [_edge(get_gradient_edge(tensor)) for tensor in tensors if tensor.requires_grad]
@@ -222,7 +236,7 @@ class Survey:
         addresses = list(filter(None, map(storage_address, tensors)))
         call._returned = set(addresses)
         if len(call._returned) < len(addresses) or call._returned & call._own:
-            call.problems["an output shares memory with another one, or with an input, a parameter or a buffer"] = None
+            call.problems[OUTPUT_SHARES] = None
         for tensor in tensors:
             if tensor.requires_grad and tensor.is_leaf:
                 call.problems["an output is a leaf that requires grad"] = None
@@ -300,7 +314,7 @@ class Survey:
             maker = self._made.get(address)
             for call in running.difference(() if maker is None else maker.chain()):
                 if address not in call._buffers:
-                    call.problems["it writes to a tensor that is no buffer of it"] = None
+                    call.problems[WRITES] = None
 
     def _on_finding(self, line: str, what: str, node: Any) -> None:
         backward = in_backward() and not self._running
@@ -338,6 +352,22 @@ class Survey:
                 for call in before - after:
                     if edge not in call._edges_out:
                         call.problems["a gradient gets into it through a tensor that is no output of it"] = None
+
+
+def _hidden(leaves: Iterable[Any]) -> str:
+    """Return which object in an input has tensors in it, "" if none has."""
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, nn.Module)) and holds_tensors(leaf):
+            kind = type(leaf).__name__
+            return f"it gets a {kind}, in which a graph does not see the tensors{advice_on(leaf)}"
+    return ""
+
+
+def advice_on(thing: object) -> str:
+    """Return what to write in order not to pass a certain object to modules, "" if that is not known."""
+    # transformers makes a cache of keys and values in each forward, in training too, unless it is told not to.
+    is_cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(thing).__mro__)
+    return ". Pass use_cache=False to the model: training needs no cache" if is_cache else ""
 
 
 def layout_of(args: Any, kwargs: Any, device: torch.device) -> Layout:

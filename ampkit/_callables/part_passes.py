@@ -1,7 +1,7 @@
 """One call of a module in a step, as a forward and a backward graph that leave the bits of the eager call."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._capture.graph import CudaGraph, Graph, Pool, capture_stream
 from .._capture.inputs import StaticInputs, once
+from .._capture.timing import Shares
 from .._errors import CaptureError
 from .._torch.autograd import graph_nodes
 from .._torch.tensors import version
@@ -27,6 +28,9 @@ class PartMemory(SharedMemory):
         device: where they compute.
         emulated: whether graphs are emulated.
         generators: CUDA generators beside the default one that the parts draw from.
+
+    Attributes:
+        shares: measures how much of the time of the present call each part takes; None if that is not measured.
     """
 
     def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
@@ -34,11 +38,16 @@ class PartMemory(SharedMemory):
         self._generators = tuple(generators)
         self._backward_pool = Pool()
         self._forward_pools: list[Pool] = []
+        self.shares: Shares | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pools. It reads the allocator and does not wait for the device."""
         return sum(pool.nbytes for pool in (self._backward_pool, *self._forward_pools))
+
+    def measured(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a replay of a part of this name."""
+        return _NOT_MEASURED if self.shares is None else self.shares.measured(name)
 
     def graphs(self) -> tuple[Graph, Graph]:
         """Return a forward and a backward graph to capture."""
@@ -48,6 +57,9 @@ class PartMemory(SharedMemory):
         self._forward_pools.append(pool)
         backward = CudaGraph(stream, self._backward_pool, self._generators)
         return CudaGraph(stream, pool, self._generators), backward
+
+
+_NOT_MEASURED: AbstractContextManager[None] = nullcontext()
 
 
 class PartPasses(Passes):
@@ -208,14 +220,26 @@ class PartPasses(Passes):
 class GraphedPart(GraphedPasses):
     """The two graphs of one call of a module in a step.
 
+    Args:
+        memory: the pools of the parts.
+        passes: see `GraphedPasses`.
+        forward: see `GraphedPasses`.
+        backward: see `GraphedPasses`.
+        name: what the time that they take is added to.
+
     Attributes:
         unlike: how many backward passes were eager, because gradients came with another layout than at the capture.
     """
 
-    def __init__(self, shared: SharedMemory, passes: PartPasses, forward: Graph, backward: Graph) -> None:
-        super().__init__(shared, passes, forward, backward)
-        self._part = passes
+    def __init__(self, memory: PartMemory, passes: PartPasses, forward: Graph, backward: Graph, name: str) -> None:
+        super().__init__(memory, passes, forward, backward)
+        self._memory, self._part, self._name = memory, passes, name
         self.unlike = 0
+
+    def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Replay, see `GraphedPasses.forward`."""
+        with self._memory.measured(self._name):
+            return super().forward(leaves)
 
     def sources(self, leaves: list[Any]) -> list[Tensor]:
         """Return the inputs and parameters that `backward` returns gradients of: one as often as it is used."""
@@ -224,6 +248,10 @@ class GraphedPart(GraphedPasses):
 
     def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
         """Replay, or run eagerly; return the gradients that are wanted, by number."""
+        with self._memory.measured(self._name):
+            return self._gradients(given, wanted)
+
+    def _gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
         part = self._part
         if all(map(_fits, part.static, given)):
             for static, grad in zip(part.static, given, strict=True):

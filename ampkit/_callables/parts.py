@@ -11,16 +11,18 @@ from torch import Tensor
 
 from .._capture.graph import describe_failure
 from .._capture.inputs import BatchReader, StaticInputs, flatten, is_plain
+from .._capture.timing import Shares
 from .._capture.watch import autocast
 from .._errors import CaptureError, InputMismatch
 from .._torch.autograd import in_backward, packs_saved_tensors
 from .._torch.modes import function_modes, modes
-from .._torch.modules import hook_tables
+from .._torch.modules import has_global_hooks, hook_tables
 from .._torch.settings import settings
 from .._torch.tree import tree_unflatten
 from .._undo import Undo
 from .autograd_node import PENDING
 from .module_choice import Choice
+from .module_runs import ModuleRuns
 from .module_survey import Layout, ModuleCall
 from .part_passes import GraphedPart, PartMemory, PartPasses
 from .passes import Passes, replace_forward, undone
@@ -53,11 +55,18 @@ class Parts:
         choice: which calls are captured.
         device: where they compute.
         generators: CUDA generators beside the default one that they draw from.
+        runs: neighbours that are called as one module, some of which are chosen.
         emulated: whether graphs are emulated.
     """
 
     def __init__(
-        self, choice: Choice, device: torch.device, generators: Sequence[torch.Generator], *, emulated: bool
+        self,
+        choice: Choice,
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+        runs: ModuleRuns,
+        *,
+        emulated: bool,
     ) -> None:
         self._memory = PartMemory(device, emulated, generators)
         self._generators = tuple(generators)
@@ -65,7 +74,8 @@ class Parts:
             module: {number: _Part(call, self._memory, self._generators) for number, call in calls.items()}
             for module, calls in choice.calls.items()
         }
-        self._tables: list[dict[Any, Any]] = []
+        self._runs = runs
+        self._tables: list[dict[Any, Any]] = [vars(module) for module in runs.owners()]
         for module in self._modules:
             for each in module.modules():
                 self._tables += hook_tables(each) if each is not module else ()
@@ -76,6 +86,8 @@ class Parts:
         """Return why no graph may be replayed in the step that begins now, "" if there is no reason."""
         if packs_saved_tensors():
             return "hooks pack saved tensors"
+        if has_global_hooks():  # a replay would not call them for the modules inside of a captured one
+            return "there are hooks on all modules"
         return "" if self._host_state() == self._hosted else CHANGED
 
     def _host_state(self) -> list[Any]:
@@ -84,9 +96,11 @@ class Parts:
         return hooks + [id(table.get("forward")) for table in self._tables if "training" in table]
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Context for the forward and backward of one step."""
-        with Undo() as undo:
+    def installed(self, shares: Shares | None = None) -> Iterator[None]:
+        """Context for the forward and backward of one step. With `shares`, the time of each part is measured."""
+        with self._runs.installed(), Undo() as undo:
+            undo.note(setattr, self._memory, "shares", None)
+            self._memory.shares = shares
             for module, parts in self._modules.items():
                 replace_forward(undo, module, _calls(module.forward, parts))
             yield
@@ -203,7 +217,7 @@ class _Part:
             graphs = passes.capture(self._memory, _WARM_UP)
             if names := rebound():
                 raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
-        return GraphedPart(self._memory, passes, *graphs)
+        return GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")
 
     def report(self, number: int) -> PartReport:
         """Return what happened to the calls."""

@@ -1,6 +1,6 @@
 """What happened to the calls of a step so far: counts, graphs, memory, times, and how they are printed."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -53,8 +53,14 @@ class Report:
         launches: graph launches of several calls each, by `GraphedStep.scan` and `GraphedStep.window`. They are no part
             of `replays`.
         scanned: optimizer steps that these launches did.
-        in_parts: calls in which modules were captured one by one. They are no part of `replays` and `eager`.
+        in_parts: calls in which modules, or the update of the parameters, were captured by themselves. They are no part
+            of `replays` and `eager`.
         parts: the modules that are captured one by one, see `PartReport`.
+        updates: graphs of the update of the parameters that are alive, in a step that is done in parts.
+        shares: how the time of a step in parts is shared, by the path of a captured module (all its calls, forward and
+            backward), "the update of the parameters", and "eager" for the rest. It is the time on the device, where the
+            rest has the time in which the device waits for Python. Three calls were measured, of the layout with the
+            most calls; empty if there was none. With emulated graphs it is the time of an eager step.
         split: in words, what is captured one by one, and why the rest is not; empty where nothing is to be.
         emulated: whether there is no graph (`graph="emulate"`): a replay calls the step again, and is not faster.
     """
@@ -79,15 +85,18 @@ class Report:
     scanned: int = 0
     in_parts: int = 0
     parts: tuple[Any, ...] = ()
+    updates: int = 0
+    shares: dict[str, float] = field(default_factory=dict)
     split: tuple[str, ...] = ()
     emulated: bool = False
 
     @property
     def outcome(self) -> str:
         """What graphs hold now: "whole", the step; "in parts", a part of it; "eager", nothing."""
+        in_parts = bool(self.parts or self.updates)
         if not self.graphs:
-            return "in parts" if self.parts else "eager"
-        return "in parts" if self.eager_optimizer or self.parts else "whole"
+            return "in parts" if in_parts else "eager"
+        return "in parts" if self.eager_optimizer or in_parts else "whole"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict that `json` takes."""
@@ -114,6 +123,7 @@ class Report:
         failure = [f"  not captured: {self.failure}"] if self.failure else []
         compiled = [] if self.compile_s is None else [f"  calls that compiled took {self.compile_s:.1f} s"]
         compiled += [f"  {part}" for part in (*self.compiled, *self.split)]
+        compiled += [f"  time of a step in parts: {shares_text(self.shares)}"] if self.shares else []
         return "\n".join([head, *times, *graphs, *reasons, *compiled, *failure])
 
     def _times(self) -> str:
@@ -127,6 +137,11 @@ class Report:
         times = f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
         times += " (emulated: a replay calls the step again, and only a graph would save time)" * self.emulated
         return f"{replay}, an eager step took {_milliseconds(self.eager_ms)}: {times}{saved}"
+
+
+def shares_text(shares: dict[str, float]) -> str:
+    """Return shares of a time as text."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
 
 
 def _milliseconds(value: float) -> str:

@@ -25,35 +25,38 @@ class Splitter(Protocol):
     def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call of a layout that is done in parts, with the engine's `run` and `give_up`."""
 
-    def parts(self) -> tuple[Any, ...]:
-        """Return a report of each call of a module that is captured by itself."""
-
-    def words(self) -> tuple[str, ...]:
-        """Return in words what is captured, and why the rest is not."""
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the report that say what is captured, and why the rest is not."""
 
     def close(self) -> None:
         """Release what is captured."""
 
 
-class _Never:
-    """Takes no layout."""
+class Never:
+    """Takes no layout.
+
+    Args:
+        why: what the report says of that, once a layout could not be captured; "" says nothing.
+    """
 
     has_parts, nbytes = False, 0
 
+    def __init__(self, why: str) -> None:
+        self._why = why
+        self._asked = False
+
     def takes(self, key: Key, layout: Layout) -> bool:
+        self._asked = True
         return False
 
     def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError  # it takes none
 
-    def parts(self) -> tuple[Any, ...]:
-        return ()
-
-    def words(self) -> tuple[str, ...]:
-        return ()
+    def fields(self) -> dict[str, Any]:
+        return {"split": (f"not in parts: {self._why}",)} if self._asked and self._why else {}
 
     def close(self) -> None:
         pass
 
 
-NEVER = _Never()
+NEVER = Never("")

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,57 @@ class Timing:
         return Saving(self.replays, self.eager.median_ms(), self.replay.median_ms())
 
 
+class Shares:
+    """How the time of some calls is shared among their parts and what is between them.
+
+    Args:
+        clock: takes the times.
+
+    Attributes:
+        wanted: whether more calls are to be measured.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.wanted = True
+        self._marks: list[tuple[str, Any, Any]] = []  # of the parts of the present call
+        self._start: Any = None
+        self._calls: list[tuple[list[tuple[str, Any, Any]], Any, Any]] = []  # not read yet
+        self._ms: list[dict[str, float]] = []
+
+    def begin(self) -> None:
+        """Note that a call begins now. Sync: none."""
+        self._marks, self._start = [], self._clock.now()
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """Context for a part of the call. Parts of one name are added up. Sync: none."""
+        start = self._clock.now()
+        yield
+        self._marks.append((name, start, self._clock.now()))
+
+    def end(self) -> None:
+        """Note that the call ends now. Sync: none."""
+        self._calls.append((self._marks, self._start, self._clock.now()))
+        self.wanted = len(self._calls) + len(self._ms) < _SHARED
+
+    def by_part(self, rest: str) -> dict[str, float]:
+        """Return the share of each part, and of the rest under this name; {} if no call was measured.
+
+        They are medians over the calls. Sync: waits for the calls to end.
+        """
+        for marks, start, end in self._calls:
+            found: dict[str, float] = {}
+            for name, *part in marks:
+                found[name] = found.get(name, 0.0) + milliseconds(*part)
+            self._ms.append({**found, rest: max(0.0, milliseconds(start, end) - sum(found.values()))})
+        self._calls.clear()
+        names = dict.fromkeys(name for found in self._ms for name in found)
+        medians = {name: statistics.median(found.get(name, 0.0) for found in self._ms) for name in names}
+        whole = sum(medians.values())
+        return {name: median / whole for name, median in medians.items()} if whole else {}
+
+
 class Saving(NamedTuple):
     """What replays saved.
 
@@ -127,3 +179,4 @@ def milliseconds(start: Any, end: Any) -> float:
 
 _EAGER = 4  # of the calls of a long warm-up; one of three calls has one that is timed
 _REPLAYS = 8
+_SHARED = 3  # calls

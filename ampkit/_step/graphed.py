@@ -18,6 +18,7 @@ from .._capture.ranks import Ranks
 from .._capture.report import Report
 from .._capture.shards import is_sharded
 from .._capture.sparse_gradients import why_not_dense
+from .._capture.splitting import Never
 from .._capture.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
@@ -150,6 +151,7 @@ class GraphedFunction:
             blocker=blockers[0] if blockers else "",
             name=self._name,
             declared=True,
+            splitter=Never(_WHOLE if self._options.on_failure == "parts" else ""),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,6 +231,12 @@ class GraphedFunction:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_WHOLE = (
+    "a function under ampkit.graphed is captured whole or not at all. ampkit.graphed_step captures the modules around "
+    "such a line, and ampkit.make_graphed_callables captures modules that you choose"
+)
 
 
 class _EngineFunction:

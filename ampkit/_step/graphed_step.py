@@ -103,7 +103,7 @@ def graphed_step(
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
             optimizer eagerly behind each graph. If a line of these cannot be captured, warn once, capture the largest
-            modules without such a line one by one, and the update, unless that is slower. If there is no such module,
+            modules without such a line one by one, and the update, unless that is slower. If nothing can be captured,
             warn once and go on eagerly. The same happens if no graph is ever used, because the batch or a setting was
             new in each of 32 calls. "eager": go on eagerly in all these cases. "raise": raise `CaptureError` in all
             these cases.

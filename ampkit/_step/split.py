@@ -1,13 +1,16 @@
 """A training step in parts: which modules are captured, when, and whether that is faster than an eager step."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from .._callables.module_choice import Choice, chosen
+from .._callables.module_runs import NO_RUNS, ModuleRuns, runs_in
 from .._callables.module_survey import ModuleCall, Survey
 from .._callables.parts import CHANGED, PartReport, Parts
 from .._capture.capture_query import captures
@@ -15,9 +18,10 @@ from .._capture.engine import Engine
 from .._capture.layouts import Layout
 from .._capture.options import Options
 from .._capture.ranks import Ranks
+from .._capture.report import Report
 from .._capture.splitting import IN_PARTS
 from .._capture.state import TrainingState
-from .._capture.timing import Clock, Durations
+from .._capture.timing import Clock, Durations, Shares
 from .._capture.variation import Key
 from .._errors import CaptureError
 from .._torch.modes import modes
@@ -27,11 +31,13 @@ from .training_step import PartOfStep, Phase, TrainingStep
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
 _TIMED = 5  # calls of each kind, to find out which is faster
 _SHOWN = 4  # reasons
+_UPDATE = "the update of the parameters"
 _SURVEYED = "looking for modules to capture"
+_NO_MODULE = "no module can be captured by itself, and this micro-batch does not end its window"
 
 
 class StepSplitter:
-    """Does the steps of `graphed_step` in parts whose layout cannot be captured as a whole.
+    """Does the steps in parts whose layout cannot be captured as a whole.
 
     Args:
         step: the step.
@@ -41,6 +47,8 @@ class StepSplitter:
         ranks: the processes that train together.
         device: where they compute.
         compiled: whether parts of the step are compiled (`compile=`).
+        eager: classes of modules that are not to be captured, and why.
+        name: what messages call the step.
     """
 
     def __init__(
@@ -53,8 +61,11 @@ class StepSplitter:
         device: torch.device,
         *,
         compiled: bool,
+        eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
+        name: str = "graphed_step",
     ) -> None:
         self._step, self._model, self._state = step, model, state
+        self._eager, self._name = eager, name
         self._options, self._ranks, self._device = options, ranks, device
         wanted = options.on_failure == "parts" and options.graph != "off"
         why_never = "compile= compiles forward and backward" if compiled else ""
@@ -65,7 +76,7 @@ class StepSplitter:
         self._why_never = why_never if wanted else "unwanted"
         self._why_not: dict[str, None] = {}
         # The layouts keep them, so that they end with these.
-        self._splits: weakref.WeakValueDictionary[tuple[Any, int], Split] = weakref.WeakValueDictionary()
+        self._splits: weakref.WeakValueDictionary[Any, Split] = weakref.WeakValueDictionary()
         self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
         self._update: Engine | None = None
 
@@ -76,7 +87,8 @@ class StepSplitter:
         if self._why_never == "unwanted" or not layout.problem:
             return False
         reason = self._why_never or self._why_not_now(layout)
-        split = self._splits.get((key.spec, key.settings))
+        kind = key.spec, key.settings, key.phase.others
+        split = self._splits.get(kind)
         if split is None and not reason and len(self._splits) >= self._options.max_graphs:
             reason = f"max_graphs={self._options.max_graphs} layouts are done in parts already"
         if not reason and split is not None:
@@ -85,8 +97,7 @@ class StepSplitter:
             self._why_not[reason] = None
             return False
         if split is None:
-            split = Split(self._step, self._model, self._device, self._options)
-            self._splits[key.spec, key.settings] = split
+            split = self._splits[kind] = Split(self._step, self._model, self._device, self._options, self._eager)
         self._by_layout[layout] = split
         layout.refusal = IN_PARTS
         return True
@@ -120,16 +131,23 @@ class StepSplitter:
         layout.refusal = "cannot be captured"
         return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))
 
-    def parts(self) -> tuple[PartReport, ...]:
-        """Return a report of each call of a module that is captured by itself."""
-        return tuple([part for split in self._splits.values() for part in split.reports()])
-
-    def words(self) -> tuple[str, ...]:
-        """Return in words what is captured, and why the rest is not."""
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the report that say what is captured."""
+        parts = [part for split in self._splits.values() for part in split.reports()]
         words = [line for split in self._splits.values() for line in split.words()]
+        updates, shares = 0, {}
         if words and self._update is not None:
-            words.append(_update_words(self._update))
-        return tuple(dict.fromkeys([*words, *(f"not in parts: {reason}" for reason in self._why_not)]))
+            update = self._update.report()
+            updates = update.graphs
+            words.append(_update_words(update))
+            shares = max(self._splits.values(), key=lambda split: split.calls).shares()
+        words += [f"not in parts: {reason}" for reason in self._why_not]
+        return {
+            "parts": tuple(parts),
+            "updates": updates,
+            "shares": shares,
+            "split": tuple(dict.fromkeys(words)),
+        }
 
     @property
     def nbytes(self) -> int:
@@ -158,39 +176,51 @@ class StepSplitter:
             options=self._options._replace(on_failure="eager", verify=0, capturing=False),
             ranks=self._ranks,
             blocker="",
-            name="graphed_step, the update of the parameters",
+            name=f"{self._name}, {_UPDATE}",
         )
 
 
 class Split:
     """The parts of one layout of the batch.
 
-    Its first two calls are watched by a `Survey`. The next ones are eager, and timed. Then modules are captured, and
-    calls in parts are timed.
+    Its first two calls are watched by a `Survey`, or three if there are neighbours in an `nn.Sequential` that may be
+    captured together: the first one finds these. The next ones are eager, and timed. Then modules are captured, and
+    calls in parts are timed. Where no module can be captured, the update of the parameters still is.
 
     Args:
         step: the step.
         model: its modules are captured.
         device: where they compute.
         options: see `Options`.
+        eager: classes of modules that are not to be captured, and why.
 
     Attributes:
+        calls: how many calls were done in parts.
         refusal: why its calls are eager, "" if they are done in parts, or may be.
         clock: takes the times.
         is_timed: whether a split that is slower than eager steps is given up. An emulated graph saves no time.
     """
 
-    def __init__(self, step: TrainingStep, model: nn.Module, device: torch.device, options: Options) -> None:
-        self._step, self._model, self._device, self._options = step, model, device, options
+    def __init__(
+        self,
+        step: TrainingStep,
+        model: nn.Module,
+        device: torch.device,
+        options: Options,
+        eager: Mapping[type[nn.Module], str],
+    ) -> None:
+        self._step, self._model, self._device, self._options, self._left = step, model, device, options, eager
         self.is_timed = is_timed(options)
         self.clock = Clock(device if device.type == "cuda" else None)
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
         self._surveys: list[Survey] = []  # kept until all modules are captured
         self._failed: dict[ModuleCall, str] = {}
-        self._lines: list[str] = []
+        self._lines: dict[str, None] = {}
+        self._runs: ModuleRuns | None = None  # before the first survey
         self._choice: Choice | None = None
         self._parts: Parts | None = None
-        self._calls = 0
+        self.calls = 0
+        self._shares = Shares(self.clock)
         self._said = False
         self.refusal = ""
 
@@ -205,20 +235,41 @@ class Split:
             if not why and phase.last:
                 self._eager.add(start, self.clock.now())
             return outputs
-        assert self._parts is not None  # made behind the second survey, or the split has been refused
-        start = self.clock.now()
-        launched = update.replays
-        with self._parts.installed():
-            outputs = engine.run(IN_PARTS, lambda: self._step.in_parts(phase, *args, **kwargs))
-        outputs = self._updated(update, phase, outputs)
+        return self._call_in_parts(engine, update, phase, args, kwargs)
+
+    def _call_in_parts(
+        self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        assert self._parts is not None  # made behind the last survey, or the split has been refused
+        assert self._choice is not None  # made with the parts
+        how = IN_PARTS if self._choice.calls or phase.last else _NO_MODULE
+        settled = phase.last and self._is_settled(update)
+        timed = settled and self.is_timed and self._in_parts.wanted
+        # Where the parts are not given up. The marks inside of a call would lengthen it.
+        shares = self._shares if settled and not timed and self._shares.wanted else None
+        start = self.clock.now() if timed else None
+        if shares is not None:
+            shares.begin()
+        with self._parts.installed(shares):
+            outputs = engine.run(how, lambda: self._step.in_parts(phase, *args, **kwargs))
+        with nullcontext() if shares is None else shares.measured(_UPDATE):
+            outputs = self._updated(update, phase, outputs)
         if self._surveys:
             self._settle()
-        self._calls += 1
-        settled = update.replays > launched or bool(update.fallback.refused) or self._step.steps_behind
-        if self._calls > 1 and phase.last and settled and self._in_parts.wanted:
+        self.calls += 1
+        self._check_that_something_is_captured(update)
+        if shares is not None:
+            shares.end()
+        if timed and not self.refusal:
             self._in_parts.add(start, self.clock.now())
             self._compare()
         return outputs
+
+    def _is_settled(self, update: Engine) -> bool:
+        """Return whether modules and update are captured, as far as they can be."""
+        if self._surveys:
+            return False
+        return bool(update.replays or update.fallback.refused or self._step.steps_behind)
 
     def _why_eager(self, phase: Phase) -> str:
         if phase.observed:
@@ -231,7 +282,8 @@ class Split:
     def _survey(
         self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        survey = Survey(self._model, self._device, self._options.generators)
+        runs = NO_RUNS if self._runs is None else self._runs
+        survey = Survey(self._model, self._device, self._options.generators, runs.named(), self._left)
         before = self._step.before_backward
 
         def step() -> PartOfStep:
@@ -239,16 +291,22 @@ class Split:
                 undo.note(modes())
                 undo.note(setattr, self._step, "before_backward", before)
                 self._step.before_backward = survey.look_at
-                with survey.watching():
+                with runs.installed(), survey.watching():
                     outputs = self._step.in_parts(phase, *args, **kwargs)
                 undo.forget()
             self._step.before_backward = before
             return outputs
 
         outputs = self._updated(update, phase, engine.run(_SURVEYED, step))
+        self._lines |= {f"cannot be captured: {line}": None for line in survey.lines}
+        if self._runs is None:
+            self._runs = runs_in(survey.calls, _FEWEST)
+            if self._runs:  # two more calls are to show how they are called as modules
+                return outputs
         self._surveys.append(survey)
         if len(self._surveys) == 2:
             self._choose()
+            self._check_that_something_is_captured(update)
         return outputs
 
     def _settle(self) -> None:
@@ -264,17 +322,25 @@ class Split:
 
     def _choose(self) -> None:
         first, second = self._surveys
-        self._lines = [f"cannot be captured: {line}" for line in {**first.lines, **second.lines}]
-        choice = self._choice = chosen(first, second, _FEWEST, self._failed)
-        if choice.calls:
-            emulated = self._options.graph == "emulate"
-            self._parts = Parts(choice, self._device, self._options.generators, emulated=emulated)
-        else:
-            reasons = [f"{name or 'the model'}: {why}" for name, why in choice.reasons.items()]
-            more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-            self.refusal = (
-                f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})."
-            )
+        self._choice = chosen(first, second, _FEWEST, self._failed)
+        emulated = self._options.graph == "emulate"
+        assert self._runs is not None  # known behind the first survey
+        self._parts = Parts(self._choice, self._device, self._options.generators, self._runs, emulated=emulated)
+
+    def _check_that_something_is_captured(self, update: Engine) -> None:
+        """Give the split up if there is neither a module to capture nor the update."""
+        if self.refusal or self._choice is None or self._choice.calls:
+            return
+        if self._step.steps_behind:
+            self._give_up(f"{self._no_module()}, and the optimizer steps behind the graphs.")
+        elif update.fallback.refused:
+            self._give_up(f"{self._no_module()}, nor can the update of the parameters: {update.fallback.failure}")
+
+    def _no_module(self) -> str:
+        assert self._choice is not None  # or nothing is known
+        reasons = [f"{_shown(name)}: {why}" for name, why in self._choice.reasons.items()]
+        more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+        return f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})"
 
     def _updated(self, update: Engine, phase: Phase, outputs: PartOfStep) -> PartOfStep:
         """Step the optimizer, if the call does that. Return its outputs."""
@@ -286,7 +352,7 @@ class Split:
 
     def _compare(self) -> None:
         """Give the split up if calls in parts are slower than eager ones. Sync: waits for these calls, once."""
-        if self._in_parts.wanted or not self.is_timed:
+        if self._in_parts.wanted:
             return
         eager, in_parts = self._eager.median_ms(), self._in_parts.median_ms()
         if eager is not None and in_parts is not None and in_parts > eager:
@@ -318,22 +384,26 @@ class Split:
         if self._said or self._parts is None or self._choice is None:
             return ""
         self._said = True
-        names = ", ".join(name or "the model" for name in self._choice.names)
-        return (
-            f"{names}, and the update of the parameters each get graphs of their own, and the rest stays eager. "
-            "report() says what was captured."
-        )
+        what, why = "the update of the parameters gets graphs of its own", f": {self._no_module()}"
+        if self._choice.calls:
+            names = ", ".join(map(_shown, self._choice.names))
+            what, why = f"{names}, and the update of the parameters each get graphs of their own", ""
+        return f"{what}, and the rest stays eager{why}. report() says what was captured."
 
     def reports(self) -> Sequence[PartReport]:
         """Return what happened to the calls of the captured modules."""
         return () if self._parts is None else self._parts.reports()
 
+    def shares(self) -> dict[str, float]:
+        """Return how the time of a call is shared, see `Report`. Sync: waits for the calls that were measured."""
+        return {} if self._parts is None else self._shares.by_part("eager")
+
     def words(self) -> list[str]:
         """Return in words what is captured and what is not."""
         if self._parts is None or self._choice is None:
             return []
-        names = ", ".join(name or "the model" for name in self._choice.names)
-        reasons = [f"eager: {name or 'the model'}: {why}" for name, why in self._choice.reasons.items()]
+        names = ", ".join(map(_shown, self._choice.names)) or "no module"
+        reasons = [f"eager: {_shown(name)}: {why}" for name, why in self._choice.reasons.items()]
         return [f"captured by itself: {names}", *self._lines, *reasons]
 
 
@@ -342,8 +412,12 @@ def is_timed(options: Options) -> bool:
     return options.graph == "auto"
 
 
-def _update_words(update: Engine) -> str:
-    report = update.report()
+def _shown(path: str) -> str:
+    """Return how messages call the module at a path."""
+    return path or "the model"
+
+
+def _update_words(report: Report) -> str:
     if report.graphs:
-        return "the update of the parameters is one graph"
-    return f"the update of the parameters is eager{f': {report.failure}' if report.failure else ''}"
+        return f"{_UPDATE} is one graph"
+    return f"{_UPDATE} is eager{f': {report.failure}' if report.failure else ''}"

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from .._capture.engine import Engine
@@ -19,6 +20,7 @@ from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
+from .._step.split import StepSplitter
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
 from . import _log_calls
@@ -125,7 +127,7 @@ class TrainerStep:
             place=place,
             observer=observer,
         )
-        self._engine = self._make_engine(device, options, place, 1 if compile is None else 2)
+        self._engine = self._make_engine(device, options, place, compiled=compile is not None)
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self._engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
@@ -137,10 +139,11 @@ class TrainerStep:
         self.grad_norm: Tensor | None = None
         self.backward_done = False
 
-    def _make_engine(self, device: torch.device, options: Options, place: OptimizerPlace, untimed: int) -> Engine:
+    def _make_engine(self, device: torch.device, options: Options, place: OptimizerPlace, *, compiled: bool) -> Engine:
+        state = self._step.state({"model": self._module})
         return Engine(
             self._step,
-            self._step.state({"model": self._module}),
+            state,
             device=device,
             options=options,
             ranks=self._ranks,
@@ -151,7 +154,18 @@ class TrainerStep:
             optimizer=place,
             watching=self._step.watching,
             one_argument=True,
-            untimed=untimed,
+            untimed=2 if compiled else 1,
+            splitter=StepSplitter(
+                self._step,
+                self._module,
+                state,
+                options,
+                self._ranks,
+                device,
+                compiled=compiled,
+                eager={LightningModule: "a LightningModule may call self.log, which a replay would leave out"},
+                name="AmpkitCallback",
+            ),
         )
 
     @property

@@ -161,7 +161,8 @@ def test_where_no_branch_can_be_captured(engine: tuple[str, str], kind: type[Mas
     expected, *_ = trained((engine[0], "off"), kind, capturing=False)
     assert_same(history, expected)
     assert step.replays == 0
-    assert sum(step.report().eager.values()) == 9
+    report = step.report()  # the update of the parameters is a graph, behind the eager branch
+    assert (report.parts, report.in_parts + sum(report.eager.values())) == ((), 9)
     assert len(messages) == 1
     assert "test_capturing.py:" in messages[0]
     assert step.report().told_since is None

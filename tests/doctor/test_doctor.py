@@ -386,6 +386,29 @@ def test_modules_that_are_captured_one_by_one(script):
     (note,) = [text for text in found.notes if text.startswith("graphed_step captures")]
     assert note.startswith("graphed_step captures modules one by one: captured by itself: first, second; cannot be")
     assert note.endswith("it captures the whole step.")
+    assert list(found.figures["shares"]) == ["first", "second", "the update of the parameters", "eager"]
+    assert abs(sum(found.figures["shares"].values()) - 1) < 1e-6
+    assert any(text.startswith("Of the time of an eager step: first ") for text in found.notes)
+
+
+def test_the_update_alone(script):
+    """R4: where no module can be captured by itself, the update of the parameters still is, and that is said."""
+    path, found = script(
+        """
+        def loss(model, x, y):
+            value = loss_fn(model, x, y)
+            return value * (1 if value.item() < 100 else 2)  # fault: blocking line
+        def training():
+            model = net()
+            return loss, model, torch.optim.AdamW(model.parameters(), fused=True), data()
+        """
+    )
+    assert {fault.line for fault in found.findings if fault.severity == "high"} == {line for line, _ in planted(path)}
+    assert found.figures["outcome"] == "in parts"
+    (note,) = [text for text in found.notes if text.startswith("graphed_step captures")]
+    assert note.startswith(
+        "graphed_step captures the update of the parameters by itself: captured by itself: no module;"
+    )
 
 
 def test_modules_of_one_line(script):

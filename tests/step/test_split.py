@@ -153,6 +153,39 @@ class Sometimes(Reads):
         return self.head(self.decoder(hidden))
 
 
+class Convolution(nn.Module):
+    """A layer of a graph network, as torch_geometric has it: it takes self-loops out, by a mask, and adds them anew."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(inputs, outputs, bias=False), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        loops = torch.arange(len(nodes), device=nodes.device).expand(2, -1)
+        edges = torch.cat([edges[:, edges[0] != edges[1]], loops], 1)
+        degree = torch.zeros(len(nodes), device=nodes.device).index_put(
+            (edges[1],), torch.ones_like(edges[1], dtype=torch.float32), accumulate=True
+        )
+        norm = degree.rsqrt()[edges].prod(0)[:, None]
+        hidden = self.linear(nodes)
+        sums = torch.zeros_like(hidden).index_put(
+            (edges[1],), (hidden[edges[0]] * norm).to(hidden.dtype), accumulate=True
+        )
+        return sums + self.bias
+
+
+class GraphNetwork(nn.Module):
+    """No module is captured by itself: the mask is in the layers, and the linear ones are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Convolution(WIDTH, 8), Convolution(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges = torch.stack([torch.arange(len(x), device=x.device), x.detach().argmax(1) % len(x)])
+        return self.second(F.dropout(F.relu(self.first(x, edges)), 0.1), edges)
+
+
 class Buffers(Reads):
     """BatchNorm in a captured part, whose buffer an eager line reads."""
 
@@ -166,6 +199,39 @@ class Buffers(Reads):
         return self.head(self.decoder(hidden / factor))
 
 
+class Number(nn.Module):
+    """Reads its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (1 + x.detach().float().abs().mean().item())
+
+
+def small_layers() -> list[nn.Module]:
+    """Layers of less than six kernels each. Some of them change what they get in place, or return a view of it."""
+    first = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Unflatten(1, (4, 4)), nn.Flatten(), nn.Dropout(0.1)
+    return [*first, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)]
+
+
+class Flat(nn.Module):
+    """An `nn.Sequential` of small layers, one of which reads a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [*small_layers(), nn.Linear(WIDTH, WIDTH), Number(), *small_layers(), nn.LayerNorm(WIDTH)]
+        self.net, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+
+class Twice(Flat):
+    """The `nn.Sequential` is called twice; a slice of it, and a layer of it, are called by themselves too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net[14:](self.net(x)) + self.net[0](x)
+        return super().forward(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "item": Reads,
     "shared": Shared,
@@ -176,6 +242,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "later": Later,
     "sometimes": Sometimes,
     "buffers": Buffers,
+    "graph network": GraphNetwork,
+    "flat": Flat,
+    "flat, twice": Twice,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -244,17 +313,137 @@ def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, 
     """R4: losses, parameters, state, scale, average and random numbers are those of eager steps after each call."""
     calls = 36 if "accumulate" in options else 13
     report = compared(engine, MODELS[model], calls, **options).report()
-    if model in ("shared", "solver") and "policy" in options:
-        # Autocast casts the weight once for all of its uses, and their gradients are added in low precision.
-        assert (report.outcome, report.in_parts) == ("eager", 0)
-        assert "a tensor that it makes, and does not return, is used outside of it" in str(report)
-        return
     assert (report.outcome, report.failure, report.replays) == ("in parts", None, 0)
     assert report.in_parts + sum(report.eager.values()) == calls
     assert report.in_parts >= 6
+    if model == "graph network" or (model in ("shared", "solver", "flat, twice") and "policy" in options):
+        # Autocast casts the weight once for all of its uses, and their gradients are added in low precision.
+        assert (report.parts, report.updates) == ((), 1)
+        assert "captured by itself: no module" in report.split
+        cast = "a tensor that it makes, and does not return, is used outside of it"
+        assert ("a boolean mask as an index" if model == "graph network" else cast) in str(report)
+        return
     assert any(part.replays == report.in_parts for part in report.parts)
     if (model, options) != ("sometimes", OPTIONS["accumulated"]):  # where the parameters with gradients vary
         assert "the update of the parameters is one graph" in report.split
+
+
+# ------------------------------------------------------------------------------------- neighbours in an nn.Sequential
+
+
+class Own(nn.Sequential):
+    """Does what an `nn.Sequential` does, in its own words."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self:
+            input = layer(input)
+        return input
+
+
+class Named(nn.Sequential):
+    """Has a name of its own."""
+
+
+def flat(kind: str) -> nn.Module:
+    model: Any = Flat()
+    if kind in ("own", "named"):
+        model.net = {"own": Own, "named": Named}[kind](*model.net)
+    elif kind == "hooked":
+        model.net.register_forward_hook(lambda module, args, out: out * 0.5)
+        model.net[4].register_forward_hook(lambda module, args, out: out * 0.25)
+        model.net[18].register_full_backward_hook(lambda module, grads, _: (grads[0] * 0.5,))
+    elif kind == "nested":
+        model.net = nn.Sequential(*small_layers(), nn.Linear(WIDTH, WIDTH), model.net, nn.Tanh())
+    elif kind == "replaced":
+        forward = model.net.forward
+        model.net.forward = lambda x: forward(x) * 0.5
+    elif kind == "eval":
+        model.net.eval()
+    elif kind == "keeps":
+        kept: list[Tensor] = []
+        model.net = nn.Sequential(*small_layers(), Kept(kept), *model.net)
+        model.head = Using(kept)
+    return model
+
+
+class Kept(nn.Module):
+    """Keeps a tensor for others."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.__dict__["kept"] = [kept]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept[0][:] = [x.exp()]
+        return x.sin()
+
+
+class Using(nn.Linear):
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__(WIDTH, 3)
+        self.__dict__["kept"] = [kept]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.kept[0][0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("plain", ["net[0:9]", "net[10:19]"]),
+        ("named", ["net[0:9]", "net[10:19]"]),
+        ("nested", ["net[0:9]", "net.9[0:9]", "net.9[10:19]"]),
+        ("hooked", ["net[10:18]"]),
+        ("own", []),
+        ("replaced", []),
+        ("eval", ["net[0:9]", "net[10:19]"]),
+        ("keeps", ["net[0:8]", "net[9:18]", "net[19:28]"]),
+    ],
+)
+def test_neighbours_are_captured_together(engine: Engine, kind: str, parts: list[str]) -> None:
+    """R4: small layers without an uncapturable line, next to each other in an `nn.Sequential`, are one pair of graphs.
+
+    A hook on one of them, or a `forward` of its own, is in the way. What keeps a tensor for others is not among them.
+    """
+    report = compared(engine, lambda: flat(kind)).report()
+    assert [part.module for part in report.parts] == parts, str(report)
+    assert all(part.replays == report.in_parts and not part.eager for part in report.parts)
+    assert report.outcome == "in parts"
+
+
+def change_neighbours(name: str, run: Run) -> None:
+    net: Any = run.model.net
+    if name == "hook":
+        net[3].register_forward_hook(lambda module, args, out: out * 0.5)
+    elif name == "hook on the whole":
+        net.register_forward_hook(lambda module, args, out: out * 0.5)
+    elif name == "forward":
+        forward = net.forward
+        net.forward = lambda x: forward(x) * 0.5
+    elif name == "another layer":
+        net[1] = nn.Tanh()
+    elif name == "one more":
+        net.append(nn.Tanh())
+    elif name == "mode":
+        net[4].eval()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["hook", "hook on the whole", "forward", "another layer", "one more", "mode"])
+def test_neighbours_that_change(engine: Engine, name: str) -> None:
+    """R4: the bits are those of eager steps after each change of the layers, and of the `nn.Sequential`."""
+    history: list[Any] = []
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for graph in ("off", engine[1]):
+            run = Run((engine[0], graph), Flat, policy="float16", max_norm=1.0)
+            found = list(run.steps(range(9)))
+            change_neighbours(name, run)
+            history.append([*found, *run.steps(range(9, 20), overflows=(10, 18))])
+    assert_same(*history)
+    report = run.step.report()
+    assert report.outcome == ("eager" if name in ("hook", "forward") else "in parts"), str(report)
 
 
 # --------------------------------------------------------------------------------------------------- lines of loss_fn
@@ -395,6 +584,48 @@ def test_what_cannot_be_captured_rightly_stays_eager(engine: Engine, kind: str, 
     assert f"eager: encoder: {why}" in str(report)
 
 
+class DynamicCache:
+    """Stands in for the one of transformers: empty before the first layer, with its keys and values behind it."""
+
+    __module__ = "transformers.cache_utils"
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+
+
+class Caching(Block):
+    def forward(self, x: Tensor, past_key_values: DynamicCache | None = None) -> Tensor:
+        if past_key_values is not None:
+            past_key_values.layers.append(x)
+        return super().forward(x)
+
+
+class Decoder(Reads):
+    """A new cache in each step, as the decoders of transformers have it, unless they are told not to."""
+
+    def __init__(self, use_cache: bool) -> None:
+        super().__init__()
+        self.use_cache = use_cache
+        self.encoder, self.decoder = Caching(), Caching()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = DynamicCache() if self.use_cache else None
+        hidden = self.encoder(x, past_key_values=cache)
+        factor = hidden.detach().float().abs().mean().item()
+        return self.head(self.decoder(hidden * factor, past_key_values=cache))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cache_that_is_made_in_each_step(engine: Engine) -> None:
+    """R4: the report says what to pass to a model of transformers, and with that its layers are captured."""
+    text = str(compared(engine, lambda: Decoder(use_cache=True)).report())
+    advice = "Pass use_cache=False to the model: training needs no cache"
+    assert f"eager: encoder: it gets another DynamicCache in each step. {advice}" in text
+    assert f"eager: decoder: it gets a DynamicCache, in which a graph does not see the tensors. {advice}" in text
+    report = compared(engine, lambda: Decoder(use_cache=False)).report()
+    assert [part.module for part in report.parts] == ["encoder", "decoder"]
+
+
 class Sums(nn.Module):
     """Gives its input a gradient that is expanded, of which a copy has other strides."""
 
@@ -475,6 +706,27 @@ def test_what_changes_between_calls_is_followed(engine: Engine, name: str) -> No
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_hooks_on_all_modules(engine: Engine) -> None:
+    """R4: while there are some, steps are eager, because a replay would not call them for the modules inside."""
+    history: list[Any] = []
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for graph in ("off", engine[1]):
+            run = Run((engine[0], graph), Flat)
+            found = list(run.steps(range(9)))
+            hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 0.5)
+            try:
+                found += run.steps(range(9, 12))
+            finally:
+                hook.remove()
+            history.append([*found, *run.steps(range(12, 15))])
+    assert_same(*history)
+    report = run.step.report()
+    assert report.eager["there are hooks on all modules"] == 3
+    assert report.in_parts == 6
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_each_shape_has_its_own_split(engine: Engine) -> None:
     """R4: within max_graphs."""
     history: list[Any] = []
@@ -507,19 +759,58 @@ class Slowing:
         return self._now
 
 
+def parts_of(model: str) -> set[str]:
+    modules = {"item": {"encoder", "decoder"}, "graph network": set()}[model]
+    return {*modules, "the update of the parameters", "eager"}
+
+
+class Ticking:
+    """A clock by which one second passes each time that it is read."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += 1
+        return self.seconds
+
+
 @pytest.mark.parametrize("engine", ENGINES)
+def test_how_the_time_is_shared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R4: of each captured module, forward and backward and all calls; of the update; of the eager rest."""
+    monkeypatch.setattr("ampkit._step.split.Clock", lambda device: Ticking())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        run = Run(engine, Solver)
+        list(run.steps(range(16)))
+    report = run.step.report()
+    # Eight replays of the module and one update, of one second each, and one second behind each of these marks.
+    assert report.shares == {"field": 8 / 19, "the update of the parameters": 1 / 19, "eager": 10 / 19}
+    assert "time of a step in parts: field 42%, the update of the parameters 5%, eager 53%" in str(report)
+    assert report.to_dict()["shares"] == report.shares
+    calls = run.step._engine._splitter._splits
+    clock = next(iter(calls.values())).clock
+    before = clock.seconds
+    list(run.steps(range(16, 19)))
+    assert clock.seconds == before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", ["item", "graph network"])
 @pytest.mark.parametrize(("factor", "outcome"), [(1.1, "eager"), (0.9, "in parts")])
-def test_what_is_slower_is_undone(engine: Engine, factor: float, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_slower_is_undone(
+    engine: Engine, factor: float, outcome: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R4: a split that takes longer than eager steps is given up, with a warning and a line in the report."""
     monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: True)
     monkeypatch.setattr("ampkit._step.split.Clock", lambda device: Slowing(factor))
     with warnings.catch_warnings(record=True) as caught, deterministic():
         warnings.simplefilter("always")
-        expected = list(Run((engine[0], "off"), Reads).steps(range(26)))
-        run = Run(engine, Reads)
+        expected = list(Run((engine[0], "off"), MODELS[model]).steps(range(26)))
+        run = Run(engine, MODELS[model])
         assert_same(list(run.steps(range(26))), expected)
     report = run.step.report()
     assert report.outcome == outcome, str(report)
+    assert set(report.shares) == (parts_of(model) if outcome == "in parts" else set())
     said = [str(warning.message) for warning in caught if warning.category is ampkit.CaptureWarning]
     assert any("Nor is it done in parts: in parts a step takes" in text for text in said) == (outcome == "eager")
     assert report.in_parts + sum(report.eager.values()) == 26
@@ -555,6 +846,59 @@ def test_why_a_step_is_not_done_in_parts(engine: Engine) -> None:
         assert "not in parts: the code is told that it is being captured" in str(run.step.report())
 
 
+def reads_weights(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.mul_(1 if param.abs().max().item() < 100 else 0.5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("why", ["after_step", "optimizer"])
+def test_where_neither_a_module_nor_the_update_is_captured(engine: Engine, why: str) -> None:
+    """R4: the step is eager from then on, with the line that is in the way, and the bits of eager steps."""
+    history: list[Any] = []
+    with deterministic(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for graph in ("off", engine[1]):
+            torch.manual_seed(0)
+            model = GraphNetwork().to(engine[0])
+            # Its step is a part of no graph.
+            kind = torch.optim.AdamW if why == "after_step" else torch.optim.Adagrad
+            optimizer = kind(model.parameters(), lr=1e-2, **{"fused": True} if why == "after_step" else {})
+            after = reads_weights if why == "after_step" else None
+            step = ampkit.graphed_step(classified, model, optimizer, max_norm=1.0, after_step=after, graph=graph)
+            torch.manual_seed(1)
+            history.append(
+                [(step(*batch(engine[0], i)), training_state(model, optimizer, step.scaler)) for i in range(12)]
+            )
+    assert_same(*history)
+    report = step.report()
+    assert (report.outcome, report.parts, report.updates) == ("eager", (), 0), str(report)
+    words = {"after_step": "param.abs().max().item()", "optimizer": "the optimizer steps behind the graphs"}
+    (said,) = [text for text in map(str, (each.message for each in caught)) if "Nor is it done in parts" in text]
+    assert "a boolean mask as an index" in said
+    assert words[why] in said
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_update_alone_is_said_once(engine: Engine) -> None:
+    """R4: one warning names the line, why no module is captured, and that the update is."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Run(engine, GraphNetwork)
+        list(run.steps(range(9)))
+    (said,) = [str(warning.message) for warning in caught if warning.category is ampkit.CaptureWarning]
+    assert "The step is done in parts: the update of the parameters gets graphs of its own" in said
+    assert "first.linear: it has fewer than 6 kernels" in said
+    report = run.step.report()
+    assert (report.in_parts, report.updates, report.eager) == (
+        4,
+        1,
+        {"warm-up": 3, "looking for modules to capture": 2},
+    )
+    run.step.close()
+    assert run.step.report().outcome == "eager"
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_it_is_said_once(engine: Engine) -> None:
     """R4: one warning names the line, and what is captured all the same."""
@@ -572,3 +916,29 @@ def test_it_is_said_once(engine: Engine) -> None:
     assert run.step.report().parts == ()
     list(run.steps(range(9, 18)))
     assert run.step.report().in_parts == 8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("on_failure", ["parts", "eager"])
+def test_a_graphed_function_is_captured_whole_or_not_at_all(engine: Engine, on_failure: str) -> None:
+    """R4: the report says so, and what to write instead; with on_failure="eager" nobody has asked for parts."""
+    model = Reads().to(engine[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    @ampkit.graphed(modules=(model,), optimizers=(optimizer,), graph=engine[1], on_failure=on_failure)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    assert train.report().split == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for i in range(6):
+            train(*batch(engine[0], i)[:2])
+    report = train.report()
+    assert report.outcome == "eager"
+    said = "not in parts: a function under ampkit.graphed is captured whole or not at all. ampkit.graphed_step captures"
+    assert (said in str(report)) == (on_failure == "parts")

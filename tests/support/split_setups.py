@@ -113,7 +113,38 @@ class Outputs(Layer):
         return {"hidden": hidden * x, "mean": F.gelu(self.right(hidden)).mean(1), "more": [hidden.exp(), None]}
 
 
+class Line(nn.Module):
+    """A module that is the line."""
+
+    line: Callable[[Tensor], Tensor] = staticmethod(nothing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)
+
+
+class Flat(nn.Module):
+    """An `nn.Sequential` of small modules, one of which may be the line. Neighbours are captured together then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        half = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.LayerNorm(WIDTH), nn.Dropout(0.2)
+        other = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+        self.net = nn.Sequential(*half, nn.Linear(WIDTH, WIDTH), nn.GELU(), Line(), *other, nn.Sigmoid())
+
+    @property
+    def line(self) -> Callable[[Tensor], Tensor]:
+        return self.net[6].line
+
+    @line.setter
+    def line(self, line: Callable[[Tensor], Tensor]) -> None:
+        self.net[6].line = line
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
 KINDS: dict[str, Any] = {
+    "flat": Flat,
     "perceptron": Perceptron,
     "convolution": Convolution,
     "attention": Attention,

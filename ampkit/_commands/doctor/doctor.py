@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._capture.report import Report, shares_text
 from ..._errors import UsageError
 from ..._precision.fake_tensors import can_save_for_backward
 from ..._precision.policy import Policy, changes_model
@@ -290,12 +291,18 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
     if not in_the_way:
         diagnosis.notes.append(f"graphed_step captures {possible}.")
         return
-    split: tuple[str, ...] = ()
+    split: Report | None = None
     with _unchecked_if_it_fails(diagnosis, "modules that are captured by themselves"):
         split = trial.split()
-    diagnosis.figures["outcome"] = "in parts" if split else "eager"
-    diagnosis.figures["split"] = list(split)
-    captured = f"modules one by one: {'; '.join(split)}" if split else "nothing"
+    diagnosis.figures["outcome"] = "eager" if split is None else "in parts"
+    diagnosis.figures["split"] = [] if split is None else list(split.split)
+    captured = "nothing"
+    if split is not None:
+        what = "modules one by one" if split.parts else "the update of the parameters by itself"
+        captured = f"{what}: {'; '.join(split.split)}"
+        diagnosis.figures["shares"] = split.shares
+        if split.shares:
+            diagnosis.notes.append(f"Of the time of an eager step: {shares_text(split.shares)}.")
     them = in_the_way[0] if len(in_the_way) == 1 else f"the {len(in_the_way)} findings of severity high"
     diagnosis.notes.append(f"graphed_step captures {captured}. Without {them} it captures {possible}.")
 

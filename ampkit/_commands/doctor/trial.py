@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._batches.prefetch import prefetch
 from ..._capture.inputs import Spec, read_batch
+from ..._capture.report import Report
 from ..._errors import CaptureWarning
 from ..._optimizer.step_kind import may_be_constant, why_not_capturable
 from ..._step.graphed_step import GraphedStep, graphed_step
@@ -28,7 +29,7 @@ from ..._user_line import UserLineFinder
 from .host_values import HostCallRecorder, TorchCall
 
 MOST_BATCHES = 32  # the first batches are read to compare their shapes
-_SPLIT_CALLS = 6  # optimizer steps: two of warm-up, two that are looked at, one that captures, one more
+_SPLIT_CALLS = 9  # optimizer steps: two of warm-up, three that are looked at, one that captures, three that are timed
 KEPT_BATCHES = 4  # the first few of them are kept and trained on
 
 
@@ -189,14 +190,14 @@ class Trial:
                 self.step(*args, **kwargs)
             self._seen.add(key)
 
-    def split(self) -> tuple[str, ...]:
-        """Return in words what `graphed_step` captures one by one, and why not the rest; () if there is nothing.
+    def split(self) -> Report | None:
+        """Return the report of a step that `graphed_step` does in parts; None if it does not.
 
         It trains on the first batch, with emulated graphs.
         """
         subject = self.subject
         if subject.options.get("compile") is not None:
-            return ()  # see `StepSplitter`
+            return None  # see `StepSplitter`
         options = {**subject.options, "graph": "emulate", "warmup": 2, "scheduler": None}
         args, kwargs = self.kept[0]
         with warnings.catch_warnings():
@@ -205,7 +206,7 @@ class Trial:
                 for _ in range(_SPLIT_CALLS * subject.options.get("accumulate", 1)):
                     step(*args, **kwargs)
                 report = step.report()
-        return report.split if report.parts else ()
+        return report if report.parts or report.updates else None
 
     @property
     def is_compared(self) -> bool:

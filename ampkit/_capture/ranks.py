@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.sharding import ShardedModules
-from .job_end import Closable, close_before_end, keep_process_group
+from .heartbeat import Heartbeat, heartbeat_of
+from .job_end import Closable, close_before_end, keep_process_group, tell_end
 from .shards import shard_group
+from .turns import Turn
 
 WARMUP_DDP = 12  # DDP rebuilds its buckets after the first step and samples timings up to the 11th
 
@@ -51,6 +53,15 @@ class Ranks:
             keep_process_group(wrapper)
         self._device = device
         self._calls = self._votes = self._quiet = 0
+        self._turns: list[Turn] = []
+        self._heartbeat: Heartbeat | None = None
+
+    def watch(self, turn: Turn) -> None:
+        """Have a call of this step end if it waits for a rank that is gone."""
+        if self.several:
+            self._turns.append(turn)
+            if self._heartbeat is not None:
+                self._heartbeat.waiting.turns.append(turn)
 
     def _group(self) -> Any:
         """Return the process group of the ranks. Nothing of ampkit but `job_end` keeps it: see there."""
@@ -67,10 +78,17 @@ class Ranks:
             can: whether this rank knows of no reason against it.
             settled: whether this rank has nothing to capture in this call.
 
+        Raises:
+            AmpkitError: another rank is gone.
+
         Sync: waits for the device if there is a vote.
         """
         if not self.several:
             return wants, can
+        if not self._calls:
+            self._start_heartbeat()
+        if self._heartbeat is not None:
+            self._heartbeat.begin_call()
         self._calls += 1
         if (self._quiet >= _QUIET or self._votes >= _EAGER_VOTES) and self._calls % _EVERY:
             return False, True
@@ -86,7 +104,17 @@ class Ranks:
     def _all(self, *flags: bool) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._group())
-        return list(map(bool, votes.tolist()))  # sync
+        decided = list(map(bool, votes.tolist()))  # sync
+        if self._heartbeat is not None:
+            self._heartbeat.raise_if_lost()  # or the vote was aborted, and decides nothing
+        return decided
+
+    def _start_heartbeat(self) -> None:
+        """Begin to tell the other ranks that this one lives, in the first call in which they vote."""
+        tell_end()
+        self._heartbeat = heartbeat_of(self._group())
+        if self._heartbeat is not None:
+            self._heartbeat.waiting.turns.extend(self._turns)
 
     def average(self, gradients: Sequence[Tensor]) -> None:
         """Average gradients over the ranks, in place, as `DistributedDataParallel` does in a backward.

@@ -43,6 +43,15 @@ class StreamOrder:
                 current.wait_stream(self._last)
             self._last, self._address = current, raw_stream(self._device.index)
 
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event behind what was launched so far, None if nothing was. Sync: none."""
+        last = self._last
+        if last is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(last)
+        return event
+
 
 class Turns:
     """The calls of all steps that capture on one stream.
@@ -52,13 +61,14 @@ class Turns:
 
     Attributes:
         lock: to be held during a call, user code included. Within the call another step may be called.
+        order: of what the calls launch; None without a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lock: threading.RLock = (
             threading.RLock()
         )  # with a lock for each step, two threads could wait for each other
-        self._order = StreamOrder(device) if device.type == "cuda" else None
+        self.order = StreamOrder(device) if device.type == "cuda" else None
 
     def begin(self, name: str) -> None:
         """Have the work of this call run after that of the last call. To be called with the lock held."""
@@ -67,8 +77,8 @@ class Turns:
                 f"{name} was called within the capture of another graphed function, which cannot hold a second graph. "
                 "Call the plain function there: the outer graph then holds what it does."
             )
-        if self._order is not None:
-            self._order.follow()
+        if self.order is not None:
+            self.order.follow()
 
 
 class Turn:
@@ -77,12 +87,19 @@ class Turn:
     Args:
         turns: the calls on that stream.
         name: what messages call the step.
+
+    Attributes:
+        running: whether the step is in a call.
     """
 
     def __init__(self, turns: Turns, name: str) -> None:
         self._turns = turns
         self._name = name
-        self._running = False
+        self.running = False
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event behind what was launched so far on the stream of this step's calls, None if nothing was."""
+        return None if self._turns.order is None else self._turns.order.mark()
 
     def take(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return what `fn` returns, called when no other thread is in a call.
@@ -96,21 +113,21 @@ class Turn:
                 raise AmpkitError(_IN_BACKWARD.format(self._name))
             self._turns.lock.release()
         with self._turns.lock:
-            if self._running:
+            if self.running:
                 raise AmpkitError(_NESTED.format(self._name))
             opened = open_here.contexts
             depth = len(opened)
             try:  # in this frame, so that an interrupt at any moment leaves a step that can be called again
                 try:
-                    self._running = True
+                    self.running = True
                     self._turns.begin(self._name)
                     return fn(*args, **kwargs)
                 finally:
                     if len(opened) > depth:  # as in `_undo.call`
                         close(opened[depth])
-                    self._running = False
+                    self.running = False
             finally:
-                self._running = False  # an interrupt may come right before the one above
+                self.running = False  # an interrupt may come right before the one above
 
 
 class _Here(threading.local):

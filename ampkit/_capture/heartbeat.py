@@ -128,14 +128,14 @@ class Heartbeat:
             self._thread.join(2 * LOOK_S)  # the store may be in this process, and the others are to read the reason
 
     def stop(self) -> bool:
-        """End the thread. Return whether there was trouble."""
+        """End the thread. Return whether another rank is lost."""
         if os.getpid() == self._process_id and not self._stopped:
             self._stopped = True
             self._wake.set()
             self._thread.join(_STORE_TIMEOUT.total_seconds())
             if self._interrupted:
                 no_last_resort()
-        return bool(self.lost or self._silent or self._left)
+        return bool(self.lost)
 
     # --------------------------------------------------------------------------------------------- from its own thread
 
@@ -190,6 +190,8 @@ class Heartbeat:
         has_died = peer.has_died()  # before its last word is looked for
         if store.check([f"end {rank}"]):
             peer.left = True
+            if word := store.get(f"end {rank}").decode():
+                self._publish(word)
             self._left = self._left or f"rank {rank} has ended"
             self._told.set()
         elif has_died:
@@ -284,7 +286,7 @@ def end_heartbeats(error: BaseException | None, name: str | None = None) -> None
 
 
 def stop_heartbeats(name: str | None = None) -> bool:
-    """End the threads, or that of the group of this name. Return whether there was trouble."""
+    """End the threads, or that of the group of this name. Return whether a rank is lost."""
     names = [known for known in _heartbeats if name in (None, known)]
     return any([_heartbeats.pop(known).stop() for known in names])
 

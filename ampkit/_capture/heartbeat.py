@@ -116,14 +116,19 @@ class Heartbeat:
         """
         if self._stopped or self.waiting.ending or os.getpid() != self._process_id:  # of a fork, which is no rank
             return
-        if type(error) is RuntimeError or isinstance(error, torch.distributed.DistError):
+        follows = isinstance(error, RuntimeError) and not isinstance(error, (AmpkitError, torch.OutOfMemoryError))
+        if follows:
             self._told.wait(3 * LOOK_S)
         self.waiting.ending = True
-        self._word = "" if error is None or self.lost else f"rank {self._rank} ended: {described(error)}"
+        if error is None or self.lost:
+            self._word = ""
+        elif follows and self._left:
+            self._word = f"{self._left}, while rank {self._rank} needs it"
+            self._print(self._word)
+        else:
+            self._word = f"rank {self._rank} ended: {described(error)}"
         self._wake.set()
         self._said.wait(_STORE_TIMEOUT.total_seconds())
-        if error is not None and self._left and not self.lost:
-            self._print(self._left)
         if self._word and self._rank == 0:
             self._thread.join(2 * LOOK_S)  # the store may be in this process, and the others are to read the reason
 
@@ -153,7 +158,7 @@ class Heartbeat:
                 if self._word is not None:
                     self._said.set()  # as far as it can be
             self._interrupt()
-            if self._wake.wait(LOOK_S if self._looks > _FIRST_LOOKS else _FIRST_S):
+            if self._wake.wait(LOOK_S if self._looks > _FIRST_LOOKS else min(LOOK_S, _FIRST_S)):
                 self._wake.clear()
         for peer in self._others:
             if peer.process is not None:

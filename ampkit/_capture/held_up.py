@@ -8,7 +8,7 @@ import time
 import torch
 
 from .._errors import AmpkitError
-from .._torch.distributed import abort_process_groups
+from .._torch.distributed import aborts
 from .turns import Turn
 
 LAST_RESORT_S = 10.0  # from the abort to the end of the process: NCCL needs a second, users' `finally` clauses the rest
@@ -71,7 +71,8 @@ def end_wait(text: str, thread: int | None) -> None:
     last_resort()
     if thread is not None:  # before the abort: what the device computes from then on is garbage
         raise_in(thread, text)
-    threading.Thread(target=abort_process_groups, name="ampkit-abort", daemon=True).start()
+    for abort in aborts():
+        threading.Thread(target=abort, name="ampkit-abort", daemon=True).start()
 
 
 def raise_in(thread: int, text: str) -> None:

@@ -45,31 +45,13 @@ def own_store(group: Any, prefix: str, timeout: timedelta) -> Any:
     return client
 
 
-def abort_process_groups() -> None:
-    """Have all communicators of NCCL give up, so that waits for their kernels end. What these compute is garbage.
+def aborts() -> list[Callable[[], None]]:
+    """Return a function for each process group that has its communicators of NCCL give up, so that waits for them end.
 
-    ncclCommAbort ends the kernels at once, and then waits until the last CUDA graph with work of the communicator is
-    gone. This is `torch.distributed.distributed_c10d._abort_process_group`, but the groups stay registered, so that the
-    user's `destroy_process_group()` finds them.
+    What their kernels compute from then on is garbage. ncclCommAbort ends the kernels at once, but returns only when
+    the last CUDA graph with work of the communicator is gone: call each function in a thread of its own. Unlike
+    `torch.distributed.distributed_c10d._abort_process_group`, they leave the groups registered, so that a
+    `destroy_process_group()` of the user's finds them.
     """
-    world = private(torch.distributed.distributed_c10d, "_world")
-    names = dict(world.pg_names)
-    groups = sorted(names, key=names.__getitem__, reverse=True)
-    backends = [backend for group in groups if (backend := _nccl(group)) is not None]
-    if backends:
-        backends[0]._group_start()  # or aborts of several communicators may wait for each other (pytorch#119797)
-    for group in groups:
-        group.abort()
-    if backends:
-        backends[0]._group_end()
-
-
-def _nccl(group: Any) -> Any:
-    """Return the group's backend of NCCL, None if it has none."""
-    if not torch.distributed.is_nccl_available():
-        return None
-    try:
-        backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:
-        return None
-    return backend if isinstance(backend, torch.distributed.ProcessGroupNCCL) else None
+    groups = private(torch.distributed.distributed_c10d, "_world").pg_names
+    return [group.abort for group in list(groups)]

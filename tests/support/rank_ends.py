@@ -63,7 +63,7 @@ KINDS = {
     "first killed": Kind((-signal.SIGKILL, None), "rank 0 "),
     "out of memory": Kind((1, None), FAILED.format("OutOfMemoryError: CUDA out of memory")),
     "fewer batches": Kind((0, None), "rank 1 has ended"),
-    "killed, others in Python": Kind((-signal.SIGKILL, 1), "rank 0 stops, because the process of rank 1 is gone"),
+    "killed, others in Python": Kind((-signal.SIGKILL, 1), " stops, because the process of rank 1 is gone"),
     "killed, others elsewhere": Kind((-signal.SIGKILL, 1), "the process of rank 1 is gone"),
     "other shape": Kind((0, 0)),
     "cannot capture": Kind((0, 0), "another rank found that its step cannot be captured"),

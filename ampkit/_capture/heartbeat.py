@@ -20,7 +20,7 @@ import torch
 from .._errors import AmpkitError
 from .._torch.distributed import own_store
 from .._user_line import user_line
-from .held_up import Waiting, end_wait, no_last_resort
+from .held_up import EndedWait, Waiting, no_last_resort, started
 from .peer_process import PeerProcess, address
 
 LOOK_S = 1.0  # between two looks at the store; 1000 ranks then ask it some 4000 times per second
@@ -86,11 +86,11 @@ class Heartbeat:
         self._word: str | None = None  # why this rank ends; "" if without an error
         self._looks = self._pause = self._off_for = 0  # the last two: looks without a connection
         self._off_s = 0.0
-        self._interrupted = self._stopped = False
+        self._ended_wait: EndedWait | None = None
+        self._stopped = False
         self._wake, self._told, self._said = threading.Event(), threading.Event(), threading.Event()
         self._process_id = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="ampkit-heartbeat", daemon=True)
-        self._thread.start()
+        self._thread = started("ampkit-heartbeat", self._run)
 
     # ----------------------------------------------------------------------------------- from the thread that trains
 
@@ -138,7 +138,9 @@ class Heartbeat:
             self._stopped = True
             self._wake.set()
             self._thread.join(_STORE_TIMEOUT.total_seconds())
-            if self._interrupted:
+            self.waiting.join()
+            if self._ended_wait is not None:
+                self._ended_wait.join()
                 no_last_resort()
         return bool(self.lost)
 
@@ -244,8 +246,7 @@ class Heartbeat:
         """If this rank waits for one that is gone, end its wait. If it does so no more, let it live."""
         reason = self.lost or self._silent or self._left
         waited = self.waiting.seconds() if reason else 0.0
-        if waited >= HELD_UP_S and not self._interrupted:
-            self._interrupted = True
+        if waited >= HELD_UP_S and self._ended_wait is None:
             text = reason if self.lost else f"{reason}, while rank {self._rank} waits for it"
             if not self.lost:
                 try:
@@ -253,8 +254,8 @@ class Heartbeat:
                 except RuntimeError:
                     self._off_for = self._off_for or 1  # the store does not answer; this rank knows the reason
             thread = None if self.waiting.ending else self.waiting.thread
-            end_wait(f"rank {self._rank} stops, because {text}", thread)
-        elif self._interrupted and not waited and not self.waiting.ending:
+            self._ended_wait = EndedWait(f"rank {self._rank} stops, because {text}", thread)
+        elif self._ended_wait is not None and not waited and not self.waiting.ending:
             no_last_resort()
 
 

@@ -4,6 +4,8 @@ import ctypes
 import faulthandler
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -12,6 +14,8 @@ from .._torch.distributed import aborts
 from .turns import Turn
 
 LAST_RESORT_S = 10.0  # from the abort to the end of the process: NCCL needs a second, users' `finally` clauses the rest
+# A thread that comes back from C while the interpreter is being finalized aborts the process: see `job_end`.
+_JOIN_S = 2.0
 _STDERR = 2  # sys.stderr may be a file of Python's, which faulthandler cannot write to
 
 
@@ -32,7 +36,7 @@ class Waiting:
         self.ending = False
         self._seen = -1
         self._since: float | None = None
-        self._marks: list[torch.cuda.Event] = []
+        self._probe: threading.Thread | None = None
 
     def seconds(self) -> float:
         """Return for how long this rank has been in one call, or the device in what was launched before."""
@@ -48,18 +52,36 @@ class Waiting:
         return self.ending or in_one_call or self._device_waits(turns)
 
     def _device_waits(self, turns: list[Turn]) -> bool:
-        """Return whether the device still has not come to the marks of an earlier look. Make new ones if it has."""
-        try:
-            if not all(mark.query() for mark in self._marks):
-                return True
-            self._marks = [mark for turn in turns if (mark := turn.mark()) is not None]
-        except RuntimeError:  # the device has failed; the training thread gets the same error
+        """Return whether the device has not done since an earlier look what it had to do then."""
+        if self._probe is not None and self._probe.is_alive():
             return True
+        streams = [stream for turn in turns if (stream := turn.stream()) is not None]
+        if streams:
+            # Not an event: to record one on a full stream blocks, with Python's lock held.
+            self._probe = started("ampkit-probe", lambda: _synchronize(streams))
         return False
 
+    def join(self) -> None:
+        """Wait for the thread that looks at the device, if the device answers."""
+        if self._probe is not None:
+            self._probe.join(_JOIN_S)
 
-def end_wait(text: str, thread: int | None) -> None:
-    """Have the waits of this process end, because of another rank.
+
+def _synchronize(streams: list[torch.cuda.Stream]) -> None:
+    for stream in dict.fromkeys(streams):
+        with suppress(RuntimeError):  # the device has failed; the thread that trains gets the same error
+            stream.synchronize()
+
+
+def started(name: str, work: Callable[[], object]) -> threading.Thread:
+    """Return a thread that does some work, and keeps no process from ending."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+class EndedWait:
+    """Has the waits of this process end, because of another rank.
 
     The thread gets an `AmpkitError` with this text as soon as it is in Python again. If it is not within
     `LAST_RESORT_S`, the process ends with exit code 1 and the stack of each thread on stderr.
@@ -68,11 +90,17 @@ def end_wait(text: str, thread: int | None) -> None:
         text: why.
         thread: which thread trains; None if it is ending already.
     """
-    last_resort()
-    if thread is not None:  # before the abort: what the device computes from then on is garbage
-        raise_in(thread, text)
-    for abort in aborts():
-        threading.Thread(target=abort, name="ampkit-abort", daemon=True).start()
+
+    def __init__(self, text: str, thread: int | None) -> None:
+        last_resort()
+        if thread is not None:  # before the abort: what the device computes from then on is garbage
+            raise_in(thread, text)
+        self._aborts = [started("ampkit-abort", abort) for abort in aborts()]
+
+    def join(self) -> None:
+        """Wait for the communicators to be gone, which they are behind the last graph."""
+        for abort in self._aborts:
+            abort.join(_JOIN_S)
 
 
 def raise_in(thread: int, text: str) -> None:

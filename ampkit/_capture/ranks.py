@@ -56,12 +56,13 @@ class Ranks:
         self._turns: list[Turn] = []
         self._heartbeat: Heartbeat | None = None
 
-    def watch(self, turn: Turn) -> None:
-        """Have a call of this step end if it waits for a rank that is gone."""
+    def watched(self, turn: Turn) -> Turn:
+        """Return the same. Its calls end if they wait for a rank that is gone."""
         if self.several:
             self._turns.append(turn)
             if self._heartbeat is not None:
                 self._heartbeat.waiting.turns.append(turn)
+        return turn
 
     def _group(self) -> Any:
         """Return the process group of the ranks. Nothing of ampkit but `job_end` keeps it: see there."""

@@ -24,13 +24,16 @@ class StreamOrder:
 
     Args:
         device: a CUDA device.
+
+    Attributes:
+        last: the stream of the last launch; None if there was none.
     """
 
     def __init__(self, device: torch.device) -> None:
         assert device.index is not None  # parameters have one
         self._device = device
         self._address = -1  # of the stream of the last launch; 0 is the default stream
-        self._last: torch.cuda.Stream | None = None
+        self.last: torch.cuda.Stream | None = None
 
     def follow(self) -> None:
         """Have the current stream wait for the last one, unless it is the same. To be called under a lock. Sync: none.
@@ -39,18 +42,9 @@ class StreamOrder:
         """
         if raw_stream(self._device.index) != self._address:
             current = torch.cuda.current_stream(self._device)
-            if self._last is not None:
-                current.wait_stream(self._last)
-            self._last, self._address = current, raw_stream(self._device.index)
-
-    def mark(self) -> torch.cuda.Event | None:
-        """Return an event behind what was launched so far, None if nothing was. Sync: none."""
-        last = self._last
-        if last is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(last)
-        return event
+            if self.last is not None:
+                current.wait_stream(self.last)
+            self.last, self._address = current, raw_stream(self._device.index)
 
 
 class Turns:
@@ -97,9 +91,9 @@ class Turn:
         self._name = name
         self.running = False
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Return an event behind what was launched so far on the stream of this step's calls, None if nothing was."""
-        return None if self._turns.order is None else self._turns.order.mark()
+    def stream(self) -> torch.cuda.Stream | None:
+        """Return the stream of the last launch on this step's device, None if there was none."""
+        return None if self._turns.order is None else self._turns.order.last
 
     def take(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return what `fn` returns, called when no other thread is in a call.

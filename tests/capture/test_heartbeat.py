@@ -32,7 +32,15 @@ ELSEWHERE = "another machine 1"
 def interrupts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Texts with which waits would have been ended. The times are a hundredth of what they are."""
     texts: list[str] = []
-    monkeypatch.setattr(heartbeat, "end_wait", lambda text, thread: texts.append(text))
+
+    class NotedWait:
+        def __init__(self, text: str, thread: int | None) -> None:
+            texts.append(text)
+
+        def join(self) -> None:
+            """There is nothing to wait for."""
+
+    monkeypatch.setattr(heartbeat, "EndedWait", NotedWait)
     for name in ("LOOK_S", "HELD_UP_S", "SILENCE_S"):
         monkeypatch.setattr(heartbeat, name, getattr(heartbeat, name) / 100)
     return texts
@@ -54,7 +62,7 @@ def rank0(store: Any, interrupts: list[str]) -> Iterator[Heartbeat]:
 
 def in_a_call(beats: Heartbeat) -> Any:
     """Let the heartbeat see a step that is in a call. Return what has its state."""
-    turn = SimpleNamespace(running=True, mark=lambda: None)
+    turn = SimpleNamespace(running=True, stream=lambda: None)
     beats.waiting.turns.append(turn)  # type: ignore[arg-type] # all that is read of it
     return turn
 

@@ -157,8 +157,8 @@ class Heartbeat:
                     self._look()
             except RuntimeError:  # of the connection
                 self._pause = self._off_for = min(2 * self._pause or 1, _MOST_LOOKS_OFF)
-                if self._word is not None:
-                    self._said.set()  # as far as it can be
+            if self._off_for and self._word is not None:
+                self._said.set()  # as far as it can be
             self._interrupt()
             if self._wake.wait(LOOK_S if self._looks > _FIRST_LOOKS else min(LOOK_S, _FIRST_S)):
                 self._wake.clear()

@@ -108,7 +108,7 @@ class Engine:
         if on_cuda:
             settle_attention_priority(device)  # one of the settings that a key stands for
         self._turns = turns_on(device)
-        self.turn: Turn = Turn(self._turns, name)
+        self.turn: Turn = ranks.watched(Turn(self._turns, name))
         self._clock = Clock(device if on_cuda else None)
         self.fallback: Fallback = Fallback(name, options)
         self._cache = Cache(options.max_graphs, options.memory_budget)

@@ -12,17 +12,24 @@ collective, some time after that collective is over:
   an active exception").
 
 So ampkit keeps a reference to the process group of every model, and drops it at exit, after that of the model.
+
+The other ranks are told of the end before the graphs are released, which waits for the device, and so perhaps for them.
 """
 
 import atexit
+import functools
 import gc
+import multiprocessing.util
+import sys
 import weakref
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from .._torch.distributed import call_before_process_group_ends
+from .._torch.distributed import call_before_shutdown
+from .heartbeat import end_heartbeats, stop_heartbeats
+from .held_up import last_resort
 
 
 class Closable(Protocol):
@@ -47,9 +54,23 @@ def keep_process_group(model: nn.parallel.DistributedDataParallel) -> None:
 
 
 def close_before_end(graphs: Closable) -> None:
-    """Have graphs released before the default process group is destroyed, at exit at the latest."""
-    call_before_process_group_ends(_close_all)
+    """Have graphs released before a process group is destroyed, at exit at the latest."""
     _graphs.add(graphs)
+
+
+@functools.cache
+def tell_end() -> None:
+    """Have the other ranks told when this process ends, or destroys a process group."""
+    call_before_shutdown(_end_group)
+    # Processes of multiprocessing leave without atexit, but not without this. Others do both.
+    multiprocessing.util.Finalize(None, _end, exitpriority=0)
+
+
+def _end_group(group: Any) -> None:
+    """Release the graphs before a group's communicators, which would wait for them for ever."""
+    end_heartbeats(_error(), group.group_name)
+    _close_all()  # a function may use a group that ampkit does not know
+    stop_heartbeats(group.group_name)
 
 
 def _close_all() -> None:
@@ -58,10 +79,22 @@ def _close_all() -> None:
     _graphs.clear()
 
 
+def _error() -> BaseException | None:
+    """Return the error that this process ends with, None if there is none."""
+    # In a `finally` clause the first is what it was entered with; at exit the second is what was not caught.
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):
+        return None if error.code in (None, 0) else error.__context__ or error
+    return error
+
+
 @atexit.register
 def _end() -> None:
     """Release the graphs, and let gloo's threads end while they can still get Python's lock."""
+    end_heartbeats(_error())
     _close_all()
+    if stop_heartbeats():
+        last_resort()  # what follows may wait for the ranks that are gone
     if not _groups:
         return
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from .._torch.sharding import ShardedModules
 from .._undo import Undo
-from .job_end import Closable, close_before_end, keep_process_group
+from .heartbeat import Heartbeat, heartbeat_of
+from .job_end import Closable, close_before_end, keep_process_group, tell_end
 from .layouts import WARM_UP
 from .reducers import Reducers
 from .shards import shard_groups
+from .turns import Turn
 
 WARMUP_DDP = 5  # the second call lays out DDP's buckets, which waits, and the third from the end is the preflight
 
@@ -103,6 +105,16 @@ class Ranks:
         self.together = not self.several
         self._votes, self._votes_together = _Votes(), _Votes()
         self._voting: bool | None = None  # in each call, in none; None: as `_votes` says
+        self._turns: list[Turn] = []
+        self._heartbeats: list[Heartbeat] | None = None  # one for each group; None before the first call
+
+    def watched(self, turn: Turn) -> Turn:
+        """Return the same. Its calls end if they wait for a rank that is gone."""
+        if self.several:
+            self._turns.append(turn)
+            for heartbeat in self._heartbeats or ():
+                heartbeat.waiting.turns.append(turn)
+        return turn
 
     def _groups(self) -> list[Any]:
         """Return process groups that connect the ranks. Nothing of ampkit but `job_end` keeps them: see there."""
@@ -138,10 +150,14 @@ class Ranks:
             settled: whether this rank has nothing to capture, and nothing to compare, in this call.
             replays: whether this rank replays a graph in this call.
 
+        Raises:
+            AmpkitError: another rank is gone.
+
         Sync: waits for the device if there is a vote.
         """
         if not self.several:
             return wants, can
+        self._begin_call()
         self.together = False
         if self._voting is False or not self._votes.are_due(always=self._voting is True):
             return False, True
@@ -164,11 +180,15 @@ class Ranks:
             ready: whether it has none, and may capture one now.
             settled: whether it has nothing to capture in these calls.
 
+        Raises:
+            AmpkitError: another rank is gone.
+
         Sync: waits for the device if there is a vote.
         """
         alone = Together.LAUNCH if has else Together.CALLS_ALONE
         if not self.several:
             return Together.CAPTURE if ready else alone
+        self._begin_call()
         if not self._votes_together.are_due():
             return alone
         all_ready, all_either, all_settled = self._all(ready, has or ready, settled)
@@ -193,7 +213,20 @@ class Ranks:
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
         for group in self._groups():  # the least of the first group's ranks, then the least of these
             torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=group)
-        return list(map(bool, votes.tolist()))  # sync
+        decided = list(map(bool, votes.tolist()))  # sync
+        for heartbeat in self._heartbeats or ():
+            heartbeat.raise_if_lost()  # or the vote was aborted, and decides nothing
+        return decided
+
+    def _begin_call(self) -> None:
+        """Tell the other ranks from the first call on that this one lives. Raise an error if one of them is gone."""
+        if self._heartbeats is None:
+            tell_end()
+            self._heartbeats = [beat for beat in map(heartbeat_of, self._groups()) if beat is not None]
+            for heartbeat in self._heartbeats:
+                heartbeat.waiting.turns.extend(self._turns)
+        for heartbeat in self._heartbeats:
+            heartbeat.begin_call()
 
     def average(self, gradients: Sequence[Tensor]) -> None:
         """Average gradients over the ranks, in place, as `DistributedDataParallel` does in a backward.

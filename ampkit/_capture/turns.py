@@ -24,13 +24,16 @@ class StreamOrder:
 
     Args:
         device: a CUDA device.
+
+    Attributes:
+        last: the stream of the last launch; None if there was none.
     """
 
     def __init__(self, device: torch.device) -> None:
         assert device.index is not None  # parameters have one
         self._device = device
         self._address = -1  # of the stream of the last launch; 0 is the default stream
-        self._last: torch.cuda.Stream | None = None
+        self.last: torch.cuda.Stream | None = None
 
     def follow(self) -> None:
         """Have the current stream wait for the last one, unless it is the same. To be called under a lock. Sync: none.
@@ -39,9 +42,9 @@ class StreamOrder:
         """
         if raw_stream(self._device.index) != self._address:
             current = torch.cuda.current_stream(self._device)
-            if self._last is not None:
-                current.wait_stream(self._last)
-            self._last, self._address = current, raw_stream(self._device.index)
+            if self.last is not None:
+                current.wait_stream(self.last)
+            self.last, self._address = current, raw_stream(self._device.index)
 
 
 class Turns:
@@ -52,13 +55,14 @@ class Turns:
 
     Attributes:
         lock: to be held during a call, user code included. Within the call another step may be called.
+        order: of what the calls launch; None without a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lock: threading.RLock = (
             threading.RLock()
         )  # with a lock for each step, two threads could wait for each other
-        self._order = StreamOrder(device) if device.type == "cuda" else None
+        self.order = StreamOrder(device) if device.type == "cuda" else None
 
     def begin(self, name: str) -> None:
         """Have the work of this call run after that of the last call. To be called with the lock held."""
@@ -67,8 +71,8 @@ class Turns:
                 f"{name} was called within the capture of another graphed function, which cannot hold a second graph. "
                 "Call the plain function there: the outer graph then holds what it does."
             )
-        if self._order is not None:
-            self._order.follow()
+        if self.order is not None:
+            self.order.follow()
 
 
 class Turn:
@@ -77,12 +81,19 @@ class Turn:
     Args:
         turns: the calls on that stream.
         name: what messages call the step.
+
+    Attributes:
+        running: whether the step is in a call.
     """
 
     def __init__(self, turns: Turns, name: str) -> None:
         self._turns = turns
         self._name = name
-        self._running = False
+        self.running = False
+
+    def stream(self) -> torch.cuda.Stream | None:
+        """Return the stream of the last launch on this step's device, None if there was none."""
+        return None if self._turns.order is None else self._turns.order.last
 
     def take(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return what `fn` returns, called when no other thread is in a call.
@@ -96,21 +107,21 @@ class Turn:
                 raise AmpkitError(_IN_BACKWARD.format(self._name))
             self._turns.lock.release()
         with self._turns.lock:
-            if self._running:
+            if self.running:
                 raise AmpkitError(_NESTED.format(self._name))
             opened = open_here.contexts
             depth = len(opened)
             try:  # in this frame, so that an interrupt at any moment leaves a step that can be called again
                 try:
-                    self._running = True
+                    self.running = True
                     self._turns.begin(self._name)
                     return fn(*args, **kwargs)
                 finally:
                     if len(opened) > depth:  # as in `_undo.call`
                         close(opened[depth])
-                    self._running = False
+                    self.running = False
             finally:
-                self._running = False  # an interrupt may come right before the one above
+                self.running = False  # an interrupt may come right before the one above
 
 
 class _Here(threading.local):

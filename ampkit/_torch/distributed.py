@@ -1,25 +1,57 @@
-"""How to be told that a process group ends."""
+"""How to be told that a process group ends, what its store is, and how its communicators are aborted."""
 
+import functools
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
 
 from .guard import private
 
 
-class _Communicator:
-    """What `destroy_process_group` takes for another communicator: it calls `finalize` before it ends the backends."""
+def call_before_shutdown(callback: Callable[[Any], None]) -> None:
+    """Have each process group call this, with itself, before it is shut down.
 
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self.finalize = callback
-
-
-def call_before_process_group_ends(callback: Callable[[], None]) -> None:
-    """Have `torch.distributed.destroy_process_group()` call this first, when it destroys the default group.
-
-    torch has no hook for this. To replace the function would not help, because code that ran
-    `from torch.distributed import destroy_process_group` earlier would still call the old one.
+    torch has no hook for this. To replace `destroy_process_group` would not help, because code that ran
+    `from torch.distributed import destroy_process_group` earlier would still call the old one. All of them call
+    `ProcessGroup.shutdown`, for each group that they destroy.
     """
-    comms = private(torch.distributed.distributed_c10d, "_world").comms
-    if not any(comm.finalize is callback for comm in comms if isinstance(comm, _Communicator)):
-        comms.append(_Communicator(callback))
+    kind: Any = torch.distributed.ProcessGroup
+    shutdown = kind.shutdown
+    if getattr(shutdown, "calls_first", None) is callback:
+        return
+
+    @functools.wraps(shutdown)
+    def after_callback(group: Any, *args: Any, **kwargs: Any) -> Any:
+        callback(group)
+        return shutdown(group, *args, **kwargs)
+
+    after_callback.calls_first = callback  # type: ignore[attr-defined] # a function takes any attribute
+    kind.shutdown = after_callback
+
+
+def own_store(group: Any, prefix: str, timeout: timedelta) -> Any:
+    """Return a client of the group's store with a connection of its own.
+
+    One that is shared blocks while another thread waits for a key. None if the group has no store.
+    """
+    distributed: Any = torch.distributed
+    try:
+        client = distributed.PrefixStore(prefix, group.get_group_store()).clone()
+    except (AttributeError, NotImplementedError, RuntimeError):  # MPI, groups of tests, other torch versions
+        return None
+    client.set_timeout(timeout)
+    return client
+
+
+def aborts() -> list[Callable[[], None]]:
+    """Return a function for each process group that has its communicators of NCCL give up, so that waits for them end.
+
+    What their kernels compute from then on is garbage. ncclCommAbort ends the kernels at once, but returns only when
+    the last CUDA graph with work of the communicator is gone: call each function in a thread of its own. Unlike
+    `torch.distributed.distributed_c10d._abort_process_group`, they leave the groups registered, so that a
+    `destroy_process_group()` of the user's finds them.
+    """
+    groups = private(torch.distributed.distributed_c10d, "_world").pg_names
+    return [group.abort for group in list(groups)]

@@ -6,7 +6,8 @@
 Each row trains a small model with random weights. Losses, parameters, buffers, optimizer state and random state of the
 run in parts are compared bit by bit with those of an eager run, under deterministic algorithms where all operations
 have such a form. The outcome is that of the run that is timed. The times are of one step, between two waits for the
-device: the median of the repeats, the smallest and the largest. Nothing is downloaded. A row whose library is missing says so.
+device: the median of the repeats, the smallest and the largest. Nothing is downloaded. A row whose library is missing
+says so.
 """
 
 import argparse

@@ -243,7 +243,7 @@ class Split:
         assert self._parts is not None  # made behind the last survey, or the split has been refused
         assert self._choice is not None  # made with the parts
         how = IN_PARTS if self._choice.calls or phase.last else _NO_MODULE
-        settled = self.calls > 0 and phase.last and self._is_settled(update)
+        settled = phase.last and self._is_settled(update)
         timed = settled and self.is_timed and self._in_parts.wanted
         # Where the parts are not given up. The marks inside of a call would lengthen it.
         shares = self._shares if settled and not timed and self._shares.wanted else None
@@ -266,7 +266,9 @@ class Split:
         return outputs
 
     def _is_settled(self, update: Engine) -> bool:
-        """Return whether the update is captured, or will not be."""
+        """Return whether modules and update are captured, as far as they can be."""
+        if self._surveys:
+            return False
         return bool(update.replays or update.fallback.refused or self._step.steps_behind)
 
     def _why_eager(self, phase: Phase) -> str:

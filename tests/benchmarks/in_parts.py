@@ -1,12 +1,13 @@
 """Steps with a line that no graph can hold: torch AMP, ampkit all eager, and ampkit in parts; bits and milliseconds.
 
-    python tests/benchmarks/in_parts.py                     on a GPU, under 100 s
+    python tests/benchmarks/in_parts.py                     on a GPU, under 120 s
     python tests/benchmarks/in_parts.py --graph emulate     without a GPU: outcomes and bits alone
 
 Each row trains a small model with random weights. Losses, parameters, buffers, optimizer state and random state of the
 run in parts are compared bit by bit with those of an eager run, under deterministic algorithms where all operations
-have such a form. The times are of one step, between two waits for the device: the median of the repeats, the smallest
-and the largest. Nothing is downloaded. A row whose library is missing says so.
+have such a form. The outcome is that of the run that is timed. The times are of one step, between two waits for the
+device: the median of the repeats, the smallest and the largest. Nothing is downloaded. A row whose library is missing
+says so.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from zoo_models import Batch, Row, adamw
 
 import ampkit
 
-STEPS = 24  # 3 of warm-up, 5 that are timed, 2 that are looked at, 3 of warm-up of the update, 5 that are timed, more
+STEPS = 24  # 3 of warm-up, 3 that are looked at, 5 that are timed, 2 that capture, 5 that are timed, more
 REPEATS = 5
 SECONDS = 0.25  # of steps per repeat
 WIDTH = 256

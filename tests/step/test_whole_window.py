@@ -763,6 +763,23 @@ def test_a_stack_in_the_memory_of_the_state(engine: Engine) -> None:
     assert run.step.report().launches == 3
 
 
+def test_other_layouts_now_and_then() -> None:
+    """Launches count as replays: where most windows are launched, nothing is said of rare ones that are not."""
+
+    def loss_fn(model: nn.Module, *batch: Any) -> Any:
+        return boosted_loss(model, *batch[:3])
+
+    run = Run(("cpu", "emulate"), loss_fn=loss_fn, accumulate=2)
+    batches = stack(make_batches("cpu", [4] * 2))
+    for i in range(20):
+        for _ in range(6):
+            run.step.window(*batches, -1)
+        run.step.window(*batches, i)
+    report = run.step.report()
+    assert report.failure is None
+    assert report.launches == 20 * 6 - 4
+
+
 def test_windows_as_long_as_a_launch_of_scan() -> None:
     """With 16 micro-batches and more, scan launches one window at a time, too. Its graph is another one."""
     run = check(("cpu", "emulate"), [20] * 6, accumulate=20, schedule=SCHEDULES["step"])

@@ -31,7 +31,7 @@ from interrupts import (
     trial,
 )
 
-_PER_CALL = 3  # moments that the suite tries; `python tests/support/interrupts.py --all` tries all of them
+_PER_CALL = 2  # moments that the suite tries; `python tests/support/interrupts.py --all` tries all of them
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ AMPKIT_SCAN_SETUPS=200 python -m pytest -q -n 14 tests/step/test_scan_setups.py 
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,24 +22,7 @@ ON_CUDA = range(int(os.environ.get("AMPKIT_SCAN_SETUPS", "40")))
 SEEDS = {"cpu": range(60), "cuda": ON_CUDA}
 WINDOW_SEEDS = {"cpu": range(1000, 1052), "cuda": [1000 + seed for seed in ON_CUDA]}
 # The seeds that are not slow.
-QUICK = {"cpu": [*range(24), *range(1000, 1008)], "cuda": [*range(40), *range(1000, 1016)]}
-
-
-def drawn(seeds: Mapping[str, Sequence[int]]) -> list[Any]:
-    """Return a parameter for each seed and device, with its marks."""
-    return [
-        pytest.param(
-            seed,
-            device,
-            id=f"{device}-seed{seed}",
-            marks=[
-                *([pytest.mark.cuda] if device == "cuda" else []),
-                *([] if seed in QUICK[device] else [pytest.mark.slow]),
-            ],
-        )
-        for device, of_device in seeds.items()
-        for seed in of_device
-    ]
+QUICK = {"cpu": [*range(10), *range(1000, 1005)], "cuda": [*range(40), *range(1000, 1016)]}
 
 
 def history_of_singles(setup: setups.Setup, pieces: Sequence[scan_setups.Piece]) -> list[Any]:
@@ -65,13 +48,13 @@ def outputs_of(training: scan_setups.ScanTraining, piece: scan_setups.Piece) -> 
     return {key: out[key] for key in ("loss", "aux")} if "flush" in piece.actions else out
 
 
-@pytest.mark.parametrize(("seed", "device"), drawn(SEEDS))
+@pytest.mark.parametrize(("seed", "device"), setups.seed_params(SEEDS, QUICK))
 def test_random_setups(seed: int, device: str) -> None:
     """R11: scans of random lengths, between and within windows, leave the bits of eager single calls after each."""
     check(*scan_setups.draw_scans(seed, device))
 
 
-@pytest.mark.parametrize(("seed", "device"), drawn(WINDOW_SEEDS))
+@pytest.mark.parametrize(("seed", "device"), setups.seed_params(WINDOW_SEEDS, QUICK))
 def test_random_windows(seed: int, device: str) -> None:
     """R12: optimizer steps given as windows, short ones too, leave the bits of eager single calls after each."""
     check(*scan_setups.draw_scans(seed, device, windows=True))

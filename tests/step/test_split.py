@@ -307,8 +307,15 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        # Slow but for each model with one of the options, in turn.
+        pytest.param(model, options, id=f"{model}-{name}", marks=[pytest.mark.slow] * ((i + j) % len(OPTIONS) > 0))
+        for i, model in enumerate(MODELS)
+        for j, (name, options) in enumerate(OPTIONS.items())
+    ],
+)
 def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, Any]) -> None:
     """R4: losses, parameters, state, scale, average and random numbers are those of eager steps after each call."""
     calls = 36 if "accumulate" in options else 13

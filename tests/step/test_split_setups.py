@@ -8,31 +8,20 @@ import random
 import warnings
 
 import pytest
+import setups
 import split_setups
 import torch
 from harness import assert_same, deterministic
 
 import ampkit
 
-SEEDS = {"cpu": range(int(os.environ.get("AMPKIT_SPLIT_SETUPS", "24"))), "cuda": range(40)}
-SEEDS["cuda"] = range(int(os.environ.get("AMPKIT_SPLIT_SETUPS", "40")))
-QUICK = {"cpu": range(8), "cuda": range(40)}  # the seeds that are not slow
-SETUPS = [
-    pytest.param(
-        seed,
-        device,
-        id=f"{device}-seed{seed}",
-        marks=[
-            *([pytest.mark.cuda] if device == "cuda" else []),
-            *([] if seed in QUICK[device] else [pytest.mark.slow]),
-        ],
-    )
-    for device, seeds in SEEDS.items()
-    for seed in seeds
-]
+# 24 on a CPU and 40 on a GPU, unless another number is asked for.
+COUNT = os.environ.get("AMPKIT_SPLIT_SETUPS")
+SEEDS = {device: range(int(COUNT or usual)) for device, usual in (("cpu", 24), ("cuda", 40))}
+QUICK = {"cpu": range(4), "cuda": range(40)}  # the seeds that are not slow
 
 
-@pytest.mark.parametrize(("seed", "device"), SETUPS)
+@pytest.mark.parametrize(("seed", "device"), setups.seed_params(SEEDS, QUICK))
 def test_random_setups(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R3, R4: outputs and state behind each call have the bits of eager calls; each call is counted once."""
     # Where a GPU shows these small models to be slower in parts, they stay in parts all the same.
@@ -63,7 +52,7 @@ def test_random_setups(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError(f"{error}\n\nin {setup}\n{training.model}\n{vars(training.model)}") from error
 
 
-@pytest.mark.parametrize("device", [pytest.param(name, marks=SETUPS[-1].marks * (name == "cuda")) for name in SEEDS])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_most_are_done_in_parts(device: str) -> None:
     """Of the set-ups that were run here, some have calls in parts."""
     totals = split_setups.totals[device]

@@ -3,10 +3,11 @@
 import copy
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from harness import OPTIMIZERS, UNFUSED, bits, training_state
 from torch import Tensor, nn
@@ -515,6 +516,28 @@ def count(setup: Setup, report: ampkit.Report) -> None:
     )
     for axis, value in axis_values(setup):
         values[setup.device][axis][value] += 1
+
+
+def seed_params(seeds: Mapping[str, Sequence[int]], quick: Mapping[str, Collection[int]]) -> list[Any]:
+    """Return a parameter (seed, device) for each seed of each device, with the marks it needs.
+
+    Args:
+        seeds: by device.
+        quick: those that are not slow, by device.
+    """
+    return [
+        pytest.param(
+            seed,
+            device,
+            id=f"{device}-seed{seed}",
+            marks=[
+                *([pytest.mark.cuda] if device == "cuda" else []),
+                *([] if seed in quick[device] else [pytest.mark.slow]),
+            ],
+        )
+        for device, of_device in seeds.items()
+        for seed in of_device
+    ]
 
 
 def axis_values(setup: Setup) -> Iterator[tuple[str, str]]:

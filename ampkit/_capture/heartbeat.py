@@ -245,7 +245,10 @@ class Heartbeat:
     def _interrupt(self) -> None:
         """If this rank waits for one that is gone, end its wait. If it does so no more, let it live."""
         reason = self.lost or self._silent or self._left
-        waited = self.waiting.seconds() if reason else 0.0
+        if not reason:
+            self.waiting.forget()
+            return
+        waited = self.waiting.seconds()
         if waited >= HELD_UP_S and self._ended_wait is None:
             text = reason if self.lost else f"{reason}, while rank {self._rank} waits for it"
             if not self.lost:

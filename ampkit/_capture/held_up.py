@@ -45,6 +45,10 @@ class Waiting:
             self._since = now
         return now - self._since
 
+    def forget(self) -> None:
+        """Begin anew: there is nobody to wait for in vain."""
+        self._since = None
+
     def _waits(self) -> bool:
         seen, self._seen = self._seen, self.calls
         turns = list(self.turns)

@@ -61,7 +61,7 @@ def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
         # Each of these left a step that raised in every later call, trained nothing, or trained something else.
         pytest.param(Float16, WARM_UP, ["self.scaler.update()", "self._count()"], id="between step and update"),
         pytest.param(TwoOptimizers, WARM_UP, ["self._count()", "self.watch_skips()"], id="between two optimizers"),
-        pytest.param(BFloat16, CAPTURE, ["self._exchange(self._copies)", "foreach_copy_(list(masters), present)"],
+        pytest.param(BFloat16, CAPTURE, ["self._exchange(self._copies)", "self._write(list(masters), present)"],
                      id="weights in low precision"),
         pytest.param(Float16, PREFLIGHT, ["self._watch_calls(self._undo)", "leave(self)", "return self"],
                      id="entering and leaving the preflight"),

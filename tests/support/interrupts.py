@@ -44,6 +44,8 @@ _CONTEXT_IN_C = "leaving torch's context is one step of C"
 IMPOSSIBLE = {
     ("_capture/turns.py", "with self._turns.lock:"): _LOCK,
     ("_capture/pool.py", "with self._lock:"): _LOCK,
+    ("_capture/capture_query.py", "with _lock:"): _LOCK,
+    ("_torch/graph_order.py", "with _lock:"): _LOCK,
     ("_callables/shared_memory.py", "with _lock:"): _LOCK,
     ("_callables/graphed_callable.py", "with self._shared.call():"): _LOCK,
     ("_capture/watch.py", "with without_torch_function():"): _CONTEXT_IN_C,

@@ -14,9 +14,10 @@ from .._capture.variation import Part
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import parameters
+from .._optimizer.step_kind import parameters, torch_class
 from .._precision.policy import Policy
 from .._torch.graph_order import make_graphs_here
+from .._torch.optimizers import step_hooks
 from .._torch.sharding import local_shard
 from .._torch.tensors import foreach_copy_
 from .._undo import Undo
@@ -357,6 +358,8 @@ class TrainingStep:
             undo.note(self.scaler.forgetting())
             if prepared is None:
                 self._clip_values()
+            if torch_class(self._optimizer) is None or step_hooks(self._optimizer):
+                self._give_gradients_away()
             with self.groups.applied() if self._capturable else ExitStack():
                 if prepared is None:
                     self.scaler.step(self._optimizer, max_norm=self._max_norm)
@@ -372,6 +375,17 @@ class TrainingStep:
             nn.utils.clip_grad_value_(parameters(self._optimizer), self._max_value)
 
     # ------------------------------------------------------------------------------------------------ accumulation
+
+    def _give_gradients_away(self) -> None:
+        """Give parameters copies of the gradients that a later call overwrites.
+
+        Code that is not torch's may keep `param.grad` as the gradient of the last step (MARS in timm 1.0.29).
+        """
+        kept = {id(gradient) for name, gradient in self.gradients.items() if name.startswith(_KEPT)}
+        for param in parameters(self._optimizer):
+            if id(param.grad) in kept:
+                assert param.grad is not None  # it is no gradient that is kept
+                param.grad = param.grad.clone()
 
     def _restore_gradients(self, params: list[nn.Parameter], accumulated: tuple[int, ...]) -> None:
         """Give the parameters with these indices their accumulated gradients, and the others none."""
@@ -412,8 +426,11 @@ class TrainingStep:
 _SAME_PARAMETERS = "Have the loss of each micro-batch depend on the same parameters."
 
 
+_KEPT = "the accumulated gradient of parameter"
+
+
 def _name(parameter: int) -> str:
-    return f"the accumulated gradient of parameter {parameter}"
+    return f"{_KEPT} {parameter}"
 
 
 def _clear_gradients(params: list[nn.Parameter]) -> None:

@@ -134,6 +134,49 @@ def test_the_bits_of_a_loop_of_torch_alone(engine: Engine) -> None:
     assert_same(list(plain.state_dict().values()), list(model.state_dict().values()))
 
 
+class Remembering(torch.optim.Optimizer):
+    """Keeps the gradient tensors of the last step, as MARS does in timm 1.0.29, in its state or elsewhere."""
+
+    def __init__(self, params: Any, in_state: bool) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.in_state = in_state
+        self.last: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            before = self.state[param].get("last") if self.in_state else self.last.get(param)
+            param.sub_(param.grad if before is None else 1.5 * param.grad - 0.5 * before, alpha=0.01)
+            if self.in_state:
+                self.state[param]["last"] = param.grad
+            else:
+                self.last[param] = param.grad.view(-1).view_as(param)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, ("cpu", "off")])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("in_state", [True, False])
+def test_an_optimizer_may_keep_gradients(engine: Engine, accumulate: int, in_state: bool) -> None:
+    """R5: no later call overwrites a gradient that the optimizer has seen. The bits are those of torch's own loop."""
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        model, plain = make_net(engine[0]), make_net(engine[0])
+        optimizer = Remembering(model.parameters(), in_state)
+        torch.manual_seed(5)
+        step = ampkit.graphed_step(loss_fn, model, optimizer, accumulate=accumulate, graph=engine[1])
+        for i in range(8 * accumulate):
+            step(*batch(engine[0], i))
+        theirs = Remembering(plain.parameters(), in_state)
+        torch.manual_seed(5)
+        for i in range(8 * accumulate):
+            (loss_fn(plain, *batch(engine[0], i)) / accumulate).backward()
+            if (i + 1) % accumulate == 0:
+                theirs.step()
+                theirs.zero_grad()
+    assert (step.replays > 0) == (engine[1] != "off")
+    assert_same(list(plain.state_dict().values()), list(model.state_dict().values()))
+
+
 class OpNames(TorchDispatchMode):
     """Notes the names of all operations."""
 

@@ -380,6 +380,7 @@ class Engine:
         """Return what `fn` returns, the caller's own; it is called eagerly, and counted under this reason."""
         self.eager[reason] += 1
         self._watch.refresh_rates()
+        self._ranks.reducers.begin_call()
         return self._on_stream(fn, nullcontext() if context is None else context, own)
 
     def _leave_capture_stream(self) -> None:

@@ -130,8 +130,9 @@ class Ranks:
             wanted: as many as the user asks for.
             on_cuda: whether graphs are not emulated.
         """
-        if on_cuda and self.wrappers and wanted < WARMUP_DDP:
-            return WARMUP_DDP, f"{WARM_UP} (DistributedDataParallel needs {WARMUP_DDP} calls)"
+        needed = WARMUP_DDP + any(ddp.static_graph for ddp in self.wrappers)  # whose buckets are laid out a call later
+        if on_cuda and self.wrappers and wanted < needed:
+            return needed, f"{WARM_UP} (DistributedDataParallel needs {needed} calls)"
         return max(2, wanted), WARM_UP  # two at least: one under the preflight, and the rehearsal
 
     @functools.cached_property

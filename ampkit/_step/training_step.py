@@ -259,6 +259,8 @@ class TrainingStep:
             undo.note(self.ranks.shards.settle)
             self._restore_gradients(params, phase.accumulated)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
+            for wrapper in self.ranks.wrappers:  # see `Reducers.begin_call`
+                wrapper.require_forward_param_sync = not phase.accumulated
             without_sync = [] if phase.last else self.ranks.wrappers
             for wrapper in without_sync:
                 undo.note(setattr, wrapper, "require_backward_grad_sync", wrapper.require_backward_grad_sync)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ampkit
+from ampkit._capture.ranks import WARMUP_DDP
 
 CPU = ["--device", "cpu"]
 Rows = list[dict[str, Any]]  # one per rank
@@ -214,7 +215,7 @@ def test_windows_on_two_gpus(odd: list[str]) -> None:
     options = ["--device", "cuda", "--windows", "--accumulate", "2", "--calls", "100", "--max-norm", "0.5"]
     options += ["--policy", "float16", "--overflows", "3", "51", *(["--odd-calls", *odd] if odd else [])]
     first, second = assert_equal_runs(ddp_train.launch(*options, "--graph", "auto", "off"), "auto")
-    assert first["launches"] == 50 - 13  # 12 to warm up, one to capture the calls
+    assert first["launches"] == 50 - WARMUP_DDP - 1  # one to capture the calls
     assert second["launches"] == first["launches"] - bool(odd)
     assert first["messages"] == second["messages"] == []
 

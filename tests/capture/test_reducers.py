@@ -53,7 +53,7 @@ def on_gpus() -> dict[str, Rows]:
 def check(name: str, rows: Rows, device: str = "cpu") -> None:
     """Assert that a case left the bits of eager steps on each rank, and was captured unless it says that it is not."""
     case = ddp_cases.CASES[name]
-    warmup = 3 if device == "cpu" else WARMUP_DDP
+    warmup = 3 if device == "cpu" else WARMUP_DDP + bool(case.ddp.get("static_graph"))
     kinds = 2 if case.event == "second step" or case.numerics else 1  # of calls that have graphs of their own
     for row in rows:
         assert "error" not in row, row["error"]
@@ -361,3 +361,43 @@ def test_an_evaluation_may_come_first(context: Callable[[], Any]) -> None:
     for _ in range(5):
         step(torch.ones(3, 4))
     assert step.replays == 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_buffers_are_broadcast_once_per_window(accumulate: int) -> None:
+    """L4: in its first micro-batch, also behind an evaluation, and though a replay leaves DDP as it was."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    ddp = DistributedDataParallel(model)
+    seen: list[bool] = []
+    model.register_forward_pre_hook(lambda *_: seen.append(ddp.require_forward_param_sync))
+    step = step_of(ddp, accumulate=accumulate)
+    for i in range(8 * accumulate):
+        if i in (2 * accumulate, 7 * accumulate):
+            ddp.require_forward_param_sync = False  # as an evaluation leaves it
+        if i == 4 * accumulate:
+            ddp.require_forward_param_sync = True
+        step(torch.randn(4, 4, generator=torch.Generator().manual_seed(i)))
+    assert step.replays > 0
+    assert seen == ([True] + [False] * (accumulate - 1)) * 8
+
+
+def test_buffers_are_broadcast_in_a_graphed_function() -> None:
+    """L4: an evaluation between the calls does not change what a call records."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    seen: list[bool] = []
+    ddp.module.register_forward_pre_hook(lambda *_: seen.append(ddp.require_forward_param_sync))
+    optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)
+
+    @ampkit.graphed(modules=(ddp,), optimizers=(optimizer,), graph="emulate")
+    def train(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_fn(ddp, x)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for i in range(7):
+        ddp.require_forward_param_sync = i % 2 == 0
+        train(torch.randn(4, 4, generator=torch.Generator().manual_seed(i)))
+    eager = sum(train.report().eager.values())
+    assert seen[:eager] == [True] * eager

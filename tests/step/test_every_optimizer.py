@@ -70,7 +70,8 @@ def check(engine: Engine, make: Make) -> None:
         found, step = trained(engine, make)
     assert_same(expected, found)
     report = step.report()
-    assert report.replays > 0, report
+    # On CUDA adopt reads its count in each step, as a part of the graphs. Then modules are captured one by one.
+    assert report.replays + report.in_parts > 0, report
     # On a CPU a step does not set `capturable`, and code that is not torch's then computes with its count of steps.
     groups = make([nn.Parameter(torch.ones(2, 2))]).param_groups
     counts = engine[0] == "cpu" and all("capturable" in group for group in groups)

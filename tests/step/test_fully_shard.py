@@ -29,7 +29,7 @@ Rows = list[dict[str, Any]]  # of one case, one per rank
 
 def launched(device: str, cases: tuple[str, ...], timeout: float, ranks: int = 2) -> dict[str, Rows]:
     """Train these cases on so many ranks; return what came of each, by its name."""
-    options = ("--device", device, "--cases", *cases)
+    options = ("--device", device, "--timeout", str(timeout), "--cases", *cases)
     rows = ddp_train.launch(*options, ranks=ranks, timeout=timeout, script=fsdp_train.__file__)
     return {case: [row[case] for row in rows] for case in cases}
 
@@ -46,7 +46,7 @@ def others_on_cpu() -> dict[str, Rows]:
 
 @pytest.fixture(scope="module")
 def on_gpus() -> dict[str, Rows]:
-    return launched("cuda", tuple(fsdp_train.CASES), 240)
+    return launched("cuda", tuple(fsdp_train.CASES), 400)
 
 
 def check(case: str, rows: Rows, device: str = "cpu") -> None:

@@ -117,6 +117,7 @@ def test_of_another_machine_nothing_is_known() -> None:
     assert not peer.has_ended()
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_not_lost(rank0: Heartbeat, store: Any, process: subprocess.Popen[bytes]) -> None:
     """R10: a debugger, or a call that keeps Python's lock, stops the beat for long; only death ends the job."""
     store.set("address 1", address_of(process))
@@ -135,6 +136,7 @@ def test_a_stopped_process_is_not_lost(rank0: Heartbeat, store: Any, process: su
 # ----------------------------------------------------------------------------------------- who is reached by a store
 
 
+@pytest.mark.slow
 def test_silence_of_another_machine(rank0: Heartbeat, store: Any, interrupts: list[str]) -> None:
     """A rank elsewhere that does not beat is lost if somebody waits for it. Before, it may come back."""
     store.set("address 1", ELSEWHERE)

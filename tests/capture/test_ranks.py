@@ -89,9 +89,8 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "plain" else [pytest.mark.slow]) for case in WINDOWS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WINDOWS)
 def test_windows(case: str) -> None:
     """R12: `window` makes an optimizer step one launch on each rank, with one reduction, as N calls do."""
     rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--windows", *WINDOWS[case])

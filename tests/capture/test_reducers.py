@@ -73,6 +73,7 @@ def check(name: str, rows: Rows, device: str = "cpu") -> None:
         assert "output.output.loss is not what eager" in rows[1]["messages"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
 def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> None:
     """L4: parameters, optimizer state, buffers, losses, norms and scale under DDP are those of eager, and of torch."""

@@ -157,6 +157,7 @@ def image_folder(path: Path) -> list[str]:
     return ["--dataset", "imagefolder", "--data-path", str(path), "-j", "0"]
 
 
+@pytest.mark.slow
 def test_resume_brings_random_augmentation_back(train: Any, train_in_two_parts: Any, tmp_path: Path) -> None:
     """An image folder trains, and random crops and flips go on after --resume where the first run left off."""
     options = [*image_folder(tmp_path / "images"), "-b", "4", "--epochs", "2", "--model", "resnet8"]

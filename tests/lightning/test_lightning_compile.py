@@ -39,7 +39,9 @@ class UsesIndex(Net):
 
 @quiet
 @allow_inductor_warnings
-@pytest.mark.parametrize(("kind", "accumulate"), [("bf16-mixed", 1), ("16-mixed", 3)])
+@pytest.mark.parametrize(
+    ("kind", "accumulate"), [("bf16-mixed", 1), pytest.param("16-mixed", 3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_graph_has_the_bits_of_the_same_compiled_step(
     engine: Engine, tmp_path: Path, kind: str, accumulate: int

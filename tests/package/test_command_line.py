@@ -271,6 +271,7 @@ def test_a_file_is_where_it_was_looked_for(folder: Path) -> None:
     assert (folder / "out.json").exists()
 
 
+@pytest.mark.slow
 def test_no_reader() -> None:
     """`python -m ampkit ops | head`: neither a traceback nor a word, and the exit code that shells give."""
     command = [sys.executable, "-m", "ampkit", "ops", "--device", "cpu"]
@@ -500,6 +501,7 @@ def test_ctrl_c_in_a_bench(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_ctrl_c_with_child_processes(tmp_path: Path) -> None:
     """The workers of a DataLoader, which get no signal themselves, end with the command."""
     code, _, err = interrupted(["doctor", "mine:slow_with_workers"], tmp_path, (tmp_path / "started").exists)

@@ -109,6 +109,7 @@ def test_leaves_no_trace(device_type):
         assert type(torch.mm(X, X)) is torch.Tensor
 
 
+@pytest.mark.slow
 def test_warnings_of_probed_operations_are_not_heard(capfd):
     """chain_matmul is deprecated, in C++ and once a process: nothing of that reaches the user."""
     ampkit.op_table("cuda")

@@ -95,7 +95,7 @@ def test_equals_single_calls(engine: Engine, case: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [LENGTHS[0], *(pytest.param(n, marks=pytest.mark.slow) for n in LENGTHS[1:])])
 def test_every_call_a_scan_of_one_length(engine: Engine, length: int) -> None:
     """R11: from the first call on, warm-up included."""
     count = 6 if length == 1 else 4
@@ -140,7 +140,7 @@ def test_a_rate_that_the_user_changes(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("accumulate", [1, 3, 16])
+@pytest.mark.parametrize("accumulate", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 def test_launches(engine: Engine, accumulate: int) -> None:
     """R11: ceil(K / 16) launches and no capture for any K once two short lengths were seen, with whole windows."""
     run = Run(engine, accumulate=accumulate, schedule=SCHEDULES["step"])
@@ -408,7 +408,7 @@ def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@pytest.mark.parametrize("policy", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @allow_inductor_warnings
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with `compile=`, scans have the bits of single calls of that compiled step, with a schedule too."""

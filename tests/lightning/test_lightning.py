@@ -516,16 +516,28 @@ def adafactor(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(params, lr=RATE)
 
 
+BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+
 # With a loss scale, this optimizer can only be skipped by the host, as without ampkit.
 @pytest.mark.filterwarnings("ignore:.*Adafactor keeps its step count on the host:ampkit.AmpkitWarning")
-@pytest.mark.parametrize(("kind", "accumulate"), [("32-true", 1), ("bf16-mixed", 3), ("16-mixed", 1)])
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "clip"),
+    [
+        ("32-true", 1, {}),
+        ("bf16-mixed", 3, {}),
+        ("16-mixed", 1, {}),
+        ("32-true", 1, BY_VALUE),
+        ("16-mixed", 3, BY_VALUE),
+    ],
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_optimizer_that_no_graph_can_hold_steps_behind_the_graph(
-    engine: Engine, tmp_path: Path, kind: str, accumulate: int
+    engine: Engine, tmp_path: Path, kind: str, accumulate: int, clip: dict[str, Any]
 ) -> None:
     """L1, R2: forward and backward are replayed; weights, logged metrics and hook counts are those of Lightning."""
     device, graph = engine
-    options: dict[str, Any] = {"kind": kind, "accumulate_grad_batches": accumulate}
+    options: dict[str, Any] = {"kind": kind, "accumulate_grad_batches": accumulate, **clip}
     plain = fit(tmp_path / "plain", device, None, make=lambda: Net(adafactor, halving), **options)
     with pytest.warns(ampkit.CaptureWarning, match="forward and backward are captured") as caught:
         ours = fit(

@@ -335,5 +335,10 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of the pool and of the buffers of all graphs."""
+        return self._pool.nbytes + self.input_bytes
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the buffers that graphs read their inputs from."""
         inputs = sum(captured.inputs.nbytes for captured in self._graphs.values())
-        return self._pool.nbytes + inputs + sum(family.buffer_bytes for family in self.families.values())
+        return inputs + sum(family.buffer_bytes for family in self.families.values())

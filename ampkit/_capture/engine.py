@@ -138,8 +138,7 @@ class Engine:
         )
         self.series: Series = Series(state, self._stream, options, ranks, self._cache, self._layouts, self.fallback)
         self._told_since: int | None = None  # the number of a call
-        self.replays: int = 0
-        self.eager: Counter[str] = Counter()
+        self.replays, self.eager = 0, Counter[str]()
         self._unverified, self._starts_to_mark = options.verify, 0  # in how many calls to come
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 
@@ -417,6 +416,7 @@ class Engine:
                 in_parts=self.eager[IN_PARTS],
                 **self._splitter.fields(),
                 bytes=self._cache.nbytes + self._splitter.nbytes,
+                input_bytes=self._cache.input_bytes,
                 per_graph=(*self._cache.reports(), *self.series.reports()),
                 skipped=skipped,
                 failure=self.fallback.failure or self._variation.text or None,

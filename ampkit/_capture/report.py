@@ -34,6 +34,7 @@ class Report:
         replays: calls that were one graph launch.
         eager: eager calls by reason.
         bytes: device memory that only graphs use: their pools and static inputs. Inputs of modules are left out.
+        input_bytes: those of the static inputs alone, into which each call copies its batch.
         per_graph: the graphs that are alive, the least recently used first.
         skipped: optimizer steps that the loss scale skipped.
         failure: why something was not captured, or why no graph was replayed in the last calls; None if neither is so.
@@ -81,6 +82,7 @@ class Report:
     eager_optimizer: str | None = None
     compile_s: float | None = None
     compiled: tuple[str, ...] = ()
+    input_bytes: int = 0
     launches: int = 0
     scanned: int = 0
     in_parts: int = 0
@@ -112,6 +114,7 @@ class Report:
             f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
             f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
         )
+        head += f" ({self.input_bytes / 2**20:.1f} of them for inputs)" * (self.input_bytes >= _SHOWN_BYTES)
         head += f"; {self.in_parts} in parts" * bool(self.in_parts)
         head += f"; {self.scanned} more steps in {self.launches} launches of scan or window" * bool(self.launches)
         times = [f"  {self._times()}"] if self.replay_ms is not None else []
@@ -142,6 +145,9 @@ class Report:
 def shares_text(shares: dict[str, float]) -> str:
     """Return shares of a time as text."""
     return ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+
+
+_SHOWN_BYTES = 2**20 // 20  # what rounds to 0.1 MiB
 
 
 def _milliseconds(value: float) -> str:

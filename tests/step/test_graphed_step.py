@@ -431,6 +431,21 @@ def test_report_reads_like_a_sentence(engine: Engine) -> None:
     assert json.loads(json.dumps(step.report().to_dict()))["per_graph"][0]["replays"] == 2
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_bytes_of_inputs_are_listed_apart(engine: Engine) -> None:
+    """G10: those that each call copies its batch to; a scan has some for sixteen batches more."""
+    step, _, _ = make(engine)
+    batches = make_batches(engine[0], [512] * 4)
+    for batch in batches:
+        step(*batch)
+    report = step.report()
+    assert report.input_bytes == sum(tensor.nbytes for tensor in batches[0])
+    assert report.bytes >= report.input_bytes
+    assert f"MiB ({report.input_bytes / 2**20:.1f} of them for inputs)" in str(report)
+    step.scan(*(torch.stack(parts) for parts in zip(*batches * 4, strict=True)))
+    assert step.report().input_bytes > 16 * report.input_bytes
+
+
 @pytest.mark.cuda
 def test_a_replayed_step_never_waits() -> None:
     """No host read anywhere in a call, with clipping, a schedule, float16 and an overflow."""

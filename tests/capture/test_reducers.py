@@ -29,25 +29,19 @@ ON_CPU = tuple(name for name, case in ddp_cases.CASES.items() if not case.gpu)
 Rows = list[dict[str, Any]]  # of one case, one per rank
 
 
-def launched(device: str, cases: tuple[str, ...], timeout: float) -> dict[str, Rows]:
-    """Train these cases on two ranks; return what came of each, by its name."""
-    rows = ddp_train.launch("--device", device, "--cases", *cases, timeout=timeout, script=ddp_cases.__file__)
-    return {case: [row[case] for row in rows] for case in cases}
-
-
 @pytest.fixture(scope="module")
 def on_cpu() -> dict[str, Rows]:
-    return launched("cpu", FAST, 180)
+    return ddp_train.launch_cases(ddp_cases.__file__, "cpu", FAST, 180)
 
 
 @pytest.fixture(scope="module")
 def others_on_cpu() -> dict[str, Rows]:
-    return launched("cpu", tuple(name for name in ON_CPU if name not in FAST), 300)
+    return ddp_train.launch_cases(ddp_cases.__file__, "cpu", tuple(name for name in ON_CPU if name not in FAST), 300)
 
 
 @pytest.fixture(scope="module")
 def on_gpus() -> dict[str, Rows]:
-    return launched("cuda", tuple(ddp_cases.CASES), 300)
+    return ddp_train.launch_cases(ddp_cases.__file__, "cuda", tuple(ddp_cases.CASES), 300)
 
 
 def check(name: str, rows: Rows, device: str = "cpu") -> None:

@@ -27,26 +27,21 @@ FAST = ("float32", "float16", "accumulate float16", "evaluation")
 Rows = list[dict[str, Any]]  # of one case, one per rank
 
 
-def launched(device: str, cases: tuple[str, ...], timeout: float, ranks: int = 2) -> dict[str, Rows]:
-    """Train these cases on so many ranks; return what came of each, by its name."""
-    options = ("--device", device, "--timeout", str(timeout), "--cases", *cases)
-    rows = ddp_train.launch(*options, ranks=ranks, timeout=timeout, script=fsdp_train.__file__)
-    return {case: [row[case] for row in rows] for case in cases}
-
-
 @pytest.fixture(scope="module")
 def on_cpu() -> dict[str, Rows]:
-    return launched("cpu", FAST, 180)
+    return ddp_train.launch_cases(fsdp_train.__file__, "cpu", FAST, 180)
 
 
 @pytest.fixture(scope="module")
 def others_on_cpu() -> dict[str, Rows]:
-    return launched("cpu", tuple(name for name in fsdp_train.CASES if name not in FAST), 400)
+    return ddp_train.launch_cases(
+        fsdp_train.__file__, "cpu", tuple(name for name in fsdp_train.CASES if name not in FAST), 400
+    )
 
 
 @pytest.fixture(scope="module")
 def on_gpus() -> dict[str, Rows]:
-    return launched("cuda", tuple(fsdp_train.CASES), 400)
+    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", tuple(fsdp_train.CASES), 400)
 
 
 def check(case: str, rows: Rows, device: str = "cpu") -> None:
@@ -93,12 +88,12 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 
 @pytest.fixture(scope="module")
 def four_on_cpu() -> dict[str, Rows]:
-    return launched("cpu", tuple(fsdp_train.FOUR_RANKS), 400, ranks=4)
+    return ddp_train.launch_cases(fsdp_train.__file__, "cpu", tuple(fsdp_train.FOUR_RANKS), 400, ranks=4)
 
 
 @pytest.fixture(scope="module")
 def four_on_gpus() -> dict[str, Rows]:
-    return launched("cuda", tuple(fsdp_train.FOUR_RANKS), 240, ranks=4)
+    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", tuple(fsdp_train.FOUR_RANKS), 240, ranks=4)
 
 
 @pytest.mark.slow

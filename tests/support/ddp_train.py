@@ -83,6 +83,15 @@ def launch(*options: str, ranks: int = 2, timeout: float = 120, script: str = __
         return [json.loads(next(line for line in reversed(lines) if line.startswith("{"))) for lines in printed]
 
 
+def launch_cases(
+    script: str, device: str, cases: Sequence[str], timeout: float, ranks: int = 2
+) -> dict[str, list[dict[str, Any]]]:
+    """Have a script train its cases of these names on so many ranks; return what came of each: a row per rank."""
+    options = ("--device", device, "--timeout", str(timeout), "--cases", *cases)
+    rows = launch(*options, ranks=ranks, timeout=timeout, script=script)
+    return {case: [row[case] for row in rows] for case in cases}
+
+
 def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> None:
     """Wait until all have ended, one has failed (and the others had 15 s to follow), or the time is up."""
     deadline = time.monotonic() + timeout

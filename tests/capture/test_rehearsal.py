@@ -201,6 +201,7 @@ def test_a_profiler_of_the_users_works(engine: Engine) -> None:
     assert any(event.key == "aten::addmm" for event in profiler.key_averages())
 
 
+@pytest.mark.slow
 def test_an_execution_trace_of_the_users_works(tmp_path: Path) -> None:
     """With it nothing can be compared, which is said. In a process with one thread, ampkit's own is gone before."""
     node = alone(_USERS_TRACE, str(tmp_path / "trace.json"))

@@ -128,7 +128,7 @@ def test_curves_show_four_panels(train: Any, tmp_path: Path) -> None:
         ["--policy", "float32"],
         ["--policy", "float32", "--opt", "adam", "--lr-scheduler", "none", "--label-smoothing", "0.1"],
         ["--policy", "bfloat16", "--opt", "adamw", "--lr-scheduler", "step", "--lr-step-size", "1"],
-        ["--policy", "float16", "--clip-grad", "1.0", "--channels-last"],
+        pytest.param(["--policy", "float16", "--clip-grad", "1.0", "--channels-last"], marks=pytest.mark.slow),
     ],
     ids=["float32-sgd-cosine", "float32-adam-none", "bfloat16-adamw-step", "float16-sgd-clip"],
 )

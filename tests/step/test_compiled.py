@@ -437,6 +437,7 @@ def test_verified() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
+@pytest.mark.slow
 def test_another_mode_another_parameter(engine: Engine) -> None:
     """R11: eval mode and a parameter that is frozen or replaced are compiled by themselves, captured as uncaptured."""
 

@@ -43,6 +43,7 @@ def test_eager_bits(rows: dict[tuple[str, str], dict[str, Any]], name: str, poli
     assert row["passed"], f"{row['differing']}: {row['difference']} from eager, eager runs {row['noise']}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.TINY_CASES)
 def test_small_models_with_an_emulated_graph(name: str) -> None:
     """The same check on the CPU: models of a few thousand parameters, built by the same classes."""

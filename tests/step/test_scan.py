@@ -635,6 +635,7 @@ def test_memory_budget() -> None:
     assert run.step.replays > 20
 
 
+@pytest.mark.slow
 def test_several_layouts() -> None:
     """At most `max_graphs` layouts keep their series. A layout that comes back captures again, with the same bits."""
     left, right = (stack(make_batches("cpu", [size] * 20)) for size in (4, 3))

@@ -123,14 +123,15 @@ class Reducers:
         where = "DistributedDataParallel accumulates gradients on the stream that it was made on"
         return f" {where}: {self._left}. {_SIDE_STREAM}"
 
-    def begin_call(self) -> None:
-        """Have the next forward broadcast the buffers, whatever came before. To be called before each eager call.
+    def begin_call(self, *, first: bool = True) -> None:
+        """Have the next forward broadcast the buffers in the first micro-batch of a window, and in no other.
 
         By itself DDP does so behind a forward that exchanged gradients, and neither within a window nor behind an
-        evaluation. A replay leaves no trace of its kind in DDP, so that an eager call could not tell.
+        evaluation. A replay leaves no trace of its kind in DDP, so that an eager call could not tell. To be called
+        before each call that is not a replay.
         """
         for ddp in self._wrappers:
-            ddp.require_forward_param_sync = True
+            ddp.require_forward_param_sync = first
 
     def begin_capture(self) -> None:
         """Stop the clocks of the modules. To be called before each capture."""

@@ -23,11 +23,11 @@ from .._errors import AmpkitWarning, CaptureError
 from .._optimizer.compiled_update import CompiledUpdate, why_not_compiled
 from .._optimizer.preparation import Prepared
 from .._optimizer.step_kind import why_not_capturable
-from .._text import ProgressBar, dtype_name, error_line
-from .._torch.compile import Compiler, GraphBreak, cause_of, compiled_part, notice_compiled_code
+from .._text import ProgressBar, dtype_name
+from .._torch.compile import Compiler, GraphBreak, compiled_part, notice_compiled_code
 from .._torch.tensors import versions
 from .._user_line import innermost_users_line, users_level
-from .compiled_writes import CompiledWrites
+from .compiled_writes import GOES_ON, CompiledWrites, why_failed
 from .training_step import PartOfStep, Phase, TrainingStep
 from .working_weights import LOW, WorkingWeights, cast_gradients
 
@@ -300,7 +300,7 @@ class CompiledTrainingStep(TrainingStep):
                 param.grad = grad
 
         restore()
-        layout.problem = f"forward and backward, since torch.compile failed: {error_line(cause_of(error))}"
+        layout.problem = f"forward and backward, since {why_failed(error)}"
         try:
             outputs = super()._forward_and_backward(args, kwargs)
         except BaseException:
@@ -310,7 +310,7 @@ class CompiledTrainingStep(TrainingStep):
             restore()
             problem, layout.problem, layout.call = layout.problem, "", None
             raise CaptureError(f"{self._where}: not compiled: {problem}") from error
-        self._warn(f"not compiled: {layout.problem}. Training goes on, and this part of the step is not compiled.")
+        self._warn(f"not compiled: {layout.problem}. {GOES_ON}")
         return outputs
 
     # ------------------------------------------------------------------------------------------------------- update
@@ -341,7 +341,7 @@ class CompiledTrainingStep(TrainingStep):
                     bar.show(f"{self._where}: compiling the update")
                 self._update.run(update)
             except Exception as error:  # the whole function is compiled before it runs, so that nothing has changed
-                self._why_update_not = f"torch.compile failed: {error_line(cause_of(error))}"
+                self._why_update_not = why_failed(error)
                 self._say_no_update()
                 return False
             finally:
@@ -356,7 +356,7 @@ class CompiledTrainingStep(TrainingStep):
         if self._raises:  # in the next call, because a part of this one is done
             self._failed = f"{self._where}: {text}"
         else:
-            self._warn(f"{text} Training goes on, and this part of the step is not compiled.")
+            self._warn(f"{text} {GOES_ON}")
 
     # --------------------------------------------------------------------------------------------------- messages
 

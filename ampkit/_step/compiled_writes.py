@@ -12,6 +12,13 @@ from .._torch.compile import Compiler, cause_of
 from .._torch.tensors import foreach_copy_
 from .._user_line import users_level
 
+GOES_ON = "Training goes on, and this part of the step is not compiled."
+
+
+def why_failed(error: Exception) -> str:
+    """Return in words that torch.compile has failed with this error."""
+    return f"torch.compile failed: {error_line(cause_of(error))}"
+
 
 class CompiledWrites:
     """Writes working weights in one kernel with as many blocks as fit.
@@ -50,13 +57,12 @@ class CompiledWrites:
         return write
 
     def _say(self, error: Exception) -> None:
-        problem = f"torch.compile failed: {error_line(cause_of(error))}"
+        problem = why_failed(error)
         text = f"{self._where}: not compiled: working weights, since {problem}."
         if self._raises:
             raise CaptureError(text) from error
         self.problem = problem  # from now on, so that there is one warning
-        text = f"{text} Training goes on, and this part of the step is not compiled."
-        warnings.warn(text, AmpkitWarning, stacklevel=users_level())
+        warnings.warn(f"{text} {GOES_ON}", AmpkitWarning, stacklevel=users_level())
 
 
 def _copy_each(copies: list[Tensor], weights: list[Tensor]) -> None:

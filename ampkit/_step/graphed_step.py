@@ -71,7 +71,7 @@ def graphed_step(
             inputs, on the device.
         model: a module with all parameters on one device. Put it there, and load its state, before the first call. It
             may be a `DistributedDataParallel` (docs/distributed.md). Then all ranks decide together whether to capture,
-            and on CUDA `warmup` is at least 5.
+            and on CUDA `warmup` is at least 5, with a static graph 6.
         optimizer: an optimizer over parameters of `model`. Adam, AdamW and SGD with `fused=True`, and optimizers that
             have a `capturable` option, are captured. All others step eagerly, behind the graph of forward and backward.
             SGD, Muon and optimizers that are not torch's are watched for two steps. If these change nothing but tensors

@@ -259,8 +259,7 @@ class TrainingStep:
             undo.note(self.ranks.shards.settle)
             self._restore_gradients(params, phase.accumulated)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
-            for wrapper in self.ranks.wrappers:  # see `Reducers.begin_call`
-                wrapper.require_forward_param_sync = not phase.accumulated
+            self.ranks.reducers.begin_call(first=not phase.accumulated)
             without_sync = [] if phase.last else self.ranks.wrappers
             for wrapper in without_sync:
                 undo.note(setattr, wrapper, "require_backward_grad_sync", wrapper.require_backward_grad_sync)
@@ -360,8 +359,7 @@ class TrainingStep:
             undo.note(self.scaler.forgetting())
             if prepared is None:
                 self._clip_values()
-            if torch_class(self._optimizer) is None or step_hooks(self._optimizer):
-                self._give_gradients_away()
+            self._give_gradients_away()
             with self.groups.applied() if self._capturable else ExitStack():
                 if prepared is None:
                     self.scaler.step(self._optimizer, max_norm=self._max_norm)
@@ -379,13 +377,14 @@ class TrainingStep:
     # ------------------------------------------------------------------------------------------------ accumulation
 
     def _give_gradients_away(self) -> None:
-        """Give parameters copies of the gradients that a later call overwrites.
+        """Give parameters copies of the gradients that a later call overwrites, if code that is not torch's gets them.
 
-        Code that is not torch's may keep `param.grad` as the gradient of the last step (MARS in timm 1.0.29).
+        It may keep `param.grad` as the gradient of the last step (MARS in timm 1.0.29).
         """
-        kept = {id(gradient) for name, gradient in self.gradients.items() if name.startswith(_KEPT)}
-        for param in parameters(self._optimizer):
-            if id(param.grad) in kept:
+        kept = set(map(id, self.gradients.values()))
+        given = [param for param in parameters(self._optimizer) if id(param.grad) in kept] if kept else []
+        if given and (torch_class(self._optimizer) is None or step_hooks(self._optimizer)):
+            for param in given:
                 assert param.grad is not None  # it is no gradient that is kept
                 param.grad = param.grad.clone()
 
@@ -428,11 +427,8 @@ class TrainingStep:
 _SAME_PARAMETERS = "Have the loss of each micro-batch depend on the same parameters."
 
 
-_KEPT = "the accumulated gradient of parameter"
-
-
 def _name(parameter: int) -> str:
-    return f"{_KEPT} {parameter}"
+    return f"the accumulated gradient of parameter {parameter}"
 
 
 def _clear_gradients(params: list[nn.Parameter]) -> None:

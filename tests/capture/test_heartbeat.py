@@ -194,7 +194,8 @@ def test_the_next_rank_is_watched_when_one_has_left(rank0: Heartbeat, store: Any
     store.set("address 1", ELSEWHERE)
     store.set("address 2", ELSEWHERE)
     store.set("end 2", "rank 2 ended: ValueError: too bad")
-    wait_until(lambda: rank0.lost == "rank 2 ended: ValueError: too bad")
+    wait_until(lambda: rank0.lost)
+    assert rank0.lost == "rank 2 ended: ValueError: too bad"
 
 
 def test_an_error_is_told_with_its_line(store: Any, interrupts: list[str]) -> None:

@@ -107,19 +107,25 @@ class Logs(Reads):
         return logits / (1 + logits.detach().float().abs().mean().item())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_module_itself_is_not_captured(engine: Engine, tmp_path: Path) -> None:
-    """L1, R4: its forward may call self.log, which a replay would leave out."""
+def report_of(engine: Engine, tmp_path: Path, kind: type[Net]) -> ampkit.Report:
+    """Train a module by Lightning alone and in parts, assert that the two runs are the same, and return the report."""
     device, graph = engine
     make = fused if device == "cuda" else adamw
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampkit.CaptureWarning)
         runs = [
-            fit(tmp_path / str(way), device, way, make=lambda: Logs(make), options={"on_failure": "parts"})
+            fit(tmp_path / str(way), device, way, make=lambda: kind(make), options={"on_failure": "parts"})
             for way in (None, graph)
         ]
     assert_same_runs(*runs)
-    report = runs[1].report
+    report: ampkit.Report = runs[1].report
+    return report
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_module_itself_is_not_captured(engine: Engine, tmp_path: Path) -> None:
+    """L1, R4: its forward may call self.log, which a replay would leave out."""
+    report = report_of(engine, tmp_path, Logs)
     assert [part.module for part in report.parts] == ["first", "net"]
     assert "eager: the model: a LightningModule may call self.log, which a replay would leave out" in str(report)
 
@@ -139,16 +145,7 @@ class Weighted(Reads):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_number_that_changes_in_each_epoch(engine: Engine, tmp_path: Path) -> None:
     """L1, R4: each value has a warm-up and captured modules of its own, as it has a graph of its own otherwise."""
-    device, graph = engine
-    make = fused if device == "cuda" else adamw
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        runs = [
-            fit(tmp_path / str(way), device, way, make=lambda: Weighted(make), options={"on_failure": "parts"})
-            for way in (None, graph)
-        ]
-    assert_same_runs(*runs)
-    report = runs[1].report
+    report = report_of(engine, tmp_path, Weighted)
     assert [part.module for part in report.parts] == ["first", "net"] * 2
     assert report.in_parts == 2 * (11 - 3 - 2)
 

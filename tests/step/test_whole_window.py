@@ -29,6 +29,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
 
 import ampkit
+from ampkit._capture.cache import Captured
 from ampkit._capture.ranks import WARMUP_DDP
 from ampkit._torch import compile as torch_compile
 
@@ -652,21 +653,34 @@ def test_calls_that_differ_within_a_window(engine: Engine, on_failure: str) -> N
     assert run.step._window.count == 0
 
 
-def test_a_launch_that_is_wrong_is_found() -> None:
-    """`verify` compares launches of windows, too: here a replay computes with another factor."""
+def multiplied(factor: Tensor) -> Callable[..., Any]:
+    """Return a loss function with a factor that no step declares."""
 
     def loss_fn(model: nn.Module, *batch: Tensor) -> Any:
         loss, aux = boosted_loss(model, *batch)
-        return loss * factor[0], aux
+        return loss * factor, aux
 
-    factor = [torch.ones(())]
-    run = Run(("cpu", "emulate"), loss_fn=loss_fn, verify=9, warmup=2, accumulate=2, schedule=SCHEDULES["step"])
+    return loss_fn
+
+
+def replay_wrongly(captured: Captured, factor: Tensor) -> None:
+    """Have each replay of a graph compute with another factor."""
+    graph = captured._graph
+    replay = graph.replay
+    graph.replay = lambda: (factor.mul_(1.5), replay(), factor.fill_(1.0))[1]  # type: ignore[method-assign]
+
+
+def test_a_launch_that_is_wrong_is_found() -> None:
+    """`verify` compares launches of windows, too: here a replay computes with another factor."""
+
+    factor = torch.ones(())
+    run = Run(
+        ("cpu", "emulate"), loss_fn=multiplied(factor), verify=9, warmup=2, accumulate=2, schedule=SCHEDULES["step"]
+    )
     batches = stack(make_batches("cpu", [4] * 2))
     for _ in range(4):
         run.step.window(*batches)
-    graph = next(iter(run.step._engine._cache.families.values())).graphs[1]._graph
-    replay = graph.replay
-    graph.replay = lambda: (factor[0].mul_(1.5), replay(), factor[0].fill_(1.0))[1]  # type: ignore[method-assign]
+    replay_wrongly(next(iter(run.step._engine._cache.families.values())).graphs[1], factor)
     with pytest.raises(ampkit.CaptureError, match=r"verify: .*This step was done, as eager computes it"):
         run.step.window(*batches)
     assert run.scheduler.last_epoch == 5
@@ -677,18 +691,15 @@ def test_a_launch_that_is_wrong_is_found() -> None:
 def test_a_call_that_is_wrong_is_found() -> None:
     """Where `verify` finds that in one of the calls, the others are done all the same, and then it raises."""
 
-    def loss_fn(model: nn.Module, *batch: Tensor) -> Any:
-        loss, aux = boosted_loss(model, *batch)
-        return loss * factor[0], aux
-
-    factor = [torch.ones(())]
-    run = Run(("cpu", "emulate"), loss_fn=loss_fn, verify=9, warmup=2, accumulate=3, schedule=SCHEDULES["step"])
+    factor = torch.ones(())
+    run = Run(
+        ("cpu", "emulate"), loss_fn=multiplied(factor), verify=9, warmup=2, accumulate=3, schedule=SCHEDULES["step"]
+    )
     batches = stack(make_batches("cpu", [4] * 3))
     for _ in range(3):
         run.step.window(*batches)
     _, captured = next(iter(run.step._engine._cache))
-    replay = captured._graph.replay
-    captured._graph.replay = lambda: (factor[0].mul_(1.5), replay(), factor[0].fill_(1.0))[1]
+    replay_wrongly(captured, factor)
     run.step._engine.series.given_up = True
     with pytest.raises(ampkit.CaptureError, match=r"verify: .*This step was done, as eager computes it"):
         run.step.window(*batches)

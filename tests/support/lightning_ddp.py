@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -22,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 from harness import bits, deterministic
 from lightning_harness import HooksAmidAStep, Net, adamw, fused, halving, loader, precision
+from ports import free_port
 
 from ampkit._capture.job_end import keep_process_group
 from ampkit.lightning import AmpkitCallback
@@ -37,9 +37,7 @@ def launch(*options: str, ranks: int = 2, timeout: float = 120) -> list[dict[str
     Raises:
         JobError: a rank did not exit with 0, or none of it did in time; with the end of what they wrote.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(ranks):
         environment = {
@@ -59,7 +57,13 @@ def launch(*options: str, ranks: int = 2, timeout: float = 120) -> list[dict[str
     try:
         outputs = [process.communicate(timeout=timeout) for process in processes]
     except subprocess.TimeoutExpired as error:
-        raise JobError(f"{options}: not over after {timeout} s") from error
+        written = []
+        for rank, process in enumerate(processes):
+            code = process.poll()
+            if code is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            written.append(f"rank {rank}, {code=}:\n{process.communicate()[1][-3000:]}")
+        raise JobError("\n".join([f"{options}: not over after {timeout} s", *written])) from error
     finally:
         for process in processes:
             if process.poll() is None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo  # imported later, by the first optimizer of each rank, it would take each a second
 import torch.distributed as dist
+from ports import free_port
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +34,7 @@ import ampkit
 from ampkit._capture import heartbeat, held_up
 from ampkit._capture.graph import EmulatedGraph
 
-CALLS = 22  # of which DDP needs 12 to warm up with NCCL
+CALLS = 22  # of which DDP needs 5 to warm up with NCCL
 EVENT = 17  # the call in which it happens: all ranks have a graph
 MARGIN_S = 30.0  # for a busy machine; the rank that is to fail says when
 HANGS_S = 90.0
@@ -133,7 +134,7 @@ class Job:
 
     def event(self) -> int:
         # With a real graph, loss_fn runs in eager calls alone.
-        return 6 if self.kind == "out of memory" and self.device.type == "cuda" else EVENT
+        return 2 if self.kind == "out of memory" and self.device.type == "cuda" else EVENT
 
     def train(self) -> None:
         """Call the step, and have happen what is to."""
@@ -262,16 +263,6 @@ class InRank(BaseException):
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work = work
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run_all(args: argparse.Namespace) -> int:

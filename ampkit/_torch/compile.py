@@ -12,6 +12,7 @@ from torch import nn
 
 from .._undo import Undo
 from .guard import private
+from .kernel_timing import timed_back_to_back
 from .modules import module_tables
 
 COMPILER = ("torch/_inductor/", "torch/_dynamo/")  # where the sources of the compiler are
@@ -137,7 +138,8 @@ class Compiler:
 
     def _backend(self, graph: Any, inputs: Any) -> Any:
         self.graphs += 1
-        return inductor()(graph, inputs, config_patches=self._options)
+        with timed_back_to_back():
+            return inductor()(graph, inputs, config_patches=self._options)
 
     @contextmanager
     def noting_breaks(self) -> Iterator[list[GraphBreak]]:

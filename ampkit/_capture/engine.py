@@ -138,7 +138,8 @@ class Engine:
         )
         self.series: Series = Series(state, self._stream, options, ranks, self._cache, self._layouts, self.fallback)
         self._told_since: int | None = None  # the number of a call
-        self.replays, self.eager = 0, Counter[str]()
+        self.replays: int = 0
+        self.eager: Counter[str] = Counter()
         self._unverified, self._starts_to_mark = options.verify, 0  # each counts calls that are still to come
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 
@@ -276,10 +277,7 @@ class Engine:
         return Stage.REFUSED if not all_can or (stage is Stage.WARM and not all_want) else stage
 
     def _note(self, key: Key, layout: Layout) -> str:
-        """Count a call for which there is no graph. Return why the ranks must give up capturing, "" if they need not.
-
-        They give up under `on_failure="raise"` only. Otherwise they only warn: graphs are used once nothing varies.
-        """
+        """Count a call that has no graph. Return why to give up capturing, "" if not. Only on_failure="raise" does."""
         if layout.refusal:
             return ""
         self._variation.follow(self.replays + self.series.launches, self.captures)

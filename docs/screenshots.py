@@ -17,14 +17,14 @@ WIDTHS = (1280, 390)  # a laptop, a phone
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LEFT_OUT = ("genindex", "search", "py-modindex")
 
-# What the reader would have to scroll to the side, and what is wider than the screen.
+# What the reader would have to scroll to the side, drawings apart, and what is wider than the screen.
 CUT_OFF = """() => {
     const name = e => e.tagName.toLowerCase() + ": " + (e.innerText || e.alt || "").trim().slice(0, 60);
-    const inside = [...document.querySelectorAll("article *")].filter(e =>
+    const scrolled = [...document.querySelectorAll("article *")].filter(e =>
         e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX !== "visible");
     const wide = [...document.querySelectorAll("article *")].filter(e =>
-        e.getBoundingClientRect().right > innerWidth + 1 && !inside.some(outer => outer.contains(e)));
-    return [...inside, ...wide].map(name);
+        e.getBoundingClientRect().right > innerWidth + 1 && !scrolled.some(outer => outer.contains(e)));
+    return [...scrolled.filter(e => !e.querySelector(":scope > img")), ...wide].map(name);
 }"""
 
 

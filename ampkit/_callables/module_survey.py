@@ -298,7 +298,7 @@ class Survey:
             self._made[storage_address(tensor)] = owner
 
     def _follow_data(self, addresses: set[int], written: Iterable[Tensor]) -> None:
-        """Find calls that get or give tensors on other ways than as arguments, parameters, buffers and outputs."""
+        """Find calls whose tensors come or leave in another way than as arguments, parameters, buffers and outputs."""
         running = set(self._running)
         for address in addresses:
             maker = self._made.get(address)
@@ -387,7 +387,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _key(node: Any) -> int:
-    """Return what stands for an autograd node: a number for each node, and the identity of a leaf."""
+    """Return a key for an autograd node: its own number, or the identity of the parameter if it accumulates one."""
     return id(node.variable) if _is_leaf(node) else -1 - sequence_number(node)
 
 

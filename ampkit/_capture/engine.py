@@ -138,8 +138,9 @@ class Engine:
         )
         self.series: Series = Series(state, self._stream, options, ranks, self._cache, self._layouts, self.fallback)
         self._told_since: int | None = None  # the number of a call
-        self.replays, self.eager = 0, Counter[str]()
-        self._unverified, self._starts_to_mark = options.verify, 0  # in how many calls to come
+        self.replays: int = 0
+        self.eager: Counter[str] = Counter()
+        self._unverified, self._starts_to_mark = options.verify, 0  # each counts calls that are still to come
         self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
 
     @property
@@ -200,14 +201,14 @@ class Engine:
     # ----------------------------------------------------------------------------------------------- with a graph
 
     def _vote_before_replay(self, start: Any) -> Any:
-        """Vote, as all other ranks do in this call. Return the call's start anew, since a vote waits for the device."""
+        """Vote on this call with all other ranks. Return its start, taken anew, since a vote waits for the device."""
         _, all_can = self._ranks.decide(wants=False, can=True, settled=not self._unverified, replays=True)
         if not all_can and self.fallback.raises:  # the other ranks would wait for the one that raises
             raise self.fallback.error(self._ranks.other_found)
         return None if start is None else self._clock.now()
 
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
-        """Replay, and compare that with an eager call, or time it if there is a start of the call."""
+        """Replay. Compare the first `verify` replays with eager calls. Time the others whose start is given."""
         if self._unverified and self._ranks.together:
             outputs = self.verified(captured, partial(answered(self._fn, captured.told), phase), leaves)
             self._unverified -= 1
@@ -231,14 +232,14 @@ class Engine:
         return verdict.outputs
 
     def _mark_start(self) -> Any:
-        """Return a mark of this moment, for a call that may be timed."""
+        """Return a time stamp of this moment, for a call that may be timed."""
         self._starts_to_mark -= 1
         return self._clock.now()
 
     # -------------------------------------------------------------------------------------------- without a graph
 
     def _adapt(self) -> None:
-        """See what has changed since the last call. Drop graphs that are outdated, and say once what a change costs."""
+        """Find out what has changed since the last call. Drop outdated graphs, and warn once of what a change costs."""
         if self._optimizer.has_moved():
             self.close()
         elif len(self._cache):
@@ -276,10 +277,7 @@ class Engine:
         return Stage.REFUSED if not all_can or (stage is Stage.WARM and not all_want) else stage
 
     def _note(self, key: Key, layout: Layout) -> str:
-        """Take note that there is no graph for this call. Return why the ranks must give up, "" if there is no reason.
-
-        Without `on_failure="raise"` they go on: capture works as soon as nothing varies any more.
-        """
+        """Count a call that has no graph. Return why to give up capturing, "" if not. Only on_failure="raise" does."""
         if layout.refusal:
             return ""
         self._variation.follow(self.replays + self.series.launches, self.captures)
@@ -316,7 +314,7 @@ class Engine:
         return outputs
 
     def _say_told(self, key: Key, layout: Layout) -> None:
-        """Say from which call on the code of this layout is told that it is being captured: the call just made."""
+        """Warn that from the call just made on, user code is told that it is being captured, for this layout."""
         number = self.replays + sum(self.eager.values())
         self._told_since = self._told_since or number
         self._layouts.tell(key)

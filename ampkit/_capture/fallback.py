@@ -76,7 +76,7 @@ class Fallback:
 
     def __init__(self, name: str, options: Options) -> None:
         self._name = name
-        self.raises = options.on_failure == "raise"
+        self.raises: bool = options.on_failure == "raise"
         self.refused: str = "graph='off'" if options.graph == "off" else ""
         self.failure: str | None = None
         self._warned: set[str] = set()

@@ -279,7 +279,7 @@ class StaticInputs:
         self.kwargs: dict[str, Any] = kwargs
 
     def keep_apart(self, written: Spans, state: Spans) -> None:
-        """Have batches refused that share memory with the state, if the step changes one of the two in place.
+        """Refuse later batches that share memory with the state, if the step changes one of the two in place.
 
         Args:
             written: the tensors of the state that the step changes.
@@ -394,7 +394,7 @@ def once(tensor: Tensor) -> Tensor:
 
 
 def _constant(leaf: object, structure: Hashable, i: int) -> Constant:
-    if holds_tensors(leaf) and not isinstance(leaf, nn.Module):  # parameters of a module are no input
+    if holds_tensors(leaf) and not isinstance(leaf, nn.Module):  # a module in the batch is a constant
         raise InputMismatch(_not_seen(leaf, path(_tree_of(structure), i)))
     try:
         hash(leaf)

@@ -1,4 +1,4 @@
-"""The preflight: an eager step that shows every line that cannot be captured, and computes what it would anyway."""
+"""The preflight: an ordinary training step, watched so that it shows every line which cannot be captured."""
 
 import functools
 import re
@@ -120,8 +120,8 @@ class Preflight(TorchDispatchMode):
         self._located = located
         self._draws = draws
         self._found: dict[_Key, Finding] = {}
-        self._explained: set[str] = set()  # places that are known to wait, with the operation that does
-        self._covered: dict[str, _Key] = {}  # lines of which one finding says all
+        self._explained: set[str] = set()  # keys of places whose wait was reported with its operation
+        self._covered: dict[str, _Key] = {}  # lines for which one finding is enough, with its key
         self._waits: int | None = None  # how often the operation that runs has waited; None outside of operations
         self._stepped_aside = False  # whether a node of this backward has run without this mode
         self._reported = False  # whether a call runs that has been reported as a whole
@@ -436,7 +436,7 @@ class Preflight(TorchDispatchMode):
 
 
 def _compiles(place: SourceLocation) -> bool:
-    """Return whether torch's compiler is at work there, which computes with constants. No capture compiles."""
+    """Return whether torch's compiler runs there. It may wait: it does so before the capture, not in it."""
     return place.inside.startswith(COMPILER)
 
 

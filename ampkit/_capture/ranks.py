@@ -102,7 +102,7 @@ class Ranks:
         for wrapper in self.wrappers:
             keep_process_group(wrapper)
         self._device = device
-        self.together = not self.several
+        self.together: bool = not self.several
         self._votes, self._votes_together = _Votes(), _Votes()
         self._voting: bool | None = None  # in each call, in none; None: as `_votes` says
         self._turns: list[Turn] = []

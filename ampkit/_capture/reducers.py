@@ -69,7 +69,7 @@ class Reducers:
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         self._wrappers = wrappers
         self.stream: torch.cuda.Stream | None = None
-        self.moved = False
+        self.moved: bool = False
         self._left = ""
 
     def why_not_captured(self) -> str:

@@ -62,7 +62,7 @@ class Turns:
         self.lock: threading.RLock = (
             threading.RLock()
         )  # with a lock for each step, two threads could wait for each other
-        self.order = StreamOrder(device) if device.type == "cuda" else None
+        self.order: StreamOrder | None = StreamOrder(device) if device.type == "cuda" else None
 
     def begin(self, name: str) -> None:
         """Have the work of this call run after that of the last call. To be called with the lock held."""
@@ -89,7 +89,7 @@ class Turn:
     def __init__(self, turns: Turns, name: str) -> None:
         self._turns = turns
         self._name = name
-        self.running = False
+        self.running: bool = False
 
     def stream(self) -> torch.cuda.Stream | None:
         """Return the stream of the last launch on this step's device, None if there was none."""

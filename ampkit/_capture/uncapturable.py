@@ -168,6 +168,13 @@ def _reads(call: _OperationCall) -> Iterator[Problem]:
         yield READ._replace(what=f"{call.name} waits for the device", advice=_COMPARE, elsewhere=_COMPARE)
 
 
+def _decides(call: _OperationCall) -> Iterator[Problem]:
+    # `if condition:` and `while condition:` in torch/_higher_order_ops, below all dispatch modes.
+    condition = call.args[0] if call.name == "cond" else call.args[2]  # those of a loop are computed from its state
+    if call.watched.has(condition):
+        yield Problem(f"torch.{call.name} waits for the device to read its condition", _DECIDE, whole_line=True)
+
+
 def _depends_on_data(call: _OperationCall) -> Iterator[Problem]:
     if call.watched.has((call.args, call.kwargs)):
         what = f"{call.name} waits for the device: the shape of its result depends on data"
@@ -253,6 +260,7 @@ def _draws(call: _OperationCall) -> Iterator[Problem]:
 
 _Check = Callable[[_OperationCall], Iterator[Problem]]
 _COMPARE = "Use (a == b).all() or torch.isclose(a, b).all(), which stay on the device as tensors."
+_DECIDE = "Compute both, and choose with torch.where, which stays on the device."
 _INSTEAD = {
     ("bincount",): "Write torch.zeros(n, device=x.device).index_add_(0, x, weights), with a number n that is known.",
     ("one_hot",): "Pass num_classes=.",
@@ -269,6 +277,7 @@ _CHECKS: dict[object, _Check | None] = {
     **dict.fromkeys(("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"), _indexes),
     **dict.fromkeys(("_to_copy", "to", "copy_", "copy", "_foreach_copy_", "_foreach_copy", "lift_fresh"), _copies),
     "repeat_interleave": _repeats,
+    **dict.fromkeys(("cond", "while_loop"), _decides),
     **dict.fromkeys(_CTC, _aligns),
     "linalg_lstsq": None,
     torch.Tag.data_dependent_output: _reads,
@@ -282,7 +291,7 @@ def _check_of(op: Any) -> _Check | None:
     """Return the function that finds the problems of an operation's call, None if it can have none."""
     if op is torch.ops.aten.where.default:  # in inference mode it is dispatched instead of `nonzero`
         return _depends_on_data
-    name = _name(op) if getattr(op, "namespace", "") == "aten" else None
+    name = _name(op) if getattr(op, "namespace", "") in ("aten", "higher_order") else None
     return next((_CHECKS[key] for key in (name, *getattr(op, "tags", ())) if key in _CHECKS), None)
 
 

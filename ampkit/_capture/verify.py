@@ -244,6 +244,8 @@ class _WriteWatch(TorchDispatchMode):
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, Remembered] = {}
 
+    supports_higher_order_operators = True  # torch.cond, flex_attention: torch refuses those that write to an argument
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code run as it is. Otherwise torch would not run it again in this process."""
@@ -262,7 +264,8 @@ class _WriteWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
-        for tensor in () if self._averaged and _accumulates() else written_arguments(func, args, kwargs):
+        writes = hasattr(func, "overloadpacket") and not (self._averaged and _accumulates())
+        for tensor in written_arguments(func, args, kwargs) if writes else ():
             address = storage_address(tensor)
             new = address and address not in self._known and self._is_new(address)
             if new and not self._is_gradient(address):

@@ -130,6 +130,8 @@ class OpRecorder(TorchDispatchMode):
         """The path of the module that is running, or that raised an error."""
         return self._path[-1] if self._path else ""
 
+    supports_higher_order_operators = True  # torch.cond and flex_attention are one operation each
+
     def __enter__(self) -> "OpRecorder":
         with ExitStack() as entered:
             entered.enter_context(without_compiled_code())
@@ -161,7 +163,8 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = func.overloadpacket.__name__
+        higher_order = not hasattr(func, "overloadpacket")
+        name = func.name() if higher_order else func.overloadpacket.__name__
         if name in ("_to_copy", "copy_"):
             source, target = (args[1], args[0]) if name == "copy_" else (args[0], result)
             if _is_floating(source) and _is_floating(target) and source.dtype is not target.dtype:
@@ -171,7 +174,7 @@ class OpRecorder(TorchDispatchMode):
             copied = self._storage_record(args[0])
             copy = _StorageRecord(copied.made_by, copied.casts, copied.before_cast)
             self._storages.setdefault(_storage(result), copy)
-        if func.is_view or name in _COPIES or name in _ALLOCATIONS:
+        if name in _COPIES or name in _ALLOCATIONS or (not higher_order and func.is_view):
             return
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if outputs and any(map(_is_floating, inputs)):

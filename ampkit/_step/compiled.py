@@ -1,4 +1,4 @@
-"""`graphed_step(compile=...)`: which parts of a step torch.compile compiles, and what follows where it cannot."""
+"""`graphed_step(compile=...)`: which parts of a step torch.compile compiles, and what happens if it fails."""
 
 import operator
 import sys
@@ -269,9 +269,10 @@ class CompiledTrainingStep(TrainingStep):
         return loss, aux
 
     def _seed(self, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of the loss: what a backward of the divided and scaled loss would have there.
+        """Return the gradient with which backward begins: the loss scale divided by the number of micro-batches.
 
-        It takes no kernel without accumulation, where the product, its backward and a tensor of ones take three.
+        Backward from `loss * scale / accumulate` would begin with the same number. That takes three kernels more: the
+        product, its backward, and a tensor of ones.
         """
         if self.scaler.is_enabled():
             seed = self.scaler.tensors()["scale"].to(dtype)

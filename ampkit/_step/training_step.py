@@ -195,7 +195,7 @@ class TrainingStep:
         return self._own(self._run(phase, args, kwargs, nullcontext(), steps=phase.last))
 
     def _own(self, part: PartOfStep) -> PartOfStep:
-        """Copy what else refers to: the loss and aux, which the loss function may have kept, and a constant."""
+        """Copy the outputs that are not the caller's alone: `loss_fn` may have kept the loss and aux."""
         out = part.output
         skipped = out.skipped.clone() if out.skipped is self._not_skipped else out.skipped
         aux = None if out.aux is None else copied(out.aux)
@@ -377,15 +377,16 @@ class TrainingStep:
     # ------------------------------------------------------------------------------------------------ accumulation
 
     def _give_gradients_away(self) -> None:
-        """Give parameters copies of the gradients that a later call overwrites, if code that is not torch's gets them.
+        """Give parameters copies of accumulated gradients, if an optimizer or a hook that is not torch's gets them.
 
-        It may keep `param.grad` as the gradient of the last step (MARS in timm 1.0.29).
+        Such code may keep `param.grad` as the gradient of the last step (MARS in timm 1.0.29). The tensors of
+        `self.gradients` would change under it, because later calls overwrite them.
         """
         kept = set(map(id, self.gradients.values()))
         given = [param for param in parameters(self._optimizer) if id(param.grad) in kept] if kept else []
         if given and (torch_class(self._optimizer) is None or step_hooks(self._optimizer)):
             for param in given:
-                assert param.grad is not None  # it is no gradient that is kept
+                assert param.grad is not None  # its id is in `kept`
                 param.grad = param.grad.clone()
 
     def _restore_gradients(self, params: list[nn.Parameter], accumulated: tuple[int, ...]) -> None:
@@ -395,9 +396,9 @@ class TrainingStep:
             params[i].grad = self.gradients[_name(i)]
 
     def _keep_gradients(self, params: list[nn.Parameter], accumulated: tuple[int, ...]) -> tuple[int, ...]:
-        """Copy the gradients that are new in this window to where they stay until its end.
+        """Copy gradients that this micro-batch is the first to have to tensors that last until the window's end.
 
-        Autograd has added the others in place.
+        Autograd has added the other gradients to such tensors already.
 
         Returns:
             The indices of all parameters that have an accumulated gradient now.

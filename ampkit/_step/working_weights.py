@@ -143,6 +143,8 @@ class _Uses(TorchDispatchMode):
         self.all: Counter[int] = Counter()
         self.casts: Counter[int] = Counter()
 
+    supports_higher_order_operators = True  # torch.cond and flex_attention count as one operation each
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code run as it is. Its casts are no nodes of the loss's graph, so its weights get no copies."""

@@ -1,5 +1,6 @@
-"""Steps with torch.compile or activation checkpointing inside: captured; with CUDA graphs of their own: refused."""
+"""Steps with torch.compile, torch.cond or checkpointing: captured, or named; with CUDA graphs of their own: refused."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -184,3 +185,46 @@ def test_verified_with_dropout(engine: Engine, by_ampkit: bool) -> None:
         for batch in make_batches(engine[0], [8] * 7):
             step(*batch)
     assert step.replays > 2
+
+
+class Chooses(nn.Module):
+    """A branch that the device decides on: below dispatch modes, torch.cond reads its condition on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, 8), nn.Linear(3, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        chosen = torch.cond(x.sum() > 0, lambda x: self.first(x).sin(), lambda x: self.second(x).cos(), (x,))
+        return self.head(chosen)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.slow
+@allow_inductor_warnings
+def test_torch_cond_is_named_and_trained(engine: Engine) -> None:
+    """R11: operators of higher order pass through the modes that watch a step; the one that waits is named, once."""
+    batches = torch.randn(6, 4, 3), torch.randint(0, 5, (6, 4))
+    results = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        model = Chooses().to(engine[0])
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        step = ampkit.graphed_step(
+            lambda model, x, y: F.cross_entropy(model(x), y), model, optimizer, policy="bfloat16", graph=graph
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = [step(x.to(engine[0]), y.to(engine[0])).loss for x, y in zip(*batches, strict=True)]
+        results.append([*losses, *model.parameters()])
+    assert_same(*results)
+    assert step.replays == 0
+    assert "1 line of the step cannot be captured" in str(caught[0].message)
+    assert str(caught[0].message).count("torch.cond waits for the device to read its condition") == 1
+
+
+def test_torch_cond_is_a_row_of_explain() -> None:
+    """What chooses a branch has no schema; its operations are hidden from modes."""
+    explanation = ampkit.explain(Chooses(), torch.randn(4, 3), policy="bfloat16")
+    assert "cond" in [row.op for row in explanation.rows]

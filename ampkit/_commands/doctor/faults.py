@@ -302,6 +302,8 @@ class _KernelWatch(TorchDispatchMode):
         with self._to_undo:
             super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
 
+    supports_higher_order_operators = True  # torch.cond and flex_attention: their operations are hidden from modes
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let dynamo work as it does without this mode."""

@@ -83,6 +83,8 @@ class MemoryTracker(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------------------------------ context
 
+    supports_higher_order_operators = True  # torch.cond and flex_attention are one operation each
+
     def __enter__(self) -> "MemoryTracker":
         if self._untracked is not None:
             self._untracked.read_pools()  # so that tensors in them are not counted once more

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._undo import Undo
+from .._undo import Undo, replace
 from .guard import private
 from .modules import module_tables
 
@@ -91,6 +91,27 @@ def without_compiled_code() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def untraced(function: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """Return the function for compiled code to call as it is. Compiled functions that it calls stay compiled.
+
+    Args:
+        function: ends the graph of what calls it.
+        why: what the reason of that graph break has in it.
+    """
+    made: Callable[..., Any] = torch.compiler.disable(function, reason=why)
+    return made
+
+
+def call_compiled(undo: Undo, module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have `call(*args, **kwargs)` take the place of `module(*args, **kwargs)`, until that is undone."""
+    replace(undo, module, "_compiled_call_impl", call)
+
+
+def uncompiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return `module(*args, **kwargs)`, with its hooks, though `call_compiled` has given it another call."""
+    return private(module, "_call_impl")(*args, **kwargs)
 
 
 class GraphBreak(NamedTuple):

@@ -25,7 +25,8 @@ from ampkit._torch import reducer as torch_reducer
 
 CPU = torch.device("cpu")
 FAST = ("plain", "static, unused", "wrapped hook", "accumulate", "float16 as torch", "PowerSGD", "second step")
-ON_CPU = tuple(name for name, case in ddp_cases.CASES.items() if not case.gpu)
+COMPILED = tuple(name for name, case in ddp_cases.CASES.items() if case.compile)
+ON_CPU = tuple(name for name, case in ddp_cases.CASES.items() if not case.gpu and name not in COMPILED)
 Rows = list[dict[str, Any]]  # of one case, one per rank
 
 
@@ -40,8 +41,20 @@ def others_on_cpu() -> dict[str, Rows]:
 
 
 @pytest.fixture(scope="module")
+def compiled_on_cpu() -> dict[str, Rows]:
+    names = tuple(name for name in COMPILED if not ddp_cases.CASES[name].gpu)
+    return ddp_train.launch_cases(ddp_cases.__file__, "cpu", names, 400)
+
+
+@pytest.fixture(scope="module")
 def on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(ddp_cases.__file__, "cuda", tuple(ddp_cases.CASES), 300)
+    names = tuple(name for name in ddp_cases.CASES if name not in COMPILED)
+    return ddp_train.launch_cases(ddp_cases.__file__, "cuda", names, 300)
+
+
+@pytest.fixture(scope="module")
+def compiled_on_gpus() -> dict[str, Rows]:
+    return ddp_train.launch_cases(ddp_cases.__file__, "cuda", COMPILED, 500)
 
 
 def check(name: str, rows: Rows, device: str = "cpu") -> None:
@@ -84,10 +97,44 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ddp_cases.CASES)
+@pytest.mark.parametrize("case", [name for name in ddp_cases.CASES if name not in COMPILED])
 def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
     """L4: the same with NCCL in the graph, for models that were made on the default stream."""
     check(case, on_gpus[case], "cuda")
+
+
+def check_compiled(name: str, rows: Rows, device: str = "cpu") -> None:
+    """Assert that a captured compiled case left the bits of the uncaptured one, and equal weights on all ranks."""
+    case = ddp_cases.CASES[name]
+    warmup = 3 if device == "cpu" else WARMUP_DDP
+    for rank, row in enumerate(rows):
+        assert "error" not in row, row["error"]
+        assert row["differ"] == []
+        assert row["weights"] == rows[0]["weights"]
+        assert row["skipped"] == len(case.overflows)
+        odd = len(ddp_cases.ODD_CALLS) if case.event == "other size" else 0
+        assert row["replays"] <= ddp_cases.calls(case) - warmup * case.accumulate - odd * rank
+        assert row["replays"] > 0
+        assert not any(line.startswith("graph break") for line in row["compiled"])
+        failed = case.event == "fails" and rank == 1
+        assert [("no kernel for this GPU" in message) for message in row["messages"]] == [True] * failed
+        assert row["compiled"][0].startswith("not compiled: forward" if failed else "compiled: forward and backward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name in COMPILED if not ddp_cases.CASES[name].gpu])
+def test_compiled(compiled_on_cpu: dict[str, Rows], case: str) -> None:
+    """R11, L4: the bits of the compiled step under DDP, whose buckets are exchanged within the compiled backward."""
+    check_compiled(case, compiled_on_cpu[case])
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_on_two_gpus(compiled_on_gpus: dict[str, Rows], case: str) -> None:
+    """R11, L4: the same by Inductor, with NCCL in the graph."""
+    check_compiled(case, compiled_on_gpus[case], "cuda")
 
 
 @pytest.mark.cuda

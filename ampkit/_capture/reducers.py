@@ -183,15 +183,16 @@ class Reducers:
 
 
 def why_not_compiled(model: nn.Module) -> str:
-    """Return why no step of this model can be compiled because of how gradients are averaged, "" if it can."""
+    """Return why no step of this model can be compiled because of its DDP modules, and what to write; "" if it can."""
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            if problem := _REFUSED.get(peculiarity(module), ""):
-                return f"DistributedDataParallel: {problem}"
-            if module.static_graph:
-                return "DistributedDataParallel(static_graph=True) is not compiled. Leave out static_graph."
         if isinstance(module, nn.SyncBatchNorm):
-            return "SyncBatchNorm exchanges messages in forward, and a rank compiles by itself. Use BatchNorm."
+            return (
+                "SyncBatchNorm exchanges messages in forward, and a rank that compiles does a forward that the others "
+                "do not. Use BatchNorm."
+            )
+        kind = peculiarity(module) if isinstance(module, DistributedDataParallel) else ""
+        if kind not in ("", "find_unused_parameters"):
+            return f"DistributedDataParallel: {_REFUSED[kind]}"
     return ""
 
 

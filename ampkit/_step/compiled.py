@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from .._text import ProgressBar, dtype_name
 from .._torch.compile import Compiler, GraphBreak, compiled_part, notice_compiled_code
 from .._torch.tensors import versions
 from .._user_line import innermost_users_line, users_level
-from .compiled_ddp import ModulesInside, is_of_wrapper
+from .compiled_ddp import compiled_around, is_of_wrapper
 from .compiled_writes import GOES_ON, CompiledWrites, why_failed
 from .training_step import PartOfStep, Phase, TrainingStep
 from .working_weights import LOW, WorkingWeights, cast_gradients
@@ -228,18 +228,19 @@ class CompiledTrainingStep(TrainingStep):
         layout = self._layout
         if layout is None or layout.problem:
             return super()._call_loss(args, kwargs)
-        if layout.call is None or layout.inside is None:
-            layout.call = self.compiler.compiled(_loss)
-            layout.inside = ModulesInside(self.ranks.wrappers, self.compiler)
-        with layout.inside.in_place():
-            return layout.call(self._loss_fn, self._model, args, kwargs)
+        return self._compiled_loss(layout)(self._loss_fn, self._model, args, kwargs)
+
+    def _compiled_loss(self, layout: "_Layout") -> Callable[..., Any]:
+        if layout.call is None:
+            layout.call = compiled_around(_loss, self.ranks.wrappers, self.compiler)
+        return layout.call
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         layout = self._layout
         if layout is None:
-            before = versions(self._known)
+            old_versions = versions(self._known)
             outputs = super()._forward_and_backward(args, kwargs)
-            pairs = zip(self._known, before, versions(self._known), strict=True)
+            pairs = zip(self._known, old_versions, versions(self._known), strict=True)
             self._constant = {id(param) for param, old, new in pairs if old == new}
             return outputs
         if layout.problem:
@@ -247,14 +248,14 @@ class CompiledTrainingStep(TrainingStep):
         if layout.ready:
             return self._compiled_pass(args, kwargs)
         start = time.perf_counter()
-        before, bar = self._before(layout), ProgressBar(1)
+        restore, bar = self._restorer(layout), ProgressBar(1)
         try:
             bar.show(f"{self._where}: compiling forward and backward")
             # Another rank may be in a call that compiles nothing.
             with self.compiler.noting_breaks() as breaks, self.ranks.reducers.alone(self._share_in_place()):
                 outputs = self._compiled_pass(args, kwargs)
         except Exception as error:
-            return self._uncompiled(layout, error, before, args, kwargs)
+            return self._uncompiled(layout, error, restore, args, kwargs)
         finally:
             bar.clear()
             self._seconds += time.perf_counter() - start
@@ -264,15 +265,22 @@ class CompiledTrainingStep(TrainingStep):
         if not self.ranks.wrappers:
             return outputs
         del outputs
-        before.restore()
+        restore()
         return self._compiled_pass(args, kwargs)
 
-    def _before(self, layout: "_Layout") -> "_Before":
-        """Return what puts back all that forward and backward change."""
+    def _restorer(self, layout: "_Layout") -> Callable[[], None]:
+        """Return a function that puts back all that forward and backward change."""
         state = TrainingState({"model": self._model}, [], None, own=self.gradients)
         constant = layout.constant.union(map(id, self._copies.values()))  # each call begins by writing the copies
         snapshot = Snapshot(state, self._generators, self._leaves, on_host=True, constant=constant)
-        return _Before(snapshot, [(param, param.grad) for param in self._model.parameters()])
+        gradients = [(param, param.grad) for param in self._model.parameters()]
+
+        def restore() -> None:
+            snapshot.restore()
+            for param, grad in gradients:
+                param.grad = grad
+
+        return restore
 
     def _share_in_place(self) -> float:
         """Return the size of the parameters in place, working weights among them, as a share of the masters' size."""
@@ -299,7 +307,7 @@ class CompiledTrainingStep(TrainingStep):
         self,
         layout: "_Layout",
         error: Exception,
-        before: "_Before",
+        restore: Callable[[], None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Any]:
@@ -307,8 +315,7 @@ class CompiledTrainingStep(TrainingStep):
 
         If they raise too, it was not the compiler that failed: the error is the user's, and the next call compiles.
         """
-
-        before.restore()
+        restore()
         layout.problem = f"forward and backward, since {why_failed(error)}"
         try:
             outputs = super()._forward_and_backward(args, kwargs)
@@ -316,7 +323,7 @@ class CompiledTrainingStep(TrainingStep):
             layout.problem, layout.call = "", None
             raise
         if self._raises:
-            before.restore()
+            restore()
             problem, layout.problem, layout.call = layout.problem, "", None
             raise CaptureError(f"{self._where}: not compiled: {problem}") from error
         self._warn(f"not compiled: {layout.problem}. {GOES_ON}")
@@ -326,7 +333,8 @@ class CompiledTrainingStep(TrainingStep):
 
     def _why_not_updated(self) -> str:
         if self.ranks.wrappers:
-            return "it must have the same bits on all ranks"
+            # A rank alone may meet a new batch size, whose first call compiles nothing, while others run compiled code.
+            return "ranks must update their weights with the same bits in each call, and they do not compile together"
         if not self._capturable:
             return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
         if self._max_value is not None:
@@ -391,24 +399,6 @@ class CompiledTrainingStep(TrainingStep):
             warnings.warn(f"{self._where}: {text}", AmpkitWarning, stacklevel=users_level())
 
 
-class _Before(NamedTuple):
-    """What forward and backward of a call change, as it was before.
-
-    Attributes:
-        snapshot: buffers, accumulated gradients, random numbers, the batch.
-        gradients: `param.grad` of the parameters in place.
-    """
-
-    snapshot: Snapshot
-    gradients: list[tuple[nn.Parameter, Tensor | None]]
-
-    def restore(self) -> None:
-        """Put it back."""
-        self.snapshot.restore()
-        for param, grad in self.gradients:
-            param.grad = grad
-
-
 class _Layout:
     """What is known of one layout of the batch.
 
@@ -417,7 +407,6 @@ class _Layout:
         phases: those that had their first call.
         constant: the ids of the parameters that forward and backward do not change.
         call: the compiled loss, None before it is made.
-        inside: compiled code of the modules inside of DDP, likewise.
         ready: whether forward and backward were compiled.
         problem: why they are not compiled; "" if they are, or may be.
         breaks: its graph breaks, in words.
@@ -428,7 +417,6 @@ class _Layout:
         self.phases: set[Phase] = set()
         self.constant: set[int] = set()
         self.call: Callable[..., Any] | None = None
-        self.inside: ModulesInside | None = None
         self.ready = False
         self.problem = ""
         self.breaks: list[str] = []

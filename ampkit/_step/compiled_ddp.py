@@ -1,44 +1,39 @@
 """The modules inside of `DistributedDataParallel`, compiled each by itself, as DDP's own code cannot be."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.compile import Compiler, GraphBreak, call_compiled, uncompiled_call, untraced
 from .._undo import Undo, replace
 
 
-class ModulesInside:
-    """Compiled code of the modules inside of DDP, for one layout of the batch.
+def compiled_around(
+    function: Callable[..., Any], wrappers: Sequence[DistributedDataParallel], compiler: Compiler
+) -> Callable[..., Any]:
+    """Return the function compiled, for one layout of its arguments, and with it the modules inside of these wrappers.
 
-    DDP prepares its Reducer in forward and exchanges buffers, which no compiler follows. So a compiled loss ends its
-    graph there, and the module inside is compiled by itself. While DDP's forward runs, torch splits what it compiles at
-    the ends of gradient buckets (`DDPOptimizer`), so that they are exchanged while the rest of the backward runs.
-
-    Args:
-        wrappers: the `DistributedDataParallel` modules.
-        compiler: compiles.
+    DDP prepares its Reducer in forward and exchanges buffers, which no compiler follows. So the function's graph ends
+    where it calls DDP, and the module inside is compiled by itself. While DDP's forward runs, torch splits what it
+    compiles at the ends of gradient buckets (`DDPOptimizer`), and these are exchanged while the backward goes on.
     """
+    compiled = compiler.compiled(function)
+    if not wrappers:
+        return compiled
+    forwards = [(ddp, untraced(ddp.forward, _WHY)) for ddp in wrappers]
+    calls = [(ddp.module, functools.partial(compiler.compiled(uncompiled_call), ddp.module)) for ddp in wrappers]
 
-    def __init__(self, wrappers: Sequence[DistributedDataParallel], compiler: Compiler) -> None:
-        self._forwards = [(ddp, untraced(ddp.forward, _WHY)) for ddp in wrappers]
-        self._calls: list[tuple[nn.Module, Callable[..., Any]]] = [
-            (ddp.module, functools.partial(compiler.compiled(uncompiled_call), ddp.module)) for ddp in wrappers
-        ]
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Context for a compiled loss, in which calls of these modules run compiled code."""
+    def call(*args: Any, **kwargs: Any) -> Any:
         with Undo() as undo:
-            for ddp, forward in self._forwards:
+            for ddp, forward in forwards:
                 replace(undo, ddp, "forward", forward)
-            for module, call in self._calls:
-                call_compiled(undo, module, call)
-            yield
+            for module, inside in calls:
+                call_compiled(undo, module, inside)
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def is_of_wrapper(found: GraphBreak) -> bool:

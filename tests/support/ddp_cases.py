@@ -117,6 +117,8 @@ CASES = {
     "compiled, hook": Case("wide", SPLIT, hook="fp16", policy="bfloat16", compile="default"),
     "compiled, other size": Case("wide", SPLIT, policy="bfloat16", max_norm=0.5, event="other size", compile="default"),
     "compiled, evaluation": Case("wide", SPLIT, event="evaluation", compile="default"),
+    "compiled, static": Case("wide", SPLIT | {"static_graph": True}, policy="bfloat16", compile="default"),
+    "compiled, unused": Case("unused", {"static_graph": True}, max_norm=0.5, compile="default"),
     "compiled, fails": Case("wide", SPLIT, max_norm=0.5, event="fails", compile="default"),
     "compiled, max": Case("wide", SPLIT, policy="bfloat16", max_norm=0.5, gpu=True, compile="max"),
 }

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, FunctionType
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._undo import Undo, replace
+from .._undo import Undo, keep_warning_filters, replace
 from .guard import private
 from .modules import module_tables
 
@@ -167,7 +168,11 @@ class Compiler:
         reasons: list[Any] = private(dynamo, "graph_break_reasons")
         known = len(reasons)
         found: list[GraphBreak] = []
-        yield found
+        with Undo() as undo:
+            # Behind a graph break dynamo asks the tensors that it finds there for their gradients, and torch warns.
+            keep_warning_filters(undo)
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            yield found
         for reason in reasons[known:]:
             places = tuple((frame.filename, frame.lineno or 0) for frame in reason.user_stack)
             noted = GraphBreak(next(iter(reason.reason.strip().splitlines()), ""), places, str(reason.reason))

@@ -1,8 +1,8 @@
 """`DistributedDataParallel` models as people make them: made ready for a capture, or refused with what to write."""
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.reducer import (
+    bucket_bytes,
     communication_hook,
     gradient_calls,
     is_idle,
@@ -22,6 +23,7 @@ from .._torch.reducer import (
     reset,
     stop_clocks,
 )
+from .._undo import Undo, replace
 
 Deliver = Callable[[Callable[[], None]], None]
 
@@ -150,6 +152,23 @@ class Reducers:
         for ddp in self._wrappers:
             reset(ddp)
 
+    @contextmanager
+    def alone(self, share: float) -> Iterator[None]:
+        """Context for a forward and backward that compile, on this rank alone: they exchange no gradients or buffers.
+
+        If they raise, no other rank waits for them. torch splits compiled code where a bucket of gradients is complete,
+        so that these are exchanged while the rest of the backward runs.
+
+        Args:
+            share: the size of the parameters that the compiler sees, as a share of those that the buckets have.
+        """
+        with Undo() as undo:
+            for ddp in self._wrappers:
+                replace(undo, ddp, "require_backward_grad_sync", False)
+                replace(undo, ddp, "require_forward_param_sync", False)
+                replace(undo, ddp, "bucket_bytes_cap", bucket_bytes(ddp, share))
+            yield
+
     def deliveries(self) -> dict[nn.Parameter, Deliver]:
         """Return, by parameter, what is to be called in a backward in which a copy of the parameter gets the gradient.
 
@@ -161,6 +180,20 @@ class Reducers:
             for ddp in self._wrappers
             for param, call in gradient_calls(ddp).items()
         }
+
+
+def why_not_compiled(model: nn.Module) -> str:
+    """Return why no step of this model can be compiled because of its DDP modules, and what to write; "" if it can."""
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            return (
+                "SyncBatchNorm exchanges messages in forward, and a rank that compiles does a forward that the others "
+                "do not. Use BatchNorm."
+            )
+        kind = peculiarity(module) if isinstance(module, DistributedDataParallel) else ""
+        if kind not in ("", "find_unused_parameters"):
+            return f"DistributedDataParallel: {_REFUSED[kind]}"
+    return ""
 
 
 def _deliver(ddp: DistributedDataParallel, call: Callable[[], None], give: Callable[[], None]) -> None:

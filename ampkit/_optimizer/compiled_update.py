@@ -152,7 +152,7 @@ def _with_shape(tensor: Tensor) -> Tensor:
     return tensor.view(1) if tensor.dim() == 0 else tensor
 
 
-def why_not_compiled(optimizer: Optimizer) -> str:
+def why_not_updated(optimizer: Optimizer) -> str:
     """Return why the update of this optimizer cannot be compiled, "" if it can."""
     name = type(optimizer).__name__
     if torch_class(optimizer) not in _KINDS:

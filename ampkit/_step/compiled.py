@@ -1,5 +1,6 @@
 """`graphed_step(compile=...)`: which parts of a step torch.compile compiles, and what happens if it fails."""
 
+import itertools
 import operator
 import sys
 import time
@@ -16,17 +17,19 @@ from .._arguments import check_choice
 from .._capture.inputs import read_batch
 from .._capture.layouts import MAX_LAYOUTS
 from .._capture.options import Options
+from .._capture.reducers import why_not_compiled
 from .._capture.shards import is_sharded
 from .._capture.snapshot import Snapshot
 from .._capture.state import TrainingState
 from .._errors import AmpkitWarning, CaptureError
-from .._optimizer.compiled_update import CompiledUpdate, why_not_compiled
+from .._optimizer.compiled_update import CompiledUpdate, why_not_updated
 from .._optimizer.preparation import Prepared
 from .._optimizer.step_kind import why_not_capturable
 from .._text import ProgressBar, dtype_name
 from .._torch.compile import Compiler, GraphBreak, compiled_part, notice_compiled_code
 from .._torch.tensors import versions
 from .._user_line import innermost_users_line, users_level
+from .compiled_ddp import compiled_around, is_of_wrapper
 from .compiled_writes import GOES_ON, CompiledWrites, why_failed
 from .training_step import PartOfStep, Phase, TrainingStep
 from .working_weights import LOW, WorkingWeights, cast_gradients
@@ -63,11 +66,8 @@ def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object
             f"{where}(compile={compile!r}): {part} is compiled already. Pass it as it was before torch.compile, or "
             "compile=None."
         )
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise NotImplementedError(
-            f"{where}(compile={compile!r}): a DistributedDataParallel model is not compiled. Pass compile=None, and "
-            "compile the module inside: DistributedDataParallel(torch.compile(model))."
-        )
+    if problem := why_not_compiled(model):
+        raise NotImplementedError(f"{where}(compile={compile!r}): {problem} Or pass compile=None.")
     if is_sharded(model):
         raise NotImplementedError(
             f"{where}(compile={compile!r}): a model whose parameters fully_shard has split is not compiled. Pass "
@@ -175,7 +175,7 @@ class CompiledTrainingStep(TrainingStep):
         if key not in self._layouts:
             if len(self._layouts) == MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = _Layout(WorkingWeights(self._model, self._copies, self._writes.writer()))
+            self._layouts[key] = _Layout(self._new_weights())
         layout = self._layouts[key]
         if phase not in layout.phases:
             return self._first_call(layout, phase, args, kwargs, steps=steps)
@@ -186,6 +186,10 @@ class CompiledTrainingStep(TrainingStep):
         finally:
             self._layout, self._leaves = None, []
             self._kept.clear()
+
+    def _new_weights(self) -> WorkingWeights:
+        averaging = self.ranks.reducers if self.ranks.wrappers else None
+        return WorkingWeights(self._model, self._copies, self._writes.writer(), averaging=averaging)
 
     def _first_call(
         self, layout: "_Layout", phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool
@@ -228,15 +232,15 @@ class CompiledTrainingStep(TrainingStep):
 
     def _compiled_loss(self, layout: "_Layout") -> Callable[..., Any]:
         if layout.call is None:
-            layout.call = self.compiler.compiled(_loss)
+            layout.call = compiled_around(_loss, self.ranks.wrappers, self.compiler)
         return layout.call
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         layout = self._layout
         if layout is None:
-            before = versions(self._known)
+            old_versions = versions(self._known)
             outputs = super()._forward_and_backward(args, kwargs)
-            pairs = zip(self._known, before, versions(self._known), strict=True)
+            pairs = zip(self._known, old_versions, versions(self._known), strict=True)
             self._constant = {id(param) for param, old, new in pairs if old == new}
             return outputs
         if layout.problem:
@@ -244,24 +248,43 @@ class CompiledTrainingStep(TrainingStep):
         if layout.ready:
             return self._compiled_pass(args, kwargs)
         start = time.perf_counter()
-        state = TrainingState({"model": self._model}, [], None, own=self.gradients)
-        constant = layout.constant.union(map(id, self._copies.values()))  # each call begins by writing the copies
-        snapshot = Snapshot(state, self._generators, self._leaves, on_host=True, constant=constant)
-        gradients = [(param, param.grad) for param in self._model.parameters()]
-        bar = ProgressBar(1)
+        restore, bar = self._restorer(layout), ProgressBar(1)
         try:
             bar.show(f"{self._where}: compiling forward and backward")
-            with self.compiler.noting_breaks() as breaks:
+            # Another rank may be in a call that compiles nothing.
+            with self.compiler.noting_breaks() as breaks, self.ranks.reducers.alone(self._share_in_place()):
                 outputs = self._compiled_pass(args, kwargs)
         except Exception as error:
-            return self._uncompiled(layout, error, snapshot, gradients, args, kwargs)
+            return self._uncompiled(layout, error, restore, args, kwargs)
         finally:
             bar.clear()
             self._seconds += time.perf_counter() - start
         layout.ready = True
         self._say_breaks(layout, breaks)
         self._say_time("forward and backward", time.perf_counter() - start)
-        return outputs
+        if not self.ranks.wrappers:
+            return outputs
+        del outputs
+        restore()
+        return self._compiled_pass(args, kwargs)
+
+    def _restorer(self, layout: "_Layout") -> Callable[[], None]:
+        """Return a function that puts back all that forward and backward change."""
+        state = TrainingState({"model": self._model}, [], None, own=self.gradients)
+        constant = layout.constant.union(map(id, self._copies.values()))  # each call begins by writing the copies
+        snapshot = Snapshot(state, self._generators, self._leaves, on_host=True, constant=constant)
+        gradients = [(param, param.grad) for param in self._model.parameters()]
+
+        def restore() -> None:
+            snapshot.restore()
+            for param, grad in gradients:
+                param.grad = grad
+
+        return restore
+
+    def _share_in_place(self) -> float:
+        """Return the size of the parameters in place, working weights among them, as a share of the masters' size."""
+        return sum(param.nbytes for param in self._model.parameters()) / sum(param.nbytes for param in self._known)
 
     def _compiled_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
@@ -285,8 +308,7 @@ class CompiledTrainingStep(TrainingStep):
         self,
         layout: "_Layout",
         error: Exception,
-        before: Snapshot,
-        gradients: list[tuple[nn.Parameter, Tensor | None]],
+        restore: Callable[[], None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Any]:
@@ -294,12 +316,6 @@ class CompiledTrainingStep(TrainingStep):
 
         If they raise too, it was not the compiler that failed: the error is the user's, and the next call compiles.
         """
-
-        def restore() -> None:
-            before.restore()
-            for param, grad in gradients:
-                param.grad = grad
-
         restore()
         layout.problem = f"forward and backward, since {why_failed(error)}"
         try:
@@ -317,11 +333,14 @@ class CompiledTrainingStep(TrainingStep):
     # ------------------------------------------------------------------------------------------------------- update
 
     def _why_not_updated(self) -> str:
+        if self.ranks.wrappers:
+            # A rank alone may meet a new batch size, whose first call compiles nothing, while others run compiled code.
+            return "ranks must update their weights with the same bits in each call, and they do not compile together"
         if not self._capturable:
             return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
         if self._max_value is not None:
             return "each element of the gradients is clipped"
-        return why_not_compiled(self._optimizer)
+        return why_not_updated(self._optimizer)
 
     def _step_optimizer(self, prepared: Prepared | None = None) -> None:
         if not self._why_update_not and self._layout is not None and self._updated():
@@ -362,7 +381,7 @@ class CompiledTrainingStep(TrainingStep):
     # --------------------------------------------------------------------------------------------------- messages
 
     def _say_breaks(self, layout: "_Layout", breaks: list[GraphBreak]) -> None:
-        for found in breaks:
+        for found in itertools.filterfalse(is_of_wrapper, breaks):
             line = innermost_users_line(found.places)
             layout.breaks.append(f"{line} - {found.reason}" if line else found.reason)
             self._warn(

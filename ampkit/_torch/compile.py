@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, FunctionType
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._undo import Undo
+from .._undo import Undo, keep_warning_filters, replace
 from .guard import private
 from .kernel_timing import timed_back_to_back
 from .modules import module_tables
@@ -94,6 +95,27 @@ def without_compiled_code() -> Iterator[None]:
         yield
 
 
+def untraced(function: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """Return the function for compiled code to call as it is. Compiled functions that it calls stay compiled.
+
+    Args:
+        function: ends the graph of what calls it.
+        why: what the reason of that graph break has in it.
+    """
+    made: Callable[..., Any] = torch.compiler.disable(function, reason=why)
+    return made
+
+
+def call_compiled(undo: Undo, module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have `call(*args, **kwargs)` take the place of `module(*args, **kwargs)`, until that is undone."""
+    replace(undo, module, "_compiled_call_impl", call)
+
+
+def uncompiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return `module(*args, **kwargs)`, with its hooks, though `call_compiled` has given it another call."""
+    return private(module, "_call_impl")(*args, **kwargs)
+
+
 class GraphBreak(NamedTuple):
     """Where torch.compile ends a graph and begins another one.
 
@@ -148,7 +170,11 @@ class Compiler:
         reasons: list[Any] = private(dynamo, "graph_break_reasons")
         known = len(reasons)
         found: list[GraphBreak] = []
-        yield found
+        with Undo() as undo:
+            # Behind a graph break dynamo asks the tensors that it finds there for their gradients, and torch warns.
+            keep_warning_filters(undo)
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            yield found
         for reason in reasons[known:]:
             places = tuple((frame.filename, frame.lineno or 0) for frame in reason.user_stack)
             noted = GraphBreak(next(iter(reason.reason.strip().splitlines()), ""), places, str(reason.reason))

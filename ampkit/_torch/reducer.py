@@ -136,6 +136,20 @@ def gradient_calls(ddp: DistributedDataParallel) -> dict[nn.Parameter, Callable[
     return {param: functools.partial(call, i) for i, param in enumerate(_managed(ddp))}
 
 
+def bucket_bytes(ddp: DistributedDataParallel, share: float) -> int:
+    """Return `bucket_bytes_cap` as torch.compile needs it to split a module where a bucket of gradients is complete.
+
+    It counts the bytes of the parameters that it sees, and asserts that the cap is not below that of the first bucket
+    (torch/_dynamo/backends/distributed.py).
+
+    Args:
+        ddp: the model.
+        share: the size of these parameters, as a share of those that the buckets have.
+    """
+    first: int = private(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES")
+    return max(first, int(private(ddp, "bucket_bytes_cap") * share))
+
+
 def is_idle(ddp: DistributedDataParallel) -> bool:
     """Return whether the last backward has averaged all gradients. After one that has raised, no forward can run."""
     try:

@@ -3,12 +3,11 @@
 import warnings
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._errors import AmpkitWarning
 from .._step.compiled import CompiledTrainingStep
 from .._torch.compile import GraphBreak
-from .._undo import Undo, keep_warning_filters
 from ._host_state import HostReads
 
 WARM_UP = 3  # calls at least: the first is not compiled, the second compiles, the third is the rehearsal
@@ -26,15 +25,6 @@ class CompiledBatchStep(CompiledTrainingStep):
         if layout is None or layout.problem:
             return super()._call_loss(args, kwargs)
         return self._loss_fn(self._model, *args, **kwargs, call=self._compiled_loss(layout))
-
-    def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if self._layout is None or self._layout.ready:
-            return super()._forward_and_backward(args, kwargs)
-        with Undo() as undo:
-            # Behind a call of `self.log` dynamo asks the loss for its gradient, and torch warns of that.
-            keep_warning_filters(undo)
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            return super()._forward_and_backward(args, kwargs)
 
     def _say_breaks(self, layout: Any, breaks: list[GraphBreak]) -> None:
         """Say nothing of `self.log`: its calls are noted outside of compiled code, as Lightning's own would be."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -21,11 +22,13 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import ampkit
 from ampkit._capture.ranks import WARMUP_DDP, Ranks
 from ampkit._capture.reducers import Reducers
+from ampkit._torch import compile as torch_compile
 from ampkit._torch import reducer as torch_reducer
 
 CPU = torch.device("cpu")
 FAST = ("plain", "static, unused", "wrapped hook", "accumulate", "float16 as torch", "PowerSGD", "second step")
-ON_CPU = tuple(name for name, case in ddp_cases.CASES.items() if not case.gpu)
+COMPILED = tuple(name for name, case in ddp_cases.CASES.items() if case.compile)
+ON_CPU = tuple(name for name, case in ddp_cases.CASES.items() if not case.gpu and name not in COMPILED)
 Rows = list[dict[str, Any]]  # of one case, one per rank
 
 
@@ -40,8 +43,20 @@ def others_on_cpu() -> dict[str, Rows]:
 
 
 @pytest.fixture(scope="module")
+def compiled_on_cpu() -> dict[str, Rows]:
+    names = tuple(name for name in COMPILED if not ddp_cases.CASES[name].gpu)
+    return ddp_train.launch_cases(ddp_cases.__file__, "cpu", names, 400)
+
+
+@pytest.fixture(scope="module")
 def on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(ddp_cases.__file__, "cuda", tuple(ddp_cases.CASES), 300)
+    names = tuple(name for name in ddp_cases.CASES if name not in COMPILED)
+    return ddp_train.launch_cases(ddp_cases.__file__, "cuda", names, 300)
+
+
+@pytest.fixture(scope="module")
+def compiled_on_gpus() -> dict[str, Rows]:
+    return ddp_train.launch_cases(ddp_cases.__file__, "cuda", COMPILED, 500)
 
 
 def check(name: str, rows: Rows, device: str = "cpu") -> None:
@@ -84,10 +99,44 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ddp_cases.CASES)
+@pytest.mark.parametrize("case", [name for name in ddp_cases.CASES if name not in COMPILED])
 def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
     """L4: the same with NCCL in the graph, for models that were made on the default stream."""
     check(case, on_gpus[case], "cuda")
+
+
+def check_compiled(name: str, rows: Rows, device: str = "cpu") -> None:
+    """Assert that a captured compiled case left the bits of the uncaptured one, and equal weights on all ranks."""
+    case = ddp_cases.CASES[name]
+    warmup = 3 if device == "cpu" else WARMUP_DDP
+    for rank, row in enumerate(rows):
+        assert "error" not in row, row["error"]
+        assert row["differ"] == []
+        assert row["weights"] == rows[0]["weights"]
+        assert row["skipped"] == rows[0]["skipped"] >= len(case.overflows)
+        odd = len(ddp_cases.ODD_CALLS) if case.event == "other size" else 0
+        assert row["replays"] <= ddp_cases.calls(case) - warmup * case.accumulate - odd * rank
+        assert row["replays"] > 0
+        assert not any(line.startswith("graph break") for line in row["compiled"])
+        failed = case.event == "fails" and rank == 1
+        assert [("no kernel for this GPU" in message) for message in row["messages"]] == [True] * failed
+        assert row["compiled"][0].startswith("not compiled: forward" if failed else "compiled: forward and backward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name in COMPILED if not ddp_cases.CASES[name].gpu])
+def test_compiled(compiled_on_cpu: dict[str, Rows], case: str) -> None:
+    """R11, L4: the bits of the compiled step under DDP, whose buckets are exchanged within the compiled backward."""
+    check_compiled(case, compiled_on_cpu[case])
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_on_two_gpus(compiled_on_gpus: dict[str, Rows], case: str) -> None:
+    """R11, L4: the same by Inductor, with NCCL in the graph."""
+    check_compiled(case, compiled_on_gpus[case], "cuda")
 
 
 @pytest.mark.cuda
@@ -182,6 +231,47 @@ def test_what_a_graph_cannot_hold_is_refused(made: Callable[[], DistributedDataP
         step(torch.ones(3, 4))
     assert words in str(raised.value)
     assert "pass graph='off'" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        pytest.param(delayed, "Leave out delay_all_reduce_named_params", id="delayed"),
+        pytest.param(with_optimizer_in_backward, "Make an ordinary optimizer", id="optimizer in backward"),
+        pytest.param(with_mixed_precision, "pass policy='bfloat16'", id="mixed precision"),
+        pytest.param(lambda: nn.Sequential(net(), nn.SyncBatchNorm(2)), "Use BatchNorm", id="SyncBatchNorm"),
+    ],
+)
+def test_what_is_not_compiled_is_refused(made: Callable[[], nn.Module], words: str) -> None:
+    """R11, L4: before any call, since a rank that compiles does a forward and backward by itself."""
+    with pytest.raises(
+        NotImplementedError, match=r"graphed_step\(compile='default'\): .*Or pass compile=None"
+    ) as raised:
+        step_of(made(), compile="default")
+    assert words in str(raised.value)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("policy", "copies"), [(None, 0), ("bfloat16", 1)])
+def test_compiled_code_ends_where_buckets_do(monkeypatch: pytest.MonkeyPatch, policy: str | None, copies: int) -> None:
+    """R11, L4: a bucket of gradients is exchanged while the rest of the backward runs; no line is blamed for that."""
+    compiled = []
+
+    def compile(graph: Any, inputs: Any, config_patches: Any) -> Any:
+        compiled.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch_compile, "inductor", lambda: compile)
+    ddp = DistributedDataParallel(ddp_cases.wide(), bucket_cap_mb=1)
+    bucket_bytes, forward = ddp.bucket_bytes_cap, ddp.forward
+    step = step_of(ddp, policy=policy, compile="default", on_failure="raise")
+    for _ in range(5):
+        step(torch.ones(3, 16))
+    assert step.replays == 2
+    assert len(compiled) == 3 + 1 + copies  # parts of the module, the loss, the copies of the weights
+    assert step.report().compiled[0] == "compiled: forward and backward, for 1 layout(s) of the batch"
+    assert [line for line in step.report().compiled if "graph break" in line] == []
+    assert (ddp.bucket_bytes_cap, ddp.forward, ddp.module._compiled_call_impl) == (bucket_bytes, forward, None)
 
 
 def test_uneven_inputs_are_refused() -> None:

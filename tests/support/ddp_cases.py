@@ -22,12 +22,16 @@ import torch
 import torch.distributed as dist
 from ddp_train import ENDS, KEPT, end, join, launch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ampkit
+from ampkit._torch import compile as torch_compile
 
 CALLS = 10
+INDUCTOR = torch_compile.inductor
 RATE = 2**-7  # float32 holds it exactly, so that a float and a tensor are the same rate
 
 
@@ -49,6 +53,7 @@ class Case(NamedTuple):
         gpu: whether it needs a GPU.
         verify: of the step.
         numerics: whether `ampkit.debug.numerics` measures in every second step.
+        compile: of the step.
     """
 
     model: str = "mlp"
@@ -65,8 +70,10 @@ class Case(NamedTuple):
     gpu: bool = False
     verify: int = 0
     numerics: bool = False
+    compile: str | None = None
 
 
+SPLIT = {"bucket_cap_mb": 1, "gradient_as_bucket_view": True}  # torch takes no smaller ones for compiled code
 CASES = {
     "plain": Case(max_norm=float("inf"), torch=True),
     "static": Case(ddp={"static_graph": True}, torch=True),
@@ -103,7 +110,19 @@ CASES = {
     "verify, differs": Case(event="differs", verify=2, refused="is not what eager computes"),
     "numerics": Case("batch norm", policy="float16", max_norm=0.5, overflows=(1, 16), numerics=True),
     "second step": Case(event="second step", max_norm=0.5),
+    "compiled": Case("wide", SPLIT, max_norm=0.5, compile="default"),
+    "compiled, bfloat16": Case("wide", SPLIT, policy="bfloat16", max_norm=0.5, compile="default"),
+    "compiled, accumulate": Case("wide", policy="bfloat16", accumulate=3, max_norm=0.5, compile="default"),
+    "compiled, float16": Case("wide", SPLIT, policy="float16", max_norm=0.5, overflows=(1, 7), compile="default"),
+    "compiled, hook": Case("wide", SPLIT, hook="fp16", policy="bfloat16", compile="default"),
+    "compiled, other size": Case("wide", SPLIT, policy="bfloat16", max_norm=0.5, event="other size", compile="default"),
+    "compiled, evaluation": Case("wide", SPLIT, event="evaluation", compile="default"),
+    "compiled, static": Case("wide", SPLIT | {"static_graph": True}, policy="bfloat16", compile="default"),
+    "compiled, unused": Case("unused", {"static_graph": True}, max_norm=0.5, compile="default"),
+    "compiled, fails": Case("wide", SPLIT, max_norm=0.5, event="fails", compile="default"),
+    "compiled, max": Case("wide", SPLIT, policy="bfloat16", max_norm=0.5, gpu=True, compile="max"),
 }
+ODD_CALLS = (1, 7)  # in which rank 1 has a smaller batch, by "other size"
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -135,7 +154,25 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 4))
 
 
+def wide() -> nn.Module:
+    """Return a model with gradients of more than one bucket, buffers and random numbers."""
+    inner = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512), nn.Dropout(0.1))
+    return nn.Sequential(nn.Linear(16, 512), nn.BatchNorm1d(512), inner, nn.Linear(512, 4))
+
+
+def failing_inductor() -> Callable[..., Any]:
+    """Return a compiler that fails on rank 1, for the last module before the loss."""
+
+    def compile(graph: Any, inputs: Any, config_patches: Any) -> Any:
+        if dist.get_rank() == 1 and any(node.target is F.linear for node in graph.graph.nodes):
+            raise NotImplementedError("no kernel for this GPU")
+        return aot_eager(graph, inputs)
+
+    return compile
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "wide": wide,
     "mlp": mlp,
     "unused": Unused,
     "frozen": frozen,
@@ -232,7 +269,7 @@ class Job:
 
     def _step(self) -> Any:
         step = ampkit.graphed_step(
-            lambda model, x, boost: self._loss(x, boost),
+            (lambda model, x, boost: self._loss(x, boost)) if self.case.compile is None else compiled_loss,
             self.model,
             self.optimizer,
             policy=None if self.case.policy is None else self.policy,
@@ -242,7 +279,8 @@ class Job:
             verify=self.case.verify,
             numerics=self.watch,
             graph=self.graph,
-            on_failure="raise" if self.captures else "parts",
+            compile=self.case.compile,
+            on_failure="raise" if self.captures and self.case.event != "fails" else "parts",
         )
         KEPT.append(step)
         return step
@@ -258,7 +296,8 @@ class Job:
         return loss + self.calls if self.case.event == "differs" and dist.get_rank() == 1 else loss
 
     def batch(self, call: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(6, 16, generator=self.made)
+        rows = 4 if self.case.event == "other size" and call in ODD_CALLS and dist.get_rank() == 1 else 6
+        x = torch.randn(rows, 16, generator=self.made)
         infinite = call in self.case.overflows and dist.get_rank() == 1
         return x.to(self.device), torch.tensor(float("inf") if infinite else 1.0, device=self.device)
 
@@ -306,6 +345,12 @@ class Job:
         return {name: tensor.detach().clone() for name, tensor in named.items()}
 
 
+def compiled_loss(model: nn.Module, x: Tensor, boost: Tensor) -> Tensor:
+    """Return what `Job._loss` does, which counts on the host, so that it would be compiled in each call."""
+    loss: Tensor = (model(x).float() * boost).square().mean()
+    return loss
+
+
 def calls(case: Case) -> int:
     """Return how often the step is called."""
     return CALLS * case.accumulate * (2 if case.numerics else 1)
@@ -336,6 +381,7 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
         "torch warns": [str(w.message)[:300] for w in caught if "AccumulateGrad" in str(w.message)],
         "working": len(job.steps[0]._window._step._working),
         "replays": sum(step.report().replays for step in job.steps),
+        "compiled": list(report.compiled),
         **{name: getattr(report, name) for name in ("captures", "eager", "skipped", "failure")},
         "seconds": round(time.monotonic() - start, 1),
     }
@@ -367,6 +413,12 @@ def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any
     for name in args.cases or [name for name, case in CASES.items() if device.type == "cuda" or not case.gpu]:
         # Without deterministic algorithms, emulated replays that count differ like kernels that make noise.
         torch.use_deterministic_algorithms(True, warn_only=CASES[name].event != "differs")
+        if CASES[name].event == "fails":
+            torch_compile.inductor = failing_inductor
+        elif device.type == "cpu":  # Inductor compiles C++, which takes seconds; AOTAutograd does all but that
+            torch_compile.inductor = lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
+        else:
+            torch_compile.inductor = INDUCTOR
         try:
             rows[name] = compare(CASES[name], device, "auto" if device.type == "cuda" else "emulate")
         except Exception as error:  # whatever it is, it is the finding

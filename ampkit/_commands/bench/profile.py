@@ -137,8 +137,8 @@ def device_work(events: Iterable[Any]) -> DeviceWork:
     events = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     computing = [event for event in events if not event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))]
     kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in computing)
-    busy, at_work = _union(map(_time, computing)), _union(map(_time, events))
-    launched = _union(_launched(events))
+    busy, at_work = union(map(_time, computing)), union(map(_time, events))
+    launched = union(_launched(events))
     if not kernels:
         return DeviceWork(0.0, 0, 0.0, 0.0, 0.0)
     # Events do not say which step they belong to, so the steps are assumed to take equally long.
@@ -146,8 +146,8 @@ def device_work(events: Iterable[Any]) -> DeviceWork:
     step = (last - first) / ALL_STEPS
     window = first + LEAD_IN * step, last - LEAD_OUT * step
     whole = window[1] - window[0]
-    worked, computed, within = (_length(some, window) / whole for some in (at_work, busy, launched))
-    return DeviceWork(_length(busy), kernels, 1 - worked, 1 - within, worked - computed)
+    worked, computed, within = (length(some, window) / whole for some in (at_work, busy, launched))
+    return DeviceWork(length(busy), kernels, 1 - worked, 1 - within, worked - computed)
 
 
 def _time(event: Any) -> Interval:
@@ -163,7 +163,7 @@ def _launched(events: Iterable[Any]) -> Iterator[Interval]:
         yield min(start for start, _ in times), max(stop for _, stop in times)
 
 
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
+def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return sorted disjoint intervals that cover the same time."""
     covered: list[Interval] = []
     for start, stop in sorted(intervals):
@@ -174,5 +174,5 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return covered
 
 
-def _length(disjoint: Iterable[Interval], window: Interval = (-math.inf, math.inf)) -> float:
+def length(disjoint: Iterable[Interval], window: Interval = (-math.inf, math.inf)) -> float:
     return sum(max(0.0, min(stop, window[1]) - max(start, window[0])) for start, stop in disjoint)

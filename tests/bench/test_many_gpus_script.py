@@ -1,0 +1,73 @@
+"""tests/benchmarks/many_gpus.py: its rows with gloo and emulated graphs, and how time of NCCL is counted."""
+
+import json
+from pathlib import Path
+
+import many_gpus
+import pytest
+
+
+@pytest.mark.slow
+def test_rows_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each way of each model is timed; captured steps have the bits of eager ones; what is refused says so."""
+    file = tmp_path / "rows.json"
+    ways = ["torch", "graphed", "graphed-default", "one-gpu"]
+    options = ["--small", "--device", "cpu", "--models", "llama", "--ways", *ways, "--timeout", "280"]
+    assert many_gpus.main([*options, "--json", str(file)]) == 0
+    rows = {row["way"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == ways
+    assert rows.pop("graphed-default")["error"].startswith("refused: graphed_step(compile='default')")
+    for way, row in rows.items():
+        assert 0 < row["fastest"] <= row["ms"] <= row["slowest"]
+        assert row["setup_s"] > 0
+        assert "error" not in row
+        assert (way == "torch") or (row["bitwise"] and row["deterministic"] and row["replays"] > 0)
+    printed = capsys.readouterr().out
+    assert "two ranks less one GPU" in printed
+    assert "refused: graphed_step" in printed
+
+
+def test_time_of_nccl() -> None:
+    """Kernels of NCCL run for 5 of the unit, of which 1 + 2 are beside no other kernel, on whichever stream."""
+    events = [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 2.0, 5.0),
+        ("gemm", 0.0, 3.0),
+        ("Memcpy DtoD (Device -> Device)", 3.0, 4.0),
+        ("ncclKernel_AllGather", 8.0, 10.0),
+        ("gemm", 12.0, 13.0),
+    ]
+    assert many_gpus.nccl_times(events) == (5.0, 3.0)
+
+
+def test_table_of_rows() -> None:
+    """A row with all columns, one that was refused, and what two ranks cost beside one."""
+    whole = {"fastest": 9.5, "slowest": 10.5, "setup_s": 3.0, "peak_mib": [100, 120], "bitwise": True}
+    rows = [
+        {
+            "model": "gpt2",
+            "way": "graphed",
+            "ms": 10.0,
+            "nccl_ms": 4.0,
+            "exposed_ms": 1.5,
+            "bits_of": "the same",
+            **whole,
+        },
+        {"model": "gpt2", "way": "one-gpu", "ms": 8.0, "bits_of": "the same", **whole},
+        {"model": "gpt2", "way": "graphed-default", "error": "refused: no"},
+    ]
+    _, graphed, _, refused, difference = many_gpus.table(rows).splitlines()
+    assert graphed.split() == [
+        "gpt2",
+        "graphed",
+        "10.000",
+        "(9.500",
+        "to",
+        "10.500)",
+        "120",
+        "3.0",
+        "4.000",
+        "1.500",
+        "yes",
+    ]
+    assert refused.split() == ["gpt2", "graphed-default", "refused:", "no"]
+    assert difference.endswith("2.000 ms")

@@ -13,13 +13,13 @@ from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
-from .._capture.shards import refuse_sharded
+from .._capture.shards import free_whole_parameters, refuse_sharded
 from .._capture.sparse_gradients import why_not_dense
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
-from .arguments import Scheduler, check_helpers, check_optimizer, device_of, read_max_norm, read_scaler
+from .arguments import Scheduler, check_kinds, check_optimizer, device_of, read_max_norm, read_scaler
 from .compiled import check_compile, step_maker, warmup_of
 from .metrics import StepMetrics
 from .observer import Observer
@@ -144,7 +144,8 @@ def graphed_step(
     given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
     options = given.checked("graphed_step")
     max_norm = read_max_norm(max_norm)
-    check_helpers(loss_fn, accumulate, buckets, numerics)
+    check_kinds(model, loss_fn, accumulate, buckets, numerics)
+    free_whole_parameters(model)
     device = device_of(model, policy := read_policy("graphed_step", policy))
     check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)

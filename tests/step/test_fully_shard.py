@@ -175,6 +175,19 @@ def loss_fn(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return net(x).square().mean()
 
 
+def test_a_step_may_be_made_after_an_evaluation(process_group: None) -> None:
+    """R12: a forward leaves the parameters of the root whole, and the optimizer has the sharded ones."""
+    sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
+    with torch.no_grad():
+        sharded(torch.ones(2, 8))
+    assert not isinstance(next(sharded.parameters()), DTensor)
+    step = ampkit.graphed_step(loss_fn, sharded, optimizer, graph="emulate", on_failure="raise")
+    for _ in range(4):
+        step(torch.ones(2, 8))
+    assert step.replays == 1
+
+
 def test_tensor_parallelism_is_refused(process_group: None) -> None:
     """R12: tensor parallelism beside fully_shard is refused by the parameter and the mesh. HSDP is not."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shards", "columns"))

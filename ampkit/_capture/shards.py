@@ -6,6 +6,7 @@ from torch import nn
 
 from .._torch.sharding import ShardedModules, copy_groups, mesh_group, sharded_class
 
+
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a parameter of the model is split over processes."""
     kind = sharded_class()

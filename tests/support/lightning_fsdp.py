@@ -92,7 +92,7 @@ CASES = {
     "memory": Case(low=True, options={"memory": True}),
     "counts": Case("counts", refused="another rank found"),
     "gradients": Case("gradients", refused="Gradients.on_before_optimizer_step uses gradients"),
-    "columns": Case("columns", optimizer="one by one", refused="net.0.up.weight is a DTensor, and no module is under fully_shard"),
+    "columns": Case("columns", optimizer="one by one", refused="net.0.up.weight is a DTensor, and no module"),
     "kept gathered": Case("kept gathered", refused="set_reshard_after_backward(False) was called"),
     "resume": Case(low=True, accumulate=2, resume=("ampkit", "ampkit")),
     "resume from Lightning": Case(low=True, resume=("lightning", "ampkit")),
@@ -289,9 +289,7 @@ def train(case: Case, device: torch.device, graph: str) -> Run:
     if not any(case.resume):
         return fit(case, device, graph, Path(folder[0]))
     # Without graphs nobody is Lightning's: the reference of both ways is the same.
-    first, second = (
-        graph if who == "ampkit" or graph in ("off", "none") else "none" for who in case.resume
-    )
+    first, second = (graph if who == "ampkit" or graph in ("off", "none") else "none" for who in case.resume)
     before = fit(case, device, first, Path(folder[0]), epochs=1)
     return fit(case, device, second, Path(folder[0]), resume=before.checkpoint)
 

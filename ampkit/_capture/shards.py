@@ -34,21 +34,15 @@ def free_whole_parameters(model: nn.Module) -> None:
         modules.gather()
 
 
-def refuse_sharded(where: str, model: nn.Module, *, observed: bool) -> None:
+def refuse_sharded(where: str, model: nn.Module) -> None:
     """Raise a `NotImplementedError` if a step of this model cannot be captured because of how its parameters are split.
 
     Args:
         where: the function that the user has called.
         model: the model.
-        observed: whether somebody measures in the step.
     """
     if problem := why_not_sharded(model):
         raise NotImplementedError(f"{where}(model): {problem} Or pass graph='off'.")
-    if observed and is_sharded(model):
-        raise NotImplementedError(
-            f"{where}(numerics): gradients that fully_shard splits over processes cannot be measured in a graph. Pass "
-            "numerics=None, or graph='off'."
-        )
 
 
 def why_not_sharded(model: nn.Module) -> str:

@@ -98,7 +98,7 @@ def graphed_step(
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
             takes up to eleven steps, and a tensor may differ by ten times as much as it does between replays. With one
             process, the first launches of `scan` and `window`, just as many, are compared too. Under
-            `DistributedDataParallel` all ranks compare in the same calls.
+            `DistributedDataParallel` and `fully_shard` all ranks compare in the same calls.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
@@ -151,7 +151,7 @@ def graphed_step(
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
-    blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer
+    blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
     step = step_maker(compile, options)(
         loss_fn,
@@ -404,7 +404,7 @@ class GraphedStep:
         self.close()
 
 
-def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options, numerics: Observer | None) -> str:
+def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:
     """Return why nothing can be captured of forward and backward, as far as that is known; else ""."""
     for name, part in (("model", model), ("loss_fn", loss_fn)):
         if options.graph != "off" and cudagraphs_of_its_own(part):
@@ -413,7 +413,7 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options, nu
                 "another one. Compile it in the default mode, torch.compile(model), or pass graph='off'."
             )
     if options.graph != "off":
-        refuse_sharded("graphed_step", model, observed=numerics is not None)
+        refuse_sharded("graphed_step", model)
     return why_not_dense([model])
 
 

@@ -149,11 +149,6 @@ class AmpkitCallback(Callback):
             self._set_up_fit(trainer, pl_module)
 
     def _set_up_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._options.verify and isinstance(trainer.strategy, SEVERAL_RANKS):
-            raise NotImplementedError(
-                "AmpkitCallback(verify=...) does not work with several ranks: each would compare and repeat steps on "
-                "its own, and the others would wait for it forever. Verify on one device."
-            )
         plugin = trainer.strategy.precision_plugin
         problem = why_not(trainer, pl_module, plugin)
         if problem:

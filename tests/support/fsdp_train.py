@@ -56,6 +56,8 @@ class Case(NamedTuple):
         behind: whether the optimizer steps behind the graphs.
         event: what happens between two calls, see `between`.
         copies: how many ranks have the same shards (HSDP).
+        verify: of the step.
+        numerics: whether `ampkit.debug.numerics` measures in every second step.
     """
 
     model: str = "mlp"
@@ -72,6 +74,8 @@ class Case(NamedTuple):
     behind: bool = False
     event: str = ""
     copies: int = 1
+    verify: int = 0
+    numerics: bool = False
 
 
 LOW = torch.bfloat16
@@ -109,6 +113,14 @@ CASES = {
     "other size": Case(max_norm=0.5, event="other size"),
     "waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits"),
     "raises": Case("transformer", dtype=LOW, max_norm=0.5, event="raises"),
+    "verify": Case("transformer", dtype=LOW, max_norm=0.5, verify=3),
+    "verify float16": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 8), verify=4),
+    "verify, not resharded": Case("grouped", False, dtype=LOW, verify=2),
+    "verify, differs": Case("transformer", dtype=LOW, verify=4, event="differs"),
+    "verify, average": Case("transformer", dtype=LOW, average=True, verify=2, event="average"),
+    "verify, undeclared": Case(verify=2, event="undeclared"),
+    "numerics": Case(policy="float16", max_norm=0.5, overflows=(1, 8), numerics=True),
+    "numerics, accumulate": Case("transformer", dtype=LOW, max_norm=0.5, accumulate=2, numerics=True),
     "copies": Case("transformer", dtype=LOW, max_norm=0.5, copies=2),
     "copies float16": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 7), copies=2),
 }
@@ -123,7 +135,7 @@ FOUR_RANKS = {
     ),
     "two copies waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits", copies=2),
 }
-GIVES_UP = ("waits", "raises")  # events in which rank 1 cannot capture
+GIVES_UP = ("waits", "raises", "differs", "undeclared", "average")  # events in which rank 1 cannot capture
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -253,6 +265,8 @@ class Job:
         self.made = torch.Generator().manual_seed(7 + dist.get_rank())
         torch.manual_seed(5 + dist.get_rank())
         self.outputs: list[Any] = []
+        self.seen, self.elsewhere = 0, torch.zeros((), device=device)  # what a graph would not follow
+        self.watch = ampkit.debug.numerics(self.model, every=2) if case.numerics else None
         if graph == "torch":
             return
         self.step = ampkit.graphed_step(
@@ -264,6 +278,8 @@ class Job:
             max_norm=case.max_norm,
             accumulate=case.accumulate,
             after_step=self.after_step if case.average else None,
+            verify=case.verify,
+            numerics=self.watch,
             graph=graph,
             on_failure="parts" if graph == "off" or case.behind or case.event in GIVES_UP else "raise",
         )
@@ -271,6 +287,11 @@ class Job:
 
     def loss_fn(self, model: nn.Module, x: Tensor, boost: Tensor) -> Tensor:
         loss = (model(x).float() * boost).square().mean()
+        self.seen += 1
+        if dist.get_rank() == 1 and self.case.event == "differs" and self.seen > 6:
+            loss = loss * (1 + self.seen % 2)  # so that the gradients on all ranks differ
+        if dist.get_rank() == 1 and self.case.event == "undeclared":
+            self.elsewhere.add_(1)
         if dist.get_rank() == 1 and self.case.event == "waits":
             loss.item()
         fails = dist.get_rank() == 1 and self.case.event == "raises" and self.device.type == "cuda"
@@ -397,10 +418,15 @@ def checkpoint(job: Job) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scaler": job.scaler.state_dict()}
 
 
+def calls(case: Case) -> int:
+    """Return how often the step is called."""
+    return (CALLS + 4 * (case.accumulate - 1)) * (2 if case.numerics else 1)
+
+
 def train(case: Case, device: torch.device, graph: str) -> Job:
     """Train, and return the job at its end."""
     job = Job(case, device, graph)
-    for call in range(CALLS + 4 * (case.accumulate - 1)):
+    for call in range(calls(case)):
         job = between(job, call)
         job(call)
     return job
@@ -418,6 +444,7 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     row = {
         "differ": differences(reference, job),
         "differ from torch": differences(alone, job) if case.torch else [],
+        "gradients": gradients(job),
         "norms": [out[2].tolist() for out in job.outputs if len(out) == 3],
         "messages": [str(w.message) for w in caught if issubclass(w.category, ampkit.AmpkitWarning)],
         **{
@@ -431,6 +458,12 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     return row
 
 
+def gradients(job: Job) -> list[Any]:
+    """Return how many values the gradient of each parameter was seen to have, the largest, and what is not finite."""
+    rows = [] if job.watch is None else job.watch.report().rows
+    return [(row.name, row.count, row.largest, row.nonfinite) for row in rows if row.what == "gradient"]
+
+
 def differences(left: Job, right: Job) -> list[str]:
     """Return the names of what differs in any bit."""
     first, second = left.state(), right.state()
@@ -438,6 +471,8 @@ def differences(left: Job, right: Job) -> list[str]:
     for call, (a, b) in enumerate(zip(left.outputs, right.outputs, strict=True)):
         # torch's loop returns the loss alone if there is no norm.
         names += [f"output {i} of call {call}" for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)]
+    if left.watch is not None and right.watch is not None:
+        names += ["numerics"] if repr(left.watch.report().rows) != repr(right.watch.report().rows) else []
     return names
 
 
@@ -448,9 +483,10 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return a row for each case by its name. An error of one case does not keep the others from being tried."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
     rows: dict[str, Any] = {}
     for name in args.cases or CASES:
+        # Without deterministic algorithms, emulated replays that count differ like kernels that make noise.
+        torch.use_deterministic_algorithms(True, warn_only=not name.startswith("verify"))
         try:
             rows[name] = compare({**CASES, **FOUR_RANKS}[name], device, args.graph)
         except Exception as error:  # whatever it is, it is the finding
@@ -461,7 +497,7 @@ def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any
 
 
 def shortened(row: dict[str, Any]) -> str:
-    kept = {key: value for key, value in row.items() if value and key not in ("norms", "eager")}
+    kept = {key: value for key, value in row.items() if value and key not in ("norms", "eager", "gradients")}
     return json.dumps(kept)[:900]
 
 

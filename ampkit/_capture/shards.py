@@ -38,11 +38,11 @@ def refuse_sharded(where: str, model: nn.Module) -> None:
     """Raise a `NotImplementedError` if a step of this model cannot be captured because of how its parameters are split.
 
     Args:
-        where: the function that the user has called.
+        where: the argument, and the function that the user has passed it to.
         model: the model.
     """
     if problem := why_not_sharded(model):
-        raise NotImplementedError(f"{where}(model): {problem} Or pass graph='off'.")
+        raise NotImplementedError(f"{where}: {problem} Or pass graph='off'.")
 
 
 def why_not_sharded(model: nn.Module) -> str:

@@ -413,7 +413,7 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) ->
                 "another one. Compile it in the default mode, torch.compile(model), or pass graph='off'."
             )
     if options.graph != "off":
-        refuse_sharded("graphed_step", model)
+        refuse_sharded("graphed_step(model)", model)
     return why_not_dense([model])
 
 

@@ -225,18 +225,9 @@ class TrainingStep:
 
         return gathered if len(self.ranks.shards) else call
 
-    def gather(self, name: str = "graphed_step(model)") -> None:
-        """Give the modules their sharded parameters, if `fully_shard` has wrapped them.
-
-        Args:
-            name: what messages call the step.
-
-        Raises:
-            ValueError: `fully_shard` has got a setting that a graph cannot follow.
-        """
-        if self.ranks.captured and (problem := self.ranks.shards.why_not_captured()):
-            raise ValueError(f"{name}, fully_shard: {problem} Or pass graph='off'.")
-        self.ranks.shards.gather()
+    def gather(self) -> None:
+        """See `Ranks.gather`."""
+        self.ranks.gather("graphed_step(model)")
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -272,15 +272,41 @@ def test_offloaded_parameters_are_refused(process_group: None) -> None:
 
 
 def test_what_does_not_go_with_sharded_models_is_refused(process_group: None) -> None:
-    """R12: compile, numerics of another model and `graphed` say what to write instead."""
-    sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
+    """R12: compile, numerics of earlier parameters, and numerics in a loop of one's own say what to write instead."""
+    mesh = init_device_mesh("cpu", (1,))
+    plain = model()
+    early = ampkit.debug.numerics(plain)
+    sharded = fully_shard(plain, mesh=mesh)
     assert "block.compile()" in refusal(sharded, compile="default")
-    with pytest.raises(NotImplementedError, match=r"graphed\(evaluate\), modules\[0\]: .*Use ampkit.graphed_step"):
+    with pytest.raises(NotImplementedError, match=r"numerics: in a loop of your own.*graphed_step"):
+        ampkit.debug.numerics(sharded).__enter__()
+    optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
+    with pytest.raises(ValueError, match="it was made before fully_shard"):
+        ampkit.graphed_step(loss_fn, sharded, optimizer, numerics=early, graph="emulate")
 
-        @ampkit.graphed(modules=(sharded,), graph="emulate")
-        def evaluate(x: torch.Tensor) -> torch.Tensor:
+
+def test_functions_of_sharded_models(process_group: None) -> None:
+    """R12: `graphed` refuses what `graphed_step` refuses, and an evaluation leaves sharded parameters behind."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shards", "columns"))
+    parallel = parallelize_module(model(), mesh["columns"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
             result: torch.Tensor = sharded(x)
-            return result
+        return result
+
+    with pytest.raises(NotImplementedError, match=r"graphed\(evaluate\), modules: .*tensor parallelism alone"):
+        ampkit.graphed(modules=(parallel,), graph="emulate")(evaluate)
+    sharded = fully_shard(model(), mesh=mesh["shards"])
+    graphed = ampkit.graphed(modules=(sharded,), graph="emulate", on_failure="raise")(evaluate)
+    x = torch.ones(2, 8)
+    outputs = [graphed(x) for _ in range(5)]
+    assert graphed.replays == 2
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert isinstance(next(sharded.parameters()), DTensor)
+    sharded.set_reshard_after_backward(False)
+    with pytest.raises(ValueError, match=r"graphed\(evaluate\), fully_shard: set_reshard_after_backward"):
+        graphed(x)
 
 
 def test_the_script_ends_ranks_that_hang(tmp_path: Path) -> None:

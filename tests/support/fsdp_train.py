@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +122,9 @@ CASES = {
     "verify, undeclared": Case(verify=2, event="undeclared"),
     "numerics": Case(policy="float16", max_norm=0.5, overflows=(1, 8), numerics=True),
     "numerics, accumulate": Case("transformer", dtype=LOW, max_norm=0.5, accumulate=2, numerics=True),
+    "graphed": Case("transformer", dtype=LOW, max_norm=float("inf"), torch=True, event="graphed"),
+    "graphed float16": Case(policy="float16", max_norm=0.5, overflows=(1, 6), verify=2, event="graphed"),
+    "graphed pair": Case(event="graphed pair", verify=2),
     "copies": Case("transformer", dtype=LOW, max_norm=0.5, copies=2),
     "copies float16": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 7), copies=2),
 }
@@ -265,11 +269,18 @@ class Job:
         self.made = torch.Generator().manual_seed(7 + dist.get_rank())
         torch.manual_seed(5 + dist.get_rank())
         self.outputs: list[Any] = []
+        self.critic: Any = None
+        self.optimizers = (self.optimizer,)
         self.seen, self.elsewhere = 0, torch.zeros((), device=device)  # what a graph would not follow
         self.watch = ampkit.debug.numerics(self.model, every=2) if case.numerics else None
         if graph == "torch":
             return
-        self.step = ampkit.graphed_step(
+        self.step: Any = self._graphed(graph) if case.event.startswith("graphed") else self._step(graph)
+        KEPT.append(self.step)
+
+    def _step(self, graph: str) -> Any:
+        case = self.case
+        return ampkit.graphed_step(
             self.loss_fn,
             self.model,
             self.optimizer,
@@ -283,7 +294,38 @@ class Job:
             graph=graph,
             on_failure="parts" if graph == "off" or case.behind or case.event in GIVES_UP else "raise",
         )
-        KEPT.append(self.step)
+
+    def _graphed(self, graph: str) -> Any:
+        """Return a function under `ampkit.graphed` that trains this model, and another one if the case has a pair."""
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        train: Callable[..., Any] = self._with_torch
+        modules = [self.model]
+        if self.case.event == "graphed pair":
+            self.critic = wrapped(nn.Sequential(nn.Linear(1, 8), nn.GELU(), nn.Linear(8, 1)), self.case, self.device)
+            modules.append(self.critic)
+            self.optimizers = (self.optimizer, torch.optim.AdamW(self.critic.parameters(), lr=RATE, fused=True))
+            train = self._with_critic
+        return ampkit.graphed(
+            modules=modules,
+            optimizers=self.optimizers,
+            scaler=scaler,
+            verify=self.case.verify,
+            graph=graph,
+            on_failure="parts" if graph == "off" else "raise",
+        )(train)
+
+    def _with_critic(self, x: Tensor, boost: Tensor) -> list[Tensor]:
+        """Train the critic on what the model makes, and then the model by what the critic says."""
+        of_model, of_critic = self.optimizers
+        of_critic.zero_grad()
+        judged = self.critic(self.model(x).detach()).square().mean()
+        judged.backward()
+        of_critic.step()
+        of_model.zero_grad()
+        made = self.critic(self.model(x)).mean()
+        made.backward()
+        of_model.step()
+        return [judged.detach(), made.detach()]
 
     def loss_fn(self, model: nn.Module, x: Tensor, boost: Tensor) -> Tensor:
         loss = (model(x).float() * boost).square().mean()
@@ -324,6 +366,9 @@ class Job:
                 out = self._window(batch)
             elif self.case.event == "scan":
                 out = self.step.scan(batch[0].expand(2, *batch[0].shape), batch[1].expand(2))
+            elif self.case.event.startswith("graphed"):
+                self.outputs.append(self.step(*batch))
+                return
             else:
                 out = self.step(*batch)
             self.outputs.append([out.loss, out.skipped, *([] if out.grad_norm is None else [out.grad_norm])])
@@ -364,8 +409,10 @@ class Job:
     def state(self) -> dict[str, Tensor]:
         """Return copies of all that training changes, by name; of a sharded tensor this rank's part."""
         named: dict[str, Any] = dict(self.model.named_parameters())
+        if self.critic is not None:
+            named.update({f"critic.{name}": param for name, param in self.critic.named_parameters()})
         names = {param: name for name, param in named.items()}
-        for param, kept in self.optimizer.state.items():
+        for param, kept in chain(*(optimizer.state.items() for optimizer in self.optimizers)):
             named.update({f"{names[param]}.{key}": value for key, value in kept.items() if isinstance(value, Tensor)})
         named.update({f"average {i}": tensor for i, tensor in enumerate(self.average)})
         if self.scaler.is_enabled():

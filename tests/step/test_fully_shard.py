@@ -144,6 +144,35 @@ def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
     check(case, on_gpus[case], "cuda")
 
 
+def check_other_ranks(folder: Path, device: str, others: tuple[int, ...]) -> None:
+    """Assert that what two ranks have saved is, whole, what other numbers of ranks load, and that these train on."""
+    options = ("--device", device, "--cases", "bfloat16", "float16", "--timeout", "200")
+    script = fsdp_train.__file__
+    saved = ddp_train.launch(*options, "--save", str(folder), timeout=200, script=script)
+    for ranks in others:
+        loaded = ddp_train.launch(*options, "--load", str(folder), ranks=ranks, timeout=200, script=script)
+        for row in loaded:
+            for case in ("bfloat16", "float16"):
+                assert saved[0][case]["replays"] == 3
+                assert row[case]["whole"] == saved[0][case]["whole"] == saved[1][case]["whole"]
+                assert row[case]["differ"] == []
+                assert row[case]["replays"] == 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """R12: parameters, moments and loss scale of two ranks, loaded by one and by four, which then train captured."""
+    check_other_ranks(tmp_path, "cpu", (1, 4))
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+def test_a_checkpoint_of_two_gpus_is_loaded_by_one(tmp_path: Path) -> None:
+    """R12: the same with NCCL."""
+    check_other_ranks(tmp_path, "cuda", (1, 4) if torch.cuda.device_count() >= 4 else (1,))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["imported", "nothing"])
 def test_a_job_ends(how: str) -> None:

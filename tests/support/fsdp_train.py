@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_train import ENDS, KEPT, end, join
+from ddp_train import ENDS, KEPT, digest, end, join
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -451,12 +451,62 @@ def resumed(job: Job) -> Job:
     rng = torch.cuda.get_rng_state() if job.device.type == "cuda" else torch.get_rng_state()
     new = Job(job.case, job.device, job.graph, seed=99)
     new.made, new.outputs = job.made, job.outputs
-    loaded = checkpoint(new)
-    dcp.load(loaded, checkpoint_id=folder[0])
-    set_state_dict(new.model, new.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    new.scaler.load_state_dict(loaded["scaler"])
+    load(new, folder[0])
     (torch.cuda.set_rng_state if job.device.type == "cuda" else torch.set_rng_state)(rng)
     return new
+
+
+def load(job: Job, folder: str) -> None:
+    """Give a job the state of a checkpoint."""
+    loaded = checkpoint(job)
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(job.model, job.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    job.scaler.load_state_dict(loaded["scaler"])
+
+
+def save_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Train each case for some steps, save it, and return checksums of its state by the name of the case."""
+    rows = {}
+    for name in args.cases:
+        job = Job(CASES[name], device, args.graph)
+        for call in range(6):
+            job(call)
+        dcp.save(checkpoint(job), checkpoint_id=f"{args.save}/{name}")
+        rows[name] = {"whole": checksums(job), "replays": job.step.replays}
+    return rows
+
+
+def load_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Load what other ranks have saved, and train on, with a graph and without.
+
+    The rows have checksums of what was loaded, and what differs between the two trainings.
+    """
+    rows = {}
+    for name in args.cases:
+        jobs = [Job(CASES[name], device, graph, seed=99) for graph in ("off", args.graph)]
+        for job in jobs:
+            load(job, f"{args.load}/{name}")
+        whole = checksums(jobs[1])
+        for job in jobs:
+            torch.manual_seed(11 + dist.get_rank())
+            for call in range(6):
+                job(call)
+        rows[name] = {"whole": whole, "differ": differences(*jobs), "replays": jobs[1].step.replays}
+    return rows
+
+
+def checksums(job: Job) -> dict[str, str]:
+    """Return a checksum of each parameter and of the optimizer's state for it, and the loss scale, by name."""
+    named: dict[str, Any] = dict(job.model.named_parameters())
+    names = {param: name for name, param in named.items()}
+    for param, kept in job.optimizer.state.items():
+        named.update({f"{names[param]}.{key}": value for key, value in kept.items() if isinstance(value, Tensor)})
+    if job.scaler.is_enabled():
+        named["scale"] = torch.tensor(job.scaler.get_scale())
+    return {
+        name: digest(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+        for name, tensor in named.items()
+    }
 
 
 def checkpoint(job: Job) -> dict[str, Any]:
@@ -601,6 +651,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--graph", choices=["auto", "emulate", "off"])
     parser.add_argument("--cases", nargs="*", choices=[*CASES, *FOUR_RANKS])
+    parser.add_argument("--save", metavar="FOLDER", help="train the cases for some steps and save them instead")
+    parser.add_argument("--load", metavar="FOLDER", help="load the cases and train on instead")
     parser.add_argument("--time", action="store_true", help="time steps instead")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--width", type=int, default=1024)
@@ -641,7 +693,8 @@ def main(argv: Sequence[str]) -> int:
     faulthandler.dump_traceback_later(max(1.0, args.timeout - 5))  # where it hangs, if it does
     device = join(args.device)
     try:
-        rows = (timed if args.time else compare_all)(args, device)
+        work = timed if args.time else save_all if args.save else load_all if args.load else compare_all
+        rows = work(args, device)
     except Exception:
         traceback.print_exc()
         os._exit(1)  # an interpreter that ends right after it joined sometimes aborts, as gloo's threads still run

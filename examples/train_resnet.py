@@ -3,6 +3,7 @@
     python examples/train_resnet.py                        # scikit-learn's handwritten digits: nothing to download
     python examples/train_resnet.py --dataset cifar10 --data-path data --model resnet18
     torchrun --nproc-per-node=2 examples/train_resnet.py   # one process per GPU: DistributedDataParallel
+    torchrun --nproc-per-node=2 examples/train_resnet.py --strategy fsdp  # each process has a part of the parameters
     python examples/train_resnet.py --help
 
 Read the file from top to bottom: options, processes, data, model, one epoch, checkpoint, results, main. It differs from
@@ -12,6 +13,7 @@ a script without ampkit in two places: `make_step` makes the training step, and 
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -28,10 +30,18 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchvision import transforms
-from torchvision.models.resnet import BasicBlock
+from torchvision.models.resnet import BasicBlock, Bottleneck
 from tqdm import tqdm
 
 import ampkit
@@ -65,10 +75,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         ampkit.Policy.parse(args.policy)
     except ValueError as error:
         parser.error(f"--policy {args.policy}: {error}")
-    if args.lr is None:
-        args.lr = DEFAULT_LR[args.opt]
+    choose_optimizer(parser, args)
     if args.channels_last is None:
-        args.channels_last = on_cuda
+        args.channels_last = on_cuda and args.strategy == "ddp"
+    if args.strategy == "fsdp" and (args.channels_last or args.torchcompile):
+        parser.error("--strategy fsdp: fully_shard takes contiguous, uncompiled modules. Leave out the other option.")
     if args.workers is None:
         args.workers = 0 if args.dataset in ("digits", "synthetic") else 4
     return args
@@ -115,9 +126,20 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_strategy_option(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--strategy",
+        choices=["ddp", "fsdp"],
+        default="ddp",
+        help="what each of several processes keeps; ddp: all parameters; fsdp: a part of each of them (fully_shard)",
+    )
+
+
 def add_optimizer_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--epochs", type=positive, default=20, metavar="N", help="passes over the training images")
-    group.add_argument("--opt", choices=list(DEFAULT_LR), default="sgd", help="optimizer, in its fused form")
+    group.add_argument(
+        "--opt", choices=list(DEFAULT_LR), help="optimizer, in its fused form; None: sgd, or adamw with --strategy fsdp"
+    )
     group.add_argument("--lr", type=float, help="learning rate; None: 0.05 for sgd, 0.001 for adam and adamw")
     group.add_argument("--momentum", type=float, default=0.9, metavar="M", help="momentum of sgd")
     group.add_argument("--weight-decay", type=float, default=1e-4, metavar="W", help="weight decay")
@@ -133,6 +155,14 @@ def add_optimizer_options(group: argparse._ArgumentGroup) -> None:
         "--lr-step-size", type=positive, default=8, metavar="N", help="epochs between two steps of `step`"
     )
     group.add_argument("--lr-gamma", type=float, default=0.1, metavar="G", help="factor of one step of `step`")
+
+
+def choose_optimizer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    args.opt = args.opt or ("sgd" if args.strategy == "ddp" else "adamw")
+    if (args.strategy, args.opt) == ("fsdp", "sgd"):
+        parser.error("--strategy fsdp --opt sgd: torch 2.11 has no fused SGD for fully_shard. Pass --opt adamw.")
+    if args.lr is None:
+        args.lr = DEFAULT_LR[args.opt]
 
 
 def add_speed_options(group: argparse._ArgumentGroup) -> None:
@@ -159,13 +189,14 @@ def add_speed_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--channels-last",
         action=argparse.BooleanOptionalAction,
-        help="weights in channels-last layout; None: on CUDA only",
+        help="weights in channels-last layout; None: on CUDA, unless --strategy is fsdp",
     )
     group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu")
     group.add_argument("--deterministic", action="store_true", help="use deterministic algorithms only")
 
 
 def add_run_options(group: argparse._ArgumentGroup) -> None:
+    add_strategy_option(group)
     group.add_argument("--seed", type=int, default=0, help="seed of weights, shuffling and augmentation")
     group.add_argument(
         "--resume",
@@ -191,6 +222,8 @@ def join_processes(args: argparse.Namespace) -> None:
     """Join the other processes that torchrun started, each with its own GPU. Without torchrun there is one process."""
     args.rank, args.processes = 0, 1
     if not dist.is_torchelastic_launched():
+        if args.strategy == "fsdp":
+            raise SystemExit("--strategy fsdp: there is one process. Start several: torchrun --nproc-per-node=2 ...")
         return
     if args.device == "cuda":
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -202,9 +235,22 @@ def join_processes(args: argparse.Namespace) -> None:
     args.rank, args.processes = dist.get_rank(), dist.get_world_size()
 
 
+def shard(args: argparse.Namespace, model: nn.Module) -> None:
+    """With --strategy fsdp, leave this process a part of each parameter. Call it before the optimizer is made."""
+    if args.strategy != "fsdp":
+        return
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)  # as DistributedDataParallel does
+    mesh = init_device_mesh(torch.device(args.device).type, (args.processes,))
+    for module in model.modules():
+        if isinstance(module, (BasicBlock, Bottleneck)):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def distribute(args: argparse.Namespace, model: nn.Module) -> nn.Module:
     """Return the model to train. With several processes it averages gradients over all of them."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or args.strategy == "fsdp":
         return model
     device_ids = None if args.device == "cpu" else [args.device]
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
@@ -469,6 +515,9 @@ def evaluate(args: argparse.Namespace, training: Training, loader: DataLoader[An
             logits = training.model(images.to(training.policy.params))
             loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
         totals += torch.stack([loss, (logits.argmax(1) == labels).sum()])
+    most = math.ceil(math.ceil(len(loader.dataset) / args.processes) / args.batch_size)  # batches of any process
+    for _ in range(most - len(loader) if args.strategy == "fsdp" else 0):
+        training.model(images)  # each call gathers parameters, so all processes must make as many
     loss, accuracy = (total / len(loader.dataset) for total in sum_over_processes(totals).tolist())
     return {"test_loss": loss, "test_accuracy": accuracy}
 
@@ -476,14 +525,16 @@ def evaluate(args: argparse.Namespace, training: Training, loader: DataLoader[An
 # ------------------------------------------------------------------------------------------------------ checkpoint
 
 # Options that may differ in a resumed run.
-FREE_OPTIONS = {"resume", "output_dir", "json", "print_freq", "data_path", "device", "cuda_graph", "rank"}
+FREE_OPTIONS = {"resume", "output_dir", "json", "print_freq", "data_path", "device", "cuda_graph", "strategy", "rank"}
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of fully_shard's parts, for the first process
 
 
 def save_checkpoint(args: argparse.Namespace, training: Training, history: list[dict[str, float]]) -> None:
     """Write everything that a later run needs, with or without torchrun. All processes call this; the first writes."""
+    model, optimizer = get_state_dict(training.model, training.optimizer, options=WHOLE)
     checkpoint = {
-        "model": training.model.state_dict(),
-        "optimizer": training.optimizer.state_dict(),
+        "model": model,
+        "optimizer": optimizer,
         "scheduler": training.scheduler.state_dict() if training.scheduler else None,
         "scaler": training.scaler.state_dict(),
         "history": history,  # one entry per epoch
@@ -515,8 +566,8 @@ def load_checkpoint(args: argparse.Namespace, training: Training) -> list[dict[s
             f"--{name.replace('_', '-')} {then.get(name)} (now {now[name]})" for name in sorted(changed)
         )
         raise SystemExit(f"--resume {args.resume}: that run had {options}. Pass the same options to continue it.")
-    training.model.load_state_dict(checkpoint["model"])
-    training.optimizer.load_state_dict(checkpoint["optimizer"])
+    parts = {"model_state_dict": checkpoint["model"], "optim_state_dict": checkpoint["optimizer"]}
+    set_state_dict(training.model, training.optimizer, **parts, options=StateDictOptions(full_state_dict=True))
     training.scaler.load_state_dict(checkpoint["scaler"])
     if training.scheduler:
         training.scheduler.load_state_dict(checkpoint["scheduler"])
@@ -531,11 +582,14 @@ def load_checkpoint(args: argparse.Namespace, training: Training) -> list[dict[s
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return a checksum of all weights and buffers: equal for two runs only if they are bitwise equal."""
+    """Return a checksum of all weights and buffers: equal for two runs only if they are bitwise equal.
+
+    All processes call this. It is right in the first one.
+    """
     digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in get_model_state_dict(model, options=WHOLE).items():
         digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -594,7 +648,12 @@ def plot_loss_scale(axes: Axes, curves: dict[str, list[float]], *, scaled: bool)
 
 
 def summarize(
-    args: argparse.Namespace, training: Training, history: list[dict[str, float]], report: ampkit.Report, seconds: float
+    args: argparse.Namespace,
+    training: Training,
+    history: list[dict[str, float]],
+    report: ampkit.Report,
+    weights: str,
+    seconds: float,
 ) -> dict[str, Any]:
     device = torch.device(args.device)
     return {
@@ -603,7 +662,7 @@ def summarize(
         "skipped_steps": sum(metrics["skipped"] for metrics in history),
         "loss_scale": history[-1]["loss_scale"],
         "graph": report.to_dict(),
-        "weights_sha256": weights_sha256(training.model),
+        "weights_sha256": weights,
         "model": args.model,
         "dataset": args.dataset,
         "policy": str(training.policy),
@@ -637,6 +696,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"--batch-size {args.batch_size}: there are only {len(data.train)} training images.")
 
     model = make_model(args, data)
+    shard(args, model)
     optimizer = make_optimizer(args, model)
     scheduler = make_scheduler(args, optimizer, len(train_loader))
     policy = ampkit.Policy.parse(args.policy)
@@ -658,11 +718,12 @@ def main(argv: list[str] | None = None) -> None:
                 flush=True,
             )
 
+    weights = weights_sha256(model)
     if args.rank == 0:
         plot_curves(args, training, history)
         report = step.report()
         print(report, file=log)
-        summary = summarize(args, training, history, report, time.perf_counter() - start)
+        summary = summarize(args, training, history, report, weights, time.perf_counter() - start)
         (Path(args.output_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(json.dumps(summary), flush=True)
     if dist.is_initialized():

@@ -4,6 +4,7 @@
     python examples/train_resnet_lightning.py --no-ampkit    # the same without ampkit, to compare
     python examples/train_resnet_lightning.py --dataset cifar10 --data-path data --model resnet18 --clip-grad 1.0
     python examples/train_resnet_lightning.py --devices 2    # one process per GPU
+    torchrun --nproc-per-node=2 examples/train_resnet_lightning.py --strategy fsdp  # each has a part of the parameters
     python examples/train_resnet_lightning.py --help
 
 Data, models, optimizers and their options are those of train_resnet.py, in the same folder. The script differs from one
@@ -12,6 +13,7 @@ without ampkit in one line of `main`.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -24,9 +26,12 @@ import torch
 import train_resnet
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchvision.models.resnet import BasicBlock, Bottleneck
 from train_resnet import positive, weights_sha256
 
 from ampkit.lightning import AmpkitCallback
@@ -47,17 +52,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if on_cuda and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here. Use --device cpu.")
     if args.precision == "auto":
-        args.precision = "16-mixed" if on_cuda else "32-true"
+        mixed = "16-mixed" if args.strategy == "ddp" else "bf16-mixed"  # ModelParallelStrategy refuses 16-mixed
+        args.precision = mixed if on_cuda else "32-true"
     if args.no_ampkit and args.clip_grad is not None and args.precision.endswith("mixed"):
         parser.error(
             "--no-ampkit --clip-grad: in mixed precision Lightning cannot clip the gradients of a fused optimizer."
         )
     if args.model == "auto":
         args.model = "resnet18" if on_cuda else "resnet8"
-    if args.lr is None:
-        args.lr = train_resnet.DEFAULT_LR[args.opt]
+    train_resnet.choose_optimizer(parser, args)
     if args.workers is None:
         args.workers = 0 if args.dataset in ("digits", "synthetic") else 4
+    if args.strategy == "fsdp" and args.devices == 1:
+        parser.error("--strategy fsdp: there is one process. Pass --devices 2, or use torchrun.")
     return args
 
 
@@ -67,11 +74,18 @@ def add_trainer_options(group: argparse._ArgumentGroup) -> None:
         "--precision",
         choices=["auto", *PRECISIONS],
         default="auto",
-        help="precision of the Trainer; auto: 16-mixed on CUDA, 32-true elsewhere",
+        help="precision of the Trainer; auto: on CUDA 16-mixed, or bf16-mixed with --strategy fsdp; elsewhere 32-true",
     )
     group.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches per optimizer step")
     group.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    group.add_argument("--devices", type=positive, default=1, metavar="N", help="processes, each with a GPU of its own")
+    group.add_argument(
+        "--devices",
+        type=positive,
+        default=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # torchrun sets it
+        metavar="N",
+        help="processes, each with a GPU of its own",
+    )
+    train_resnet.add_strategy_option(group)
     group.add_argument("--deterministic", action="store_true", help="use deterministic algorithms only")
     group.add_argument("--seed", type=int, default=0, help="seed of weights and shuffling")
     group.add_argument("--resume", metavar="FILE", help="last.ckpt of an earlier run, which is continued")
@@ -92,6 +106,14 @@ class ResNet(pl.LightningModule):
         super().__init__()
         self.args = args
         self.net = train_resnet.make_model(args, data)
+
+    def configure_model(self) -> None:
+        if self.args.strategy == "fsdp":
+            mesh = self.device_mesh["data_parallel"]
+            for module in self.net.modules():
+                if isinstance(module, (BasicBlock, Bottleneck)):
+                    fully_shard(module, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
@@ -162,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     trainer = pl.Trainer(
         accelerator="gpu" if args.device == "cuda" else "cpu",
         devices=args.devices,
-        strategy="ddp" if args.devices > 1 else "auto",
+        strategy=strategy_of(args),
         precision=args.precision,
         max_epochs=args.epochs,
         accumulate_grad_batches=args.accumulate,
@@ -179,16 +201,24 @@ def main(argv: list[str] | None = None) -> None:
         log_every_n_steps=args.print_freq,
         enable_progress_bar=not args.json,
         enable_model_summary=False,
+        inference_mode=args.strategy == "ddp",  # torch cannot train what fully_shard has gathered in inference mode
     )
     loader = {"batch_size": args.batch_size, "num_workers": args.workers, "pin_memory": args.device == "cuda"}
     train_loader = DataLoader(data.train, shuffle=True, drop_last=True, **loader)  # a graph replays one batch size
     trainer.fit(module, train_loader, DataLoader(data.test, **loader), ckpt_path=args.resume)
+    weights = weights_sha256(module.net)  # in all processes
     if trainer.is_global_zero:
-        summary = summarize(args, trainer, module, speed, callback, time.perf_counter() - start)
+        summary = summarize(args, trainer, weights, speed, callback, time.perf_counter() - start)
         if not args.no_ampkit:
             print(callback.report(), file=sys.stderr if args.json else sys.stdout)
         (Path(args.output_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(json.dumps(summary), flush=True)
+
+
+def strategy_of(args: argparse.Namespace) -> str | Strategy:
+    if args.strategy == "ddp":
+        return "ddp" if args.devices > 1 else "auto"
+    return ModelParallelStrategy(args.devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
 
 def as_in_train_resnet(args: argparse.Namespace) -> argparse.Namespace:
@@ -196,7 +226,7 @@ def as_in_train_resnet(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(
         **{**vars(args), "device": "cpu"},
         policy=PRECISIONS["32-true"],
-        channels_last=args.device == "cuda",
+        channels_last=args.device == "cuda" and args.strategy == "ddp",  # fully_shard takes contiguous weights
         torchcompile=None,
     )
 
@@ -204,7 +234,7 @@ def as_in_train_resnet(args: argparse.Namespace) -> argparse.Namespace:
 def summarize(
     args: argparse.Namespace,
     trainer: pl.Trainer,
-    module: ResNet,
+    weights: str,
     speed: Speed,
     callback: AmpkitCallback,
     seconds: float,
@@ -217,7 +247,7 @@ def summarize(
         "skipped_steps": report.skipped,
         "loss_scale": scaler.get_scale() if scaler else 1.0,
         "graph": report.to_dict(),
-        "weights_sha256": weights_sha256(module.net),
+        "weights_sha256": weights,
         "model": args.model,
         "dataset": args.dataset,
         "precision": args.precision,

@@ -35,7 +35,7 @@ from .surroundings import Surroundings
 from .timing import Clock
 from .turns import Turn, turns_on
 from .variation import Key, Variation
-from .verify import check_verify, verified_replay
+from .verify import verified_replay
 from .warm_up import WarmUp
 
 _Fn = Callable[[], Any]
@@ -97,7 +97,6 @@ class Engine:
         untimed: int = 1,
         splitter: Splitter = NEVER,
     ) -> None:
-        check_verify(options, ranks, name)
         on_cuda = options.graph == "auto" and device.type == "cuda"
         captured = captured or fn
         self._warmup, words = ranks.warm_up(options.warmup, on_cuda)

@@ -123,6 +123,19 @@ class Ranks:
         # Not `self._model and`: a model may have a length, or raise where torch.compile's wrapper asks for one.
         return [] if self._model is None else shard_groups(self._model)
 
+    def gather(self, name: str) -> None:
+        """Give the modules their sharded parameters, if `fully_shard` has wrapped them.
+
+        Args:
+            name: what messages call the function.
+
+        Raises:
+            ValueError: `fully_shard` has got a setting that a graph cannot follow.
+        """
+        if self.captured and (problem := self.shards.why_not_captured()):
+            raise ValueError(f"{name}, fully_shard: {problem} Or pass graph='off'.")
+        self.shards.gather()
+
     def warm_up(self, wanted: int, on_cuda: bool) -> tuple[int, str]:
         """Return how many eager calls come before a capture, and what they are counted under.
 

@@ -6,8 +6,6 @@ from torch import nn
 
 from .._torch.sharding import ShardedModules, copy_groups, mesh_group, sharded_class
 
-_INSTEAD = "Or pass graph='off'."
-
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a parameter of the model is split over processes."""
@@ -26,45 +24,56 @@ def shard_groups(model: nn.Module) -> list[Any]:
     return found[0] if alike else []
 
 
-def refuse_sharded(where: str, model: nn.Module, *, observed: bool) -> None:
+def free_whole_parameters(model: nn.Module) -> None:
+    """Give the modules of a model their sharded parameters, if a forward outside of a step has left them whole.
+
+    Settings with which `fully_shard` keeps parameters whole are left to the user, and no graph can follow them.
+    """
+    modules = ShardedModules(model)
+    if not modules.why_not_captured():
+        modules.gather()
+
+
+def refuse_sharded(where: str, model: nn.Module) -> None:
     """Raise a `NotImplementedError` if a step of this model cannot be captured because of how its parameters are split.
 
     Args:
-        where: the function that the user has called.
+        where: the argument, and the function that the user has passed it to.
         model: the model.
-        observed: whether somebody measures in the step.
     """
     if problem := why_not_sharded(model):
-        raise NotImplementedError(f"{where}(model): {problem}")
-    if observed and is_sharded(model):
-        raise NotImplementedError(
-            f"{where}(numerics): gradients that fully_shard splits over processes cannot be measured in a graph. Pass "
-            "numerics=None, or graph='off'."
-        )
+        raise NotImplementedError(f"{where}: {problem} Or pass graph='off'.")
 
 
 def why_not_sharded(model: nn.Module) -> str:
     """Return why a step of this model cannot be captured with its parameters split over processes, and what to write
     instead; "" if it can, or if none is split."""
     kind = sharded_class()
+    modules = ShardedModules(model)
+    if problem := modules.why_not_captured():
+        return f"fully_shard: {problem}"
     named = dict(model.named_parameters())
     split = {name: param for name, param in named.items() if isinstance(param, kind)}
     if not split:
         return ""
-    modules = ShardedModules(model)
+    for name, param in split.items():
+        if problem := _why_not_placed(param):
+            return f"parameter {name} {problem}"
+        if not len(modules):
+            return (
+                f"parameter {name} is a DTensor, and no module is under fully_shard: tensor parallelism alone is not "
+                "captured. Split the model with fully_shard instead."
+            )
     managed = set(map(id, modules.managed()))
     for name, param in named.items():
-        if name in split and (problem := _why_not_placed(param)):
-            return f"parameter {name} {problem} {_INSTEAD}"
         if id(param) not in managed and (param.requires_grad or name in split):
             return (
                 f"parameter {name} is not managed by fully_shard, so that no gradient of it would be averaged over the "
-                f"ranks. Call fully_shard(model) last, for what remains, or freeze it. {_INSTEAD}"
+                "ranks. Call fully_shard(model) last, for what remains, or freeze it."
             )
     if not shard_groups(model):
-        return f"parameters are split over different process groups. Give each fully_shard the same mesh. {_INSTEAD}"
-    problem = modules.why_not_captured()
-    return problem and f"fully_shard: {problem} {_INSTEAD}"
+        return "parameters are split over different process groups. Give each fully_shard the same mesh."
+    return ""
 
 
 def _why_not_placed(param: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.sharding import local_shard
 from .._torch.tensors import version
 from .state import TrainingState
 
@@ -35,7 +36,7 @@ class Snapshot:
         self._state = state
         self._live = state.tensors()
         changed = {path: tensor for path, tensor in self._live.items() if id(tensor) not in constant}
-        self._values = {path: tensor.detach().clone() for path, tensor in changed.items()}
+        self._values = {path: local_shard(tensor).detach().clone() for path, tensor in changed.items()}
         self._generators = all_generators(generators)
         self._random = [generator.get_state() for generator in self._generators]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
@@ -49,7 +50,7 @@ class Snapshot:
         self._state.rebind(self._live)
         with torch.no_grad():
             for path, before in self._values.items():
-                self._live[path].copy_(before)
+                local_shard(self._live[path]).copy_(before)
             for leaf, before, number in self._given:
                 if version(leaf) != number:
                     leaf.copy_(before)

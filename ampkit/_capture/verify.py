@@ -1,7 +1,7 @@
 """Verification: a replay and an eager call are made from one saved state, and their results are compared bit by bit."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +11,12 @@ from .._torch.autograd import current_node, in_backward
 from .._torch.compile import calls_from_compiled_code
 from .._torch.modes import TorchDispatchMode, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import written_arguments
+from .._torch.sharding import local_shard
 from .._torch.tensors import Remembered, storage_address, version
 from .._torch.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .._undo import Undo
 from .bits import bits, real
 from .cache import Captured
-from .options import Options
 from .ranks import Ranks
 from .snapshot import Snapshot, all_generators
 from .state import TrainingState
@@ -109,15 +109,6 @@ def verified_replay(
     return verdict
 
 
-def check_verify(options: Options, ranks: Ranks, name: str) -> None:
-    """Raise a `NotImplementedError` if the function `name` is to be verified with parameters that are split."""
-    if options.verify and len(ranks.shards):
-        raise NotImplementedError(
-            f"{name}(verify): what fully_shard gathers and frees within a step cannot be compared. Verify with one "
-            "process and without fully_shard, or with DistributedDataParallel."
-        )
-
-
 def _copies(leaves: Sequence[Any]) -> list[Any]:
     """Return the leaves, tensors as copies that count changes in place, which tensors of inference mode do not."""
     with torch.inference_mode(False), torch.no_grad():
@@ -134,7 +125,8 @@ def _compared(
 ) -> Verdict:
     replayed = _results(replay(), state, generators)
     start.restore()
-    with _WriteWatch(state, [param for ddp in ranks.wrappers for param in ddp.parameters()]) as watch:
+    averaged = [param for ddp in ranks.wrappers for param in ddp.parameters()]
+    with _WriteWatch(state, averaged, ranks.shards.gathered_addresses) as watch:
         outputs = eager()
     watch.undo()
     expected = _results(outputs, state, generators)
@@ -194,14 +186,14 @@ def _describe(wrong: dict[str, float], said: str) -> str:
 
 
 def _results(outputs: Any, state: TrainingState, generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
-    """Return copies of everything that the step computed, by path."""
+    """Return copies of everything that the step computed, by path; of a DTensor, this process's part."""
     leaves, _ = tree_flatten_with_path(outputs)
     named = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
     named.update(state.tensors())
     # A replay draws nothing from generators on the host.
     for i, generator in enumerate(all_generators(generators)[1:]):
         named[f"the state of CUDA generator {i}"] = generator.get_state()
-    return {path: tensor.detach().clone() for path, tensor in named.items()}
+    return {path: local_shard(tensor).detach().clone() for path, tensor in named.items()}
 
 
 def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
@@ -235,11 +227,14 @@ class _WriteWatch(TorchDispatchMode):
         state: what may be written to.
         averaged: parameters whose gradients DDP averages. It does so in buckets of its own, where autograd accumulates
             gradients, and the gradients may lie in these.
+        gathered: returns the addresses of the memory that `fully_shard` fills, and frees, within a step.
     """
 
-    def __init__(self, state: TrainingState, averaged: Sequence[Tensor]) -> None:
+    def __init__(
+        self, state: TrainingState, averaged: Sequence[Tensor], gathered: Callable[[], Collection[int]]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
-        self._averaged = averaged
+        self._averaged, self._gathered = averaged, gathered
         self._state = state
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, Remembered] = {}
@@ -268,7 +263,7 @@ class _WriteWatch(TorchDispatchMode):
         for tensor in written_arguments(func, args, kwargs) if writes else ():
             address = storage_address(tensor)
             new = address and address not in self._known and self._is_new(address)
-            if new and not self._is_gradient(address):
+            if new and not self._is_gradient(address) and address not in self._gathered():
                 if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
                     continue
                 self._undeclared[address] = Remembered(tensor)

@@ -55,7 +55,6 @@ def read_scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.
 
 def device_of(model: nn.Module, policy: Policy | None) -> torch.device:
     """Return the one device of the parameters. Raise a `ValueError` if their dtype is not the policy's."""
-    check_instance("graphed_step", "model", model, nn.Module, "a torch.nn.Module")
     devices = {param.device: name for name, param in model.named_parameters()}
     if len(devices) != 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "no parameters"
@@ -98,8 +97,9 @@ def read_max_norm(max_norm: float | None) -> float | None:
     return None if max_norm is None else read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
 
 
-def check_helpers(loss_fn: object, accumulate: object, buckets: object, numerics: object) -> None:
+def check_kinds(model: object, loss_fn: object, accumulate: object, buckets: object, numerics: object) -> None:
     """Raise a `ValueError` unless these arguments are of the kinds that they must be."""
+    check_instance("graphed_step", "model", model, nn.Module, "a torch.nn.Module")
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if buckets is not None and not isinstance(buckets, Buckets):

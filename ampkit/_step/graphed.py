@@ -16,7 +16,7 @@ from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
-from .._capture.shards import is_sharded
+from .._capture.shards import free_whole_parameters, refuse_sharded
 from .._capture.sparse_gradients import why_not_dense
 from .._capture.splitting import Never
 from .._capture.state import TrainingState
@@ -25,6 +25,7 @@ from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_capturable
 from .._torch.compile import cudagraphs_of_its_own
 from .._torch.graph_order import make_graphs_here
+from .._torch.sharding import ShardedModules
 from .._undo import Undo
 from .outputs import mapped_outputs
 
@@ -76,11 +77,15 @@ def graphed(
 
     Raises:
         ValueError: an argument that cannot work; the message says what to pass.
+        NotImplementedError: when it decorates, if parameters of the modules are split in another way than by
+            `fully_shard` alone, unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
     """
     options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
     options = options.checked("graphed")
     modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
+    for module in modules:
+        free_whole_parameters(module)
     device = _device(modules)
     expected = "a tuple of torch.optim.Optimizer"
     optimizers = read_all("graphed", "optimizers", optimizers, torch.optim.Optimizer, expected)
@@ -113,6 +118,7 @@ class GraphedFunction:
         self._scaler = scaler
         self._options = options
         self._groups: list[CapturableGroups] = []
+        self._ranks: Ranks | None = None  # made with the engine
         self._making = threading.Lock()
         for part in (fn, *modules):
             if options.graph != "off" and cudagraphs_of_its_own(part):
@@ -120,12 +126,8 @@ class GraphedFunction:
                     f"{name}: a part of it is compiled with CUDA graphs of its own, which cannot be captured in "
                     "another one. Compile in the default mode, torch.compile(model), or pass graph='off'."
                 )
-        for i, module in enumerate(modules):
-            if options.graph != "off" and is_sharded(module):
-                raise NotImplementedError(
-                    f"{name}, modules[{i}]: its parameters are split over processes (fully_shard), which is not "
-                    "implemented for graphed functions. Use ampkit.graphed_step, or pass graph='off'."
-                )
+        if options.graph != "off":
+            refuse_sharded(f"{name}, modules", nn.ModuleList(modules))
         # If the modules have no tensor, the device is that of the first call's arguments.
         self._engine = None if device is None else self._make_engine(device)
 
@@ -136,8 +138,10 @@ class GraphedFunction:
         if self._optimizers and (sparse := why_not_dense(self._modules)):
             blockers.insert(0, sparse)
         self._groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
+        self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=self._options.graph != "off")
+        groups = [] if blockers else self._groups
         return Engine(
-            _EngineFunction(self._fn, self._modules, [] if blockers else self._groups, self._scaler, self._name),
+            _EngineFunction(self._fn, self._modules, groups, self._scaler, ranks.shards, self._name),
             TrainingState(
                 {f"modules[{i}]": module for i, module in enumerate(self._modules)},
                 self._optimizers,
@@ -147,7 +151,7 @@ class GraphedFunction:
             ),
             device=device,
             options=self._options,
-            ranks=Ranks(nn.ModuleList(self._modules), device),
+            ranks=ranks,
             blocker=blockers[0] if blockers else "",
             name=self._name,
             declared=True,
@@ -182,6 +186,8 @@ class GraphedFunction:
         return engine.turn.take(self._call, engine, args, kwargs)
 
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._ranks is not None and len(self._ranks.shards):
+            self._ranks.gather(self._name)  # the engine compares the parameters with those of the last call
         outputs = engine(args, kwargs)
         # The caller's autocast, if there is one, would go on with casts of weights that this call has changed.
         torch.clear_autocast_cache()
@@ -248,15 +254,18 @@ class _EngineFunction:
         modules: Sequence[nn.Module],
         groups: Sequence[CapturableGroups],
         scaler: GradScaler | None,
+        shards: ShardedModules,
         name: str,
     ) -> None:
         self._fn = fn
         self._scaler = scaler
+        self._shards = shards
         self._modules = tuple(modules)
         self._groups = groups
         self._name = name
 
     def __call__(self, phase: object, *args: Any, **kwargs: Any) -> Any:
+        self._shards.gather()
         params = [param for module in self._modules for param in module.parameters()]
         gradients = [param.grad for param in params]
         with Undo() as undo, ExitStack() as stack:
@@ -264,6 +273,7 @@ class _EngineFunction:
             undo.note(torch.clear_autocast_cache)
             undo.note(_set_gradients, params, gradients)
             make_graphs_here(undo)
+            undo.note(self._shards.settle)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             if self._scaler is not None:
                 stack.enter_context(self._scaler.unwatched())

@@ -13,13 +13,13 @@ from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
-from .._capture.shards import refuse_sharded
+from .._capture.shards import free_whole_parameters, refuse_sharded
 from .._capture.sparse_gradients import why_not_dense
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
-from .arguments import Scheduler, check_helpers, check_optimizer, device_of, read_max_norm, read_scaler
+from .arguments import Scheduler, check_kinds, check_optimizer, device_of, read_max_norm, read_scaler
 from .compiled import check_compile, step_maker, warmup_of
 from .metrics import StepMetrics
 from .observer import Observer
@@ -98,7 +98,7 @@ def graphed_step(
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
             takes up to eleven steps, and a tensor may differ by ten times as much as it does between replays. With one
             process, the first launches of `scan` and `window`, just as many, are compared too. Under
-            `DistributedDataParallel` all ranks compare in the same calls.
+            `DistributedDataParallel` and `fully_shard` all ranks compare in the same calls.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the
@@ -143,15 +143,15 @@ def graphed_step(
     warmup = warmup_of(warmup, compile)
     given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
     options = given.checked("graphed_step")
-    max_norm = read_max_norm(max_norm)
-    check_helpers(loss_fn, accumulate, buckets, numerics)
+    check_kinds(model, loss_fn, accumulate, buckets, numerics)
+    free_whole_parameters(model)
     device = device_of(model, policy := read_policy("graphed_step", policy))
-    check_optimizer(optimizer, model, scheduler, max_norm)
+    check_optimizer(optimizer, model, scheduler, max_norm := read_max_norm(max_norm))
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
-    blocker = _blocker(model, loss_fn, options, numerics) or not_with_optimizer
+    blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
     step = step_maker(compile, options)(
         loss_fn,
@@ -404,7 +404,7 @@ class GraphedStep:
         self.close()
 
 
-def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options, numerics: Observer | None) -> str:
+def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:
     """Return why nothing can be captured of forward and backward, as far as that is known; else ""."""
     for name, part in (("model", model), ("loss_fn", loss_fn)):
         if options.graph != "off" and cudagraphs_of_its_own(part):
@@ -413,7 +413,7 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options, nu
                 "another one. Compile it in the default mode, torch.compile(model), or pass graph='off'."
             )
     if options.graph != "off":
-        refuse_sharded("graphed_step", model, observed=numerics is not None)
+        refuse_sharded("graphed_step(model)", model)
     return why_not_dense([model])
 
 

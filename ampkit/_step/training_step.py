@@ -226,10 +226,8 @@ class TrainingStep:
         return gathered if len(self.ranks.shards) else call
 
     def gather(self) -> None:
-        """Give the modules their sharded parameters, if `fully_shard` has wrapped them."""
-        if self.ranks.captured and (problem := self.ranks.shards.why_not_captured()):
-            raise ValueError(f"graphed_step(model), fully_shard: {problem} Or pass graph='off'.")
-        self.ranks.shards.gather()
+        """See `Ranks.gather`."""
+        self.ranks.gather("graphed_step(model)")
 
     @contextmanager
     def watching(self) -> Iterator[None]:

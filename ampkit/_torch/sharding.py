@@ -80,6 +80,16 @@ class ShardedModules:
         """Return the parameters whose gradients these modules average."""
         return [param.sharded_param for group in self._groups for param in group.fsdp_params]
 
+    def gathered_addresses(self) -> set[int]:
+        """Return the addresses of the memory that whole parameters lie in, where they do now. Sync: none.
+
+        The modules keep these tensors. They give them memory whenever they gather, and take it away later.
+        """
+        params = [param for group in self._groups for param in group.fsdp_params]
+        kept = [tensor for param in params for tensor in private(param, "all_gather_outputs")]
+        kept += [whole for param in params if (whole := getattr(param, "_unsharded_param", None)) is not None]
+        return {local_shard(tensor).untyped_storage().data_ptr() for tensor in kept}
+
     def gather(self) -> None:
         """Give the modules their sharded parameters, if a forward outside of a step has left them whole. Sync: none."""
         for group in self._groups:

@@ -56,10 +56,11 @@ class Remembered:
     """A tensor as it was, and the means to put that back. It does not keep the tensor's memory alive.
 
     Args:
-        tensor: it has a storage.
+        tensor: it has a storage. Of a DTensor, this process's part is remembered.
     """
 
     def __init__(self, tensor: Tensor) -> None:
+        tensor = local_shard(tensor)
         self.value = tensor.clone()
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._place = tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
     raise ImportError("ampkit.lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
 
@@ -23,7 +22,7 @@ from ..debug._memory.profile import MemoryProfile
 from ..debug._numerics.numerics import Numerics
 from ._evaluation import STEP_OF, STEPS, Evaluation, is_replaced
 from ._fit import Fit, nothing_captured
-from ._limits import why_not
+from ._limits import SEVERAL_RANKS, why_not
 from ._measurements import FitMeasurements
 from ._precision import StepPrecision
 
@@ -150,11 +149,6 @@ class AmpkitCallback(Callback):
             self._set_up_fit(trainer, pl_module)
 
     def _set_up_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._options.verify and isinstance(trainer.strategy, DDPStrategy):
-            raise NotImplementedError(
-                "AmpkitCallback(verify=...) does not work with several ranks: each would compare and repeat steps on "
-                "its own, and the others would wait for it forever. Verify on one device."
-            )
         plugin = trainer.strategy.precision_plugin
         problem = why_not(trainer, pl_module, plugin)
         if problem:
@@ -162,7 +156,7 @@ class AmpkitCallback(Callback):
             self._give_up(f"{problem} Lightning trains without ampkit.")
             return
         _check_policy(self._policy, plugin)
-        if self._compile is not None and isinstance(trainer.strategy, DDPStrategy):
+        if self._compile is not None and isinstance(trainer.strategy, SEVERAL_RANKS):
             raise NotImplementedError(
                 f"AmpkitCallback(compile={self._compile!r}) does not work with several processes. Pass compile=None, "
                 "and compile the networks in your module: self.net = torch.compile(self.net)."

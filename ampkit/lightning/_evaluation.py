@@ -113,4 +113,4 @@ def _why_not_captured(trainer: Trainer, module: LightningModule, name: str) -> s
     if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
         return f"{type(module).__name__}.{name} takes its batches from dataloader_iter. Write {name}(self, batch)."
     reads = HostReads(module, LightningModule, name)
-    return reads.problem or why_not_module(module, trainer.strategy.root_device)
+    return reads.problem or why_not_module(module, trainer.strategy)

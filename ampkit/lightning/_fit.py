@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
@@ -20,6 +19,7 @@ from .._capture.kernel_names import KernelTable
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
+from .._capture.shards import free_whole_parameters
 from .._errors import AmpkitWarning
 from .._optimizer.scaler import GradScaler
 from .._precision.module_rules import ModuleRules, why_not_applied
@@ -30,7 +30,7 @@ from .._torch.tree import tree_flatten
 from ._compiled_step import read_compile
 from ._gradient_reads import GradientUses
 from ._host_state import HostReads
-from ._limits import why_not_optimizer, why_not_parameters
+from ._limits import SEVERAL_RANKS, why_not_optimizer, why_not_parameters
 from ._measurements import FitMeasurements
 from ._precision import plugin_for
 from ._statistics import StatisticsReader, TrainingStatistics
@@ -71,7 +71,7 @@ class Fit:
         self._give_up = give_up
         self._logs = logs  # whether the statistics go to the loggers
         self._host_reads = HostReads(module, LightningModule)
-        several_ranks = isinstance(strategy, DDPStrategy)  # one of them cannot turn to Lightning's step by itself
+        several_ranks = isinstance(strategy, SEVERAL_RANKS)  # one of them cannot turn to Lightning's step by itself
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         self._gradient_uses = GradientUses(module, callbacks, strict=several_ranks or options.on_failure == "raise")
         # With several ranks always: a callback with such a hook may exist on one of them only.
@@ -161,13 +161,15 @@ class Fit:
         if self._step is not None:
             self._step.close()
         uses = self._gradient_uses
-        agreed = Ranks(model, self.device).agree(not uses.problem)
+        free_whole_parameters(self._module)  # of a validation
+        ranks = Ranks(model, self.device, captured=self._options.graph != "off")
+        agreed = ranks.agree(not uses.problem)
         problem = (
             ("" if agreed else uses.problem or Ranks.other_found)
             or why_not_optimizer(optimizer)
-            or why_not_parameters(self._module, optimizer, self.device)
+            or why_not_parameters(self._trainer, self._module, optimizer)
         )
-        not_with_optimizer, place = place_of(optimizer, self.scaler, self._options, Ranks(model, self.device))
+        not_with_optimizer, place = place_of(optimizer, self.scaler, self._options, ranks)
         if problem := problem or not_with_optimizer:
             self._leave_to_lightning(problem)
             self._give_up(f"{problem} Lightning trains without ampkit.")
@@ -178,13 +180,12 @@ class Fit:
             warnings.warn(message, AmpkitWarning, stacklevel=2)
         uses.gradients_exist = False
         uses.strict = uses.strict or _lightning_refuses_to_clip(self._trainer)
-        assert model is not None  # Lightning sets it up before the first batch
         self._step = TrainerStep(
             self._lightning_step,
             lambda: self._trainer.strategy.precision_plugin.train_step_context(),
             read_compile(self._compile, self._host_reads),
             self._module,
-            model,
+            ranks,
             optimizer,
             self._host_reads,
             device=self.device,

@@ -6,10 +6,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from .._capture.shards import is_sharded
+from .._capture.shards import is_sharded, why_not_sharded
 from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._torch.compile import cudagraphs_of_its_own
 from ._host_state import HostReads
@@ -18,6 +18,9 @@ from ._host_state import HostReads
 PRIVATE_NAMES = {
     "DDPStrategy._ddp_comm_state": "communication hooks with state (PowerSGD, post-local SGD) count steps on the host",
 }
+
+
+SEVERAL_RANKS = (DDPStrategy, ModelParallelStrategy)  # strategies whose ranks decide together
 
 
 def why_not(trainer: Trainer, module: LightningModule, plugin: Precision) -> str:
@@ -38,14 +41,17 @@ def why_not(trainer: Trainer, module: LightningModule, plugin: Precision) -> str
 def _why_not_strategy(strategy: Strategy) -> str:
     name, kind = type(strategy).__name__, type(strategy)
     if (
-        not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+        not isinstance(strategy, (SingleDeviceStrategy, *SEVERAL_RANKS))
         or strategy.handles_gradient_accumulation
         or kind.training_step is not Strategy.training_step
         or kind.backward is not Strategy.backward
         or kind.optimizer_step not in (Strategy.optimizer_step, DDPStrategy.optimizer_step)
         or strategy.root_device.type not in ("cpu", "cuda")
     ):
-        return f"{name} has a training step of its own. Use one device, or Trainer(strategy='ddp')."
+        return (
+            f"{name} has a training step of its own. Use one device, Trainer(strategy='ddp'), or "
+            "Trainer(strategy=ModelParallelStrategy(...)) with fully_shard in configure_model."
+        )
     if getattr(strategy, "_ddp_comm_state", None) is not None:
         return f"{name}(ddp_comm_state=...): this communication hook counts steps on the host. Leave it out."
     return ""
@@ -89,9 +95,12 @@ def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return why_not_called(optimizer) or broken_kernel(optimizer)
 
 
-def why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    """Return why ampkit cannot train these parameters, "" if it can."""
-    if problem := why_not_module(module, device):
+def why_not_parameters(trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> str:
+    """Return why ampkit cannot train these parameters, "" if it can.
+
+    Parameters that `fully_shard` has split must not be gathered.
+    """
+    if problem := why_not_sharded(module) or why_not_module(module, trainer.strategy):
         return problem
     known = set(module.parameters())
     if any(param not in known for group in optimizer.param_groups for param in group["params"]):
@@ -99,13 +108,14 @@ def why_not_parameters(module: LightningModule, optimizer: torch.optim.Optimizer
     return ""
 
 
-def why_not_module(module: LightningModule, device: torch.device) -> str:
-    """Return why no step of this module can be captured on this device, "" if it can."""
-    if is_sharded(module):
+def why_not_module(module: LightningModule, strategy: Strategy) -> str:
+    """Return why no step of this module can be captured with this strategy, "" if it can."""
+    if is_sharded(module) and not isinstance(strategy, ModelParallelStrategy):
         return (
-            "its parameters are split over processes (fully_shard), which is not implemented for a Trainer. Use "
-            "strategy='ddp', or ampkit.graphed_step in a loop of your own."
+            f"its parameters are split over processes (fully_shard), and {type(strategy).__name__} does not know of "
+            "that. Use Trainer(strategy=ModelParallelStrategy(...)), and call fully_shard in configure_model."
         )
+    device = strategy.root_device
     for name, param in module.named_parameters():
         if param.device != device:
             return f"parameter {name} is on {param.device}, not on {device}, and a graph runs on one device."

@@ -68,7 +68,8 @@ class TrainerStep:
         context: returns the context in which Lightning calls `training_step`.
         compile: see `AmpkitCallback`.
         module: the LightningModule.
-        model: the wrapper that Lightning put around the module, such as DDP, or the module itself.
+        ranks: the processes that train together: those of the wrapper that Lightning put around the module, such as
+            DDP, or of the module itself.
         optimizer: the only one of the fit.
         host_reads: the values that `training_step` reads on the host.
         device: where parameters and batches are.
@@ -90,7 +91,7 @@ class TrainerStep:
         context: Callable[[], AbstractContextManager[Any]],
         compile: str | None,
         module: nn.Module,
-        model: nn.Module,
+        ranks: Ranks,
         optimizer: torch.optim.Optimizer,
         host_reads: HostReads,
         *,
@@ -110,7 +111,7 @@ class TrainerStep:
         self._captures = options.graph != "off"
         self._calls_to_check = options.warmup if self._captures else 0
         self._give_up = give_up
-        self._ranks = Ranks(model, device)
+        self._ranks = ranks
         self._step = _maker(compile, options)(
             self._loss,
             module,
@@ -198,6 +199,8 @@ class TrainerStep:
 
         Its calls of `self.log` are made after the step. Sync: none.
         """
+        if len(self._ranks.shards):
+            self._ranks.gather("AmpkitCallback")  # the engine compares the parameters with those of the last call
         self._further_args, self.backward_done, self._divisor = further_args, False, place.divisor
         parts = (*self._host_reads.parts(place.epoch), Part("accumulate_grad_batches", place.divisor, _SAME_WINDOW))
         if self._captures and self._host_reads.problem:

@@ -318,7 +318,7 @@ train_resnet.save_checkpoint = save_and_stop
 
 
 def in_two_processes(*options: str, output: Path, graph: str) -> dict[str, Any]:
-    """Run two epochs by torchrun on the CPU, on 256 training digits of random brightness and 63 test digits.
+    """Run two epochs by torchrun on the CPU, on 256 training digits of random brightness and 65 test digits.
 
     The checkpoint of the first epoch is kept as first.pth.
     """
@@ -332,7 +332,7 @@ class Brightened(Subset):
         return [(image + torch.randn(()), label) for image, label in super().__getitems__(indices)]
 def few_digits(path):
     data = digits(path)
-    return data._replace(train=Brightened(data.train, range(256)), test=Subset(data.test, range(63)))
+    return data._replace(train=Brightened(data.train, range(256)), test=Subset(data.test, range(65)))  # 3 batches and 2
 def save_and_keep(args, training, history):
     save(args, training, history)
     if len(history) == 1 and args.rank == 0:
@@ -358,7 +358,7 @@ def test_torchrun(example: ModuleType, train: Any, tmp_path: Path) -> None:
     model = example.ResNet8(10)
     model.load_state_dict(end["model"])
     assert example.weights_sha256(model) == whole["weights_sha256"]
-    images, labels = example.digits(tmp_path).test.dataset[:63]
+    images, labels = example.digits(tmp_path).test.dataset[:65]
     with torch.inference_mode():
         logits = model.eval()(images)
     assert whole["accuracy"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
@@ -378,6 +378,41 @@ def test_torchrun(example: ModuleType, train: Any, tmp_path: Path) -> None:
         train("-b", "16", "-j", "0", "--epochs", "2", *resume)
 
 
+@pytest.mark.slow
+def test_torchrun_with_shards(train: Any, tmp_path: Path) -> None:
+    """R12: --strategy fsdp on two processes. The second epoch alone, resumed with a graph, has the bits of both
+    without; the checkpoint has whole tensors, with which one process and DistributedDataParallel go on."""
+    shards = ["--strategy", "fsdp"]
+    whole = in_two_processes(*shards, output=tmp_path / "whole", graph="off")
+    resume = ["--opt", "adamw", "--resume", str(tmp_path / "whole" / "first.pth")]
+    resumed = in_two_processes(*shards, *resume, output=tmp_path / "resumed", graph="emulate")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["graph"]["replays"] == 256 // (2 * 16) - 3
+    end, again = (torch.load(summary["checkpoint"], weights_only=True)["history"] for summary in (whole, resumed))
+    for name in ("test_loss", "test_accuracy", "train_loss", "train_accuracy"):
+        assert again[1][name] == end[1][name]
+    copies = in_two_processes(*resume, output=tmp_path / "copies", graph="emulate")
+    alone, _ = train("-b", "32", "-j", "0", "--epochs", "2", *resume)
+    assert (copies["epochs"], alone["epochs"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--opt", "sgd"], "torch 2.11 has no fused SGD for fully_shard. Pass --opt adamw."),
+        (["--channels-last"], "fully_shard takes contiguous, uncompiled modules"),
+        ([], "--strategy fsdp: there is one process. Start several: torchrun"),
+    ],
+)
+def test_what_does_not_go_with_shards_is_explained(
+    train: Any, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    """R12: --strategy fsdp with an option that cannot work, or without torchrun, ends the run at once."""
+    with pytest.raises(SystemExit) as stopped:
+        train("--strategy", "fsdp", *options)
+    assert message in capsys.readouterr().err + str(stopped.value)
+
+
 def test_torchrun_chooses_the_device(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun a device that all processes would share is refused, with what to pass instead."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
@@ -390,9 +425,11 @@ def test_torchrun_chooses_the_device(example: ModuleType, monkeypatch: pytest.Mo
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-def test_torchrun_on_two_gpus_trains_the_same_bits(tmp_path: Path) -> None:
-    """Two GPUs over NCCL, float16: over 80% of the steps are replays, with the weights of a run without the graph."""
-    options = ["--policy", "float16", "--deterministic", "--epochs", "8"]
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun_on_two_gpus_trains_the_same_bits(tmp_path: Path, strategy: str) -> None:
+    """R12: two GPUs over NCCL, float16: over 80% of the steps are replays, with the weights of a run without the graph,
+    whether each GPU has all parameters or a part of them."""
+    options = ["--policy", "float16", "--deterministic", "--epochs", "8", "--strategy", strategy]
     graphed = summary_of(run_script(*options, "--cuda-graph", "on", output=tmp_path / "on", processes=2))
     eager = summary_of(run_script(*options, "--cuda-graph", "off", output=tmp_path / "off", processes=2))
     assert graphed["weights_sha256"] == eager["weights_sha256"]

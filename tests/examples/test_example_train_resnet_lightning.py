@@ -130,6 +130,68 @@ def test_help_shows_every_default(example: ModuleType, capsys: pytest.CaptureFix
     assert "--no-ampkit train without ampkit (default: False)" in text
 
 
+def by_torchrun(*options: str, output: Path, graph: str) -> dict[str, Any]:
+    """Train 256 digits in two processes that torchrun starts. Return the summary."""
+    output.mkdir()
+    (output / "run.py").write_text(f"""
+import sys, train_resnet, train_resnet_lightning as example
+from torch.utils.data import Subset
+digits, AmpkitCallback = train_resnet.digits, example.AmpkitCallback
+def few_digits(path):
+    data = digits(path)
+    return data._replace(train=Subset(data.train, range(256)), test=Subset(data.test, range(64)))
+train_resnet.digits = few_digits
+example.AmpkitCallback = lambda graph: AmpkitCallback(graph="{graph}", on_failure="raise")
+example.main(sys.argv[1:])
+""")
+    path = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(output / "run.py"), "--json", "--deterministic", "--output-dir", str(output), "-b", "16", *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+def check_by_torchrun(tmp_path: Path, strategy: str, device: str, graph: str) -> None:
+    """Assert that a run with graphs, and one that is resumed, have the weights of one without."""
+    options = ["--strategy", strategy, "--opt", "adamw", "--lr", str(2.0**-10), "--lr-scheduler", "none"]
+    options += ["--device", device]
+    off = by_torchrun(*options, "--epochs", "2", output=tmp_path / "off", graph="off")
+    on = by_torchrun(*options, "--epochs", "2", output=tmp_path / "on", graph=graph)
+    assert on["weights_sha256"] == off["weights_sha256"]
+    assert off["graph"]["replays"] == 0
+    assert on["graph"]["replays"] > 8
+    first = by_torchrun(*options, "--epochs", "1", output=tmp_path / "first", graph=graph)
+    resume = ["--epochs", "2", "--resume", first["checkpoint"]]
+    resumed = by_torchrun(*options, *resume, output=tmp_path / "resumed", graph=graph)
+    assert resumed["weights_sha256"] == off["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun(tmp_path: Path, strategy: str) -> None:
+    """L4, R12: two processes by DistributedDataParallel or fully_shard, with and without graphs, and resumed."""
+    check_by_torchrun(tmp_path, strategy, "cpu", "emulate")
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun_on_two_gpus(tmp_path: Path, strategy: str) -> None:
+    """L4, R12: the same with NCCL's collectives in the graph: 16-mixed under DDP, bf16-mixed under fully_shard."""
+    check_by_torchrun(tmp_path, strategy, "cuda", "auto")
+
+
+def test_shards_need_several_processes(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """R12: --strategy fsdp with one process is refused, with what to pass."""
+    with pytest.raises(SystemExit):
+        train("--strategy", "fsdp")
+    assert "Pass --devices 2, or use torchrun." in capsys.readouterr().err
+
+
 @pytest.mark.cuda
 @pytest.mark.slow
 def test_on_a_gpu_most_steps_are_replays(tmp_path: Path) -> None:

@@ -20,12 +20,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_train import ENDS, KEPT, end, join
+from ddp_train import ENDS, KEPT, digest, end, join
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,6 +57,8 @@ class Case(NamedTuple):
         behind: whether the optimizer steps behind the graphs.
         event: what happens between two calls, see `between`.
         copies: how many ranks have the same shards (HSDP).
+        verify: of the step.
+        numerics: whether `ampkit.debug.numerics` measures in every second step.
     """
 
     model: str = "mlp"
@@ -72,6 +75,8 @@ class Case(NamedTuple):
     behind: bool = False
     event: str = ""
     copies: int = 1
+    verify: int = 0
+    numerics: bool = False
 
 
 LOW = torch.bfloat16
@@ -109,6 +114,17 @@ CASES = {
     "other size": Case(max_norm=0.5, event="other size"),
     "waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits"),
     "raises": Case("transformer", dtype=LOW, max_norm=0.5, event="raises"),
+    "verify": Case("transformer", dtype=LOW, max_norm=0.5, verify=3),
+    "verify float16": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 8), verify=4),
+    "verify, not resharded": Case("grouped", False, dtype=LOW, verify=2),
+    "verify, differs": Case("transformer", dtype=LOW, verify=4, event="differs"),
+    "verify, average": Case("transformer", dtype=LOW, average=True, verify=2, event="average"),
+    "verify, undeclared": Case(verify=2, event="undeclared"),
+    "numerics": Case(policy="float16", max_norm=0.5, overflows=(1, 8), numerics=True),
+    "numerics, accumulate": Case("transformer", dtype=LOW, max_norm=0.5, accumulate=2, numerics=True),
+    "graphed": Case("transformer", dtype=LOW, max_norm=float("inf"), torch=True, event="graphed"),
+    "graphed float16": Case(policy="float16", max_norm=0.5, overflows=(1, 6), verify=2, event="graphed"),
+    "graphed pair": Case(event="graphed pair", verify=2),
     "copies": Case("transformer", dtype=LOW, max_norm=0.5, copies=2),
     "copies float16": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 7), copies=2),
 }
@@ -123,7 +139,7 @@ FOUR_RANKS = {
     ),
     "two copies waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits", copies=2),
 }
-GIVES_UP = ("waits", "raises")  # events in which rank 1 cannot capture
+GIVES_UP = ("waits", "raises", "differs", "undeclared", "average")  # events in which rank 1 cannot capture
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -253,9 +269,18 @@ class Job:
         self.made = torch.Generator().manual_seed(7 + dist.get_rank())
         torch.manual_seed(5 + dist.get_rank())
         self.outputs: list[Any] = []
+        self.critic: Any = None
+        self.optimizers = (self.optimizer,)
+        self.seen, self.elsewhere = 0, torch.zeros((), device=device)  # what a graph would not follow
+        self.watch = ampkit.debug.numerics(self.model, every=2) if case.numerics else None
         if graph == "torch":
             return
-        self.step = ampkit.graphed_step(
+        self.step: Any = self._graphed(graph) if case.event.startswith("graphed") else self._step(graph)
+        KEPT.append(self.step)
+
+    def _step(self, graph: str) -> Any:
+        case = self.case
+        return ampkit.graphed_step(
             self.loss_fn,
             self.model,
             self.optimizer,
@@ -264,13 +289,51 @@ class Job:
             max_norm=case.max_norm,
             accumulate=case.accumulate,
             after_step=self.after_step if case.average else None,
+            verify=case.verify,
+            numerics=self.watch,
             graph=graph,
             on_failure="parts" if graph == "off" or case.behind or case.event in GIVES_UP else "raise",
         )
-        KEPT.append(self.step)
+
+    def _graphed(self, graph: str) -> Any:
+        """Return a function under `ampkit.graphed` that trains this model, and another one if the case has a pair."""
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        train: Callable[..., Any] = self._with_torch
+        modules = [self.model]
+        if self.case.event == "graphed pair":
+            self.critic = wrapped(nn.Sequential(nn.Linear(1, 8), nn.GELU(), nn.Linear(8, 1)), self.case, self.device)
+            modules.append(self.critic)
+            self.optimizers = (self.optimizer, torch.optim.AdamW(self.critic.parameters(), lr=RATE, fused=True))
+            train = self._with_critic
+        return ampkit.graphed(
+            modules=modules,
+            optimizers=self.optimizers,
+            scaler=scaler,
+            verify=self.case.verify,
+            graph=graph,
+            on_failure="parts" if graph == "off" else "raise",
+        )(train)
+
+    def _with_critic(self, x: Tensor, boost: Tensor) -> list[Tensor]:
+        """Train the critic on what the model makes, and then the model by what the critic says."""
+        of_model, of_critic = self.optimizers
+        of_critic.zero_grad()
+        judged = self.critic(self.model(x).detach()).square().mean()
+        judged.backward()
+        of_critic.step()
+        of_model.zero_grad()
+        made = self.critic(self.model(x)).mean()
+        made.backward()
+        of_model.step()
+        return [judged.detach(), made.detach()]
 
     def loss_fn(self, model: nn.Module, x: Tensor, boost: Tensor) -> Tensor:
         loss = (model(x).float() * boost).square().mean()
+        self.seen += 1
+        if dist.get_rank() == 1 and self.case.event == "differs" and self.seen > 6:
+            loss = loss * (1 + self.seen % 2)  # so that the gradients on all ranks differ
+        if dist.get_rank() == 1 and self.case.event == "undeclared":
+            self.elsewhere.add_(1)
         if dist.get_rank() == 1 and self.case.event == "waits":
             loss.item()
         fails = dist.get_rank() == 1 and self.case.event == "raises" and self.device.type == "cuda"
@@ -303,6 +366,9 @@ class Job:
                 out = self._window(batch)
             elif self.case.event == "scan":
                 out = self.step.scan(batch[0].expand(2, *batch[0].shape), batch[1].expand(2))
+            elif self.case.event.startswith("graphed"):
+                self.outputs.append(self.step(*batch))
+                return
             else:
                 out = self.step(*batch)
             self.outputs.append([out.loss, out.skipped, *([] if out.grad_norm is None else [out.grad_norm])])
@@ -343,8 +409,10 @@ class Job:
     def state(self) -> dict[str, Tensor]:
         """Return copies of all that training changes, by name; of a sharded tensor this rank's part."""
         named: dict[str, Any] = dict(self.model.named_parameters())
+        if self.critic is not None:
+            named.update({f"critic.{name}": param for name, param in self.critic.named_parameters()})
         names = {param: name for name, param in named.items()}
-        for param, kept in self.optimizer.state.items():
+        for param, kept in chain(*(optimizer.state.items() for optimizer in self.optimizers)):
             named.update({f"{names[param]}.{key}": value for key, value in kept.items() if isinstance(value, Tensor)})
         named.update({f"average {i}": tensor for i, tensor in enumerate(self.average)})
         if self.scaler.is_enabled():
@@ -383,12 +451,62 @@ def resumed(job: Job) -> Job:
     rng = torch.cuda.get_rng_state() if job.device.type == "cuda" else torch.get_rng_state()
     new = Job(job.case, job.device, job.graph, seed=99)
     new.made, new.outputs = job.made, job.outputs
-    loaded = checkpoint(new)
-    dcp.load(loaded, checkpoint_id=folder[0])
-    set_state_dict(new.model, new.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    new.scaler.load_state_dict(loaded["scaler"])
+    load(new, folder[0])
     (torch.cuda.set_rng_state if job.device.type == "cuda" else torch.set_rng_state)(rng)
     return new
+
+
+def load(job: Job, folder: str) -> None:
+    """Give a job the state of a checkpoint."""
+    loaded = checkpoint(job)
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(job.model, job.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    job.scaler.load_state_dict(loaded["scaler"])
+
+
+def save_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Train each case for some steps, save it, and return checksums of its state by the name of the case."""
+    rows = {}
+    for name in args.cases:
+        job = Job(CASES[name], device, args.graph)
+        for call in range(6):
+            job(call)
+        dcp.save(checkpoint(job), checkpoint_id=f"{args.save}/{name}")
+        rows[name] = {"whole": checksums(job), "replays": job.step.replays}
+    return rows
+
+
+def load_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Load what other ranks have saved, and train on, with a graph and without.
+
+    The rows have checksums of what was loaded, and what differs between the two trainings.
+    """
+    rows = {}
+    for name in args.cases:
+        jobs = [Job(CASES[name], device, graph, seed=99) for graph in ("off", args.graph)]
+        for job in jobs:
+            load(job, f"{args.load}/{name}")
+        whole = checksums(jobs[1])
+        for job in jobs:
+            torch.manual_seed(11 + dist.get_rank())
+            for call in range(6):
+                job(call)
+        rows[name] = {"whole": whole, "differ": differences(*jobs), "replays": jobs[1].step.replays}
+    return rows
+
+
+def checksums(job: Job) -> dict[str, str]:
+    """Return a checksum of each parameter and of the optimizer's state for it, and the loss scale, by name."""
+    named: dict[str, Any] = dict(job.model.named_parameters())
+    names = {param: name for name, param in named.items()}
+    for param, kept in job.optimizer.state.items():
+        named.update({f"{names[param]}.{key}": value for key, value in kept.items() if isinstance(value, Tensor)})
+    if job.scaler.is_enabled():
+        named["scale"] = torch.tensor(job.scaler.get_scale())
+    return {
+        name: digest(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+        for name, tensor in named.items()
+    }
 
 
 def checkpoint(job: Job) -> dict[str, Any]:
@@ -397,10 +515,15 @@ def checkpoint(job: Job) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scaler": job.scaler.state_dict()}
 
 
+def calls(case: Case) -> int:
+    """Return how often the step is called."""
+    return (CALLS + 4 * (case.accumulate - 1)) * (2 if case.numerics else 1)
+
+
 def train(case: Case, device: torch.device, graph: str) -> Job:
     """Train, and return the job at its end."""
     job = Job(case, device, graph)
-    for call in range(CALLS + 4 * (case.accumulate - 1)):
+    for call in range(calls(case)):
         job = between(job, call)
         job(call)
     return job
@@ -418,6 +541,7 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     row = {
         "differ": differences(reference, job),
         "differ from torch": differences(alone, job) if case.torch else [],
+        "gradients": gradients(job),
         "norms": [out[2].tolist() for out in job.outputs if len(out) == 3],
         "messages": [str(w.message) for w in caught if issubclass(w.category, ampkit.AmpkitWarning)],
         **{
@@ -431,6 +555,12 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     return row
 
 
+def gradients(job: Job) -> list[Any]:
+    """Return how many values the gradient of each parameter was seen to have, the largest, and what is not finite."""
+    rows = [] if job.watch is None else job.watch.report().rows
+    return [(row.name, row.count, row.largest, row.nonfinite) for row in rows if row.what == "gradient"]
+
+
 def differences(left: Job, right: Job) -> list[str]:
     """Return the names of what differs in any bit."""
     first, second = left.state(), right.state()
@@ -438,6 +568,8 @@ def differences(left: Job, right: Job) -> list[str]:
     for call, (a, b) in enumerate(zip(left.outputs, right.outputs, strict=True)):
         # torch's loop returns the loss alone if there is no norm.
         names += [f"output {i} of call {call}" for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)]
+    if left.watch is not None and right.watch is not None:
+        names += ["numerics"] if repr(left.watch.report().rows) != repr(right.watch.report().rows) else []
     return names
 
 
@@ -448,9 +580,10 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return a row for each case by its name. An error of one case does not keep the others from being tried."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
     rows: dict[str, Any] = {}
     for name in args.cases or CASES:
+        # Without deterministic algorithms, emulated replays that count differ like kernels that make noise.
+        torch.use_deterministic_algorithms(True, warn_only=not name.startswith("verify"))
         try:
             rows[name] = compare({**CASES, **FOUR_RANKS}[name], device, args.graph)
         except Exception as error:  # whatever it is, it is the finding
@@ -461,7 +594,7 @@ def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any
 
 
 def shortened(row: dict[str, Any]) -> str:
-    kept = {key: value for key, value in row.items() if value and key not in ("norms", "eager")}
+    kept = {key: value for key, value in row.items() if value and key not in ("norms", "eager", "gradients")}
     return json.dumps(kept)[:900]
 
 
@@ -518,6 +651,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--graph", choices=["auto", "emulate", "off"])
     parser.add_argument("--cases", nargs="*", choices=[*CASES, *FOUR_RANKS])
+    parser.add_argument("--save", metavar="FOLDER", help="train the cases for some steps and save them instead")
+    parser.add_argument("--load", metavar="FOLDER", help="load the cases and train on instead")
     parser.add_argument("--time", action="store_true", help="time steps instead")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--width", type=int, default=1024)
@@ -558,7 +693,8 @@ def main(argv: Sequence[str]) -> int:
     faulthandler.dump_traceback_later(max(1.0, args.timeout - 5))  # where it hangs, if it does
     device = join(args.device)
     try:
-        rows = (timed if args.time else compare_all)(args, device)
+        work = timed if args.time else save_all if args.save else load_all if args.load else compare_all
+        rows = work(args, device)
     except Exception:
         traceback.print_exc()
         os._exit(1)  # an interpreter that ends right after it joined sometimes aborts, as gloo's threads still run

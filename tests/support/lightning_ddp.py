@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--verify", type=int, default=0)
     parser.add_argument("--raise-at", type=int, help="global step at which every rank raises an error")
     parser.add_argument("--one-rank-counts", action="store_true", help="the second rank does what a graph would not")
     args = parser.parse_args()
@@ -120,7 +121,9 @@ def main() -> None:
     callback = (
         None
         if args.graph == "none"
-        else AmpkitCallback(graph=args.graph, on_failure="eager" if args.one_rank_counts else "raise")
+        else AmpkitCallback(
+            graph=args.graph, verify=args.verify, on_failure="eager" if args.one_rank_counts else "raise"
+        )
     )
     trainer = pl.Trainer(
         strategy="ddp",

@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..._torch.autograd import in_backward, newest_sequence_number, sequence_number
 from ..._torch.compile import is_compiled, is_compiled_in_place
+from ..._torch.sharding import local_shard
 from ..._torch.tree import tensors_in
 from .measurements import DeviceStatistics, MeasuredTensor, Measurements
 from .statistics import is_measurable
@@ -107,15 +108,27 @@ class ModelHooks:
             yield
 
     def measure_gradients(self, to: Measurements) -> None:
-        """Measure the gradients that parameters have."""
+        """Measure the gradients that parameters have; of those that are split over processes, this process's part."""
         for param, name in self._params.items():
             if param.grad is not None:
-                to.add(self._row[name, "gradient"], param.grad)
+                to.add_part(self._row[name, "gradient"], local_shard(param.grad))
 
     def measure_parameters(self, statistics: DeviceStatistics) -> None:
-        """Write the largest magnitude of each parameter to the statistics."""
-        found = {self._row[n, "gradient"]: p.detach() for p, n in self._params.items() if is_measurable(p)}
+        """Write the largest magnitude of each parameter, or of this process's part of it, to the statistics."""
+        parts = {self._row[name, "gradient"]: local_shard(param.detach()) for param, name in self._params.items()}
+        found = {row: part for row, part in parts.items() if is_measurable(part)}
         statistics.set_magnitudes(list(found), list(found.values()))
+
+    @property
+    def first_parameter(self) -> int:
+        """The row of the first parameter. All rows behind it are those of parameters."""
+        return len(self.tensors) - len(self._params)
+
+    def why_not_attached(self) -> str:
+        """Return why a step of the model as it is now cannot be measured, "" if it can."""
+        if set(map(id, self._params)) != set(map(id, unwrapped(self._model).parameters())):
+            return "it was made before fully_shard, which replaces the parameters. Make it afterwards."
+        return ""
 
     def _before(
         self, to: Measurements, only_training: bool, name: str, module: nn.Module, args: Any, kwargs: Any

@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._torch.modes import without_dispatch_modes
 from ..._torch.tensors import foreach_add_, foreach_copy_, foreach_maximum_, foreach_norm, version
-from .statistics import BINS, is_measurable, measure
+from .statistics import BINS, is_measurable, measure, nothing_measured
 
 # Columns of the buffer, behind the counts by exponent.
 LARGEST = BINS  # the largest magnitude, inf or nan if a value is
@@ -91,6 +91,24 @@ class DeviceStatistics:
             norms = torch.stack(foreach_norm(wide, torch.inf)).double()
             foreach_copy_([self._magnitudes[row] for row in rows], list(norms.unbind()))
 
+    def add_up(self, first: int, group: Any) -> None:
+        """Make the rows from `first` on, which are of parts of tensors, those of the whole tensors.
+
+        Args:
+            first: the row of the first parameter.
+            group: the processes that have the parts. All of them call this in the same steps.
+
+        Sync: none. Two all_reduces of these rows.
+        """
+        rows = self.buffer[first:-1]
+        counts = rows[:, :BINS].contiguous()
+        torch.distributed.all_reduce(counts, group=group)
+        rows[:, :BINS].copy_(counts)
+        maxima = rows[:, BINS:]
+        largest = torch.where(maxima < torch.inf, maxima, torch.inf)  # a maximum may leave out nan
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+        maxima.copy_(largest)
+
     def set_scale(self, scale: Tensor) -> None:
         """Write what gradients are multiplied by, a tensor of shape ()."""
         self._scale.copy_(scale)
@@ -133,6 +151,14 @@ class Measurements:
                 counts, largest = before[0] + counts, torch.maximum(before[1], largest)
         self._measured[row] = counts, largest
         self.dtypes[row] = tensor.dtype
+
+    def add_part(self, row: int, part: Tensor) -> None:
+        """Do the same with this process's part of a tensor, which may be empty."""
+        if part.numel():
+            self.add(row, part)
+        elif not self.closed:
+            self._measured[row] = nothing_measured(self._statistics.buffer.device)
+            self.dtypes[row] = part.dtype
 
     def _measure(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())

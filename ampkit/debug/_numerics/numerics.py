@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ..._arguments import check_at_least, check_instance
+from ..._capture.shards import free_whole_parameters, is_sharded, shard_groups
 from ..._optimizer.scaler import GradScaler
 from .advice import advice, safe_scale
 from .async_copies import AsyncCopies
@@ -48,7 +49,8 @@ def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | No
     Args:
         model: the model. For a `DistributedDataParallel`, names are without `module.`. Parts that
             `torch.compile(module)` returned are measured from outside, and by the gradients of their parameters. Calls
-            within `torch.func` (vmap, grad) and nested tensors are not measured. While it is measured, an
+            within `torch.func` (vmap, grad) and nested tensors are not measured. Of a model under `fully_shard`, the
+            gradients of parameters are measured whole, and all else on this rank's batch. While it is measured, an
             `nn.TransformerEncoder` in eval mode does not take torch's fused path, as with any hook on it.
         every: the number of steps from one observed step to the next, at least 1.
         scaler: for a loop of your own, torch's or ampkit's scaler. It tells by what gradients are multiplied, and which
@@ -61,6 +63,7 @@ def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | No
         ValueError: an argument is wrong, or a module was compiled in place.
     """
     check_instance("numerics", "model", model, nn.Module, "a torch.nn.Module")
+    free_whole_parameters(model)
     check_at_least("numerics", "every", every, 1, "the number of steps from one that is observed to the next")
     if scaler is not None:
         check_instance("numerics", "scaler", scaler, TorchGradScaler, "a torch.amp.GradScaler, or None")
@@ -104,6 +107,8 @@ class Numerics:
             raise ValueError("graphed_step(numerics): it was made for another model. Use ampkit.debug.numerics(model).")
         if self._loop_hooks is not None or self._attached:
             raise ValueError("graphed_step(numerics): it is in use already. Make one for each step.")
+        if is_sharded(model) and (problem := self._hooks.why_not_attached()):
+            raise ValueError(f"graphed_step(numerics): {problem}")
         self._attached = True
         self._allocate(device)
 
@@ -148,6 +153,8 @@ class Numerics:
         if scale is not None:
             self._on_device.set_scale(scale)
         self._close(measurements)
+        if split_over := shard_groups(self._model):
+            self._on_device.add_up(self._hooks.first_parameter, split_over[0])
 
     def stepped(self, skipped: Tensor | None) -> None:
         """See `Observer`."""
@@ -169,6 +176,11 @@ class Numerics:
     def __enter__(self) -> "Numerics":
         if self._attached:
             raise ValueError("numerics: a captured step measures with it. Make another one for a loop of your own.")
+        if is_sharded(self._model):
+            raise NotImplementedError(
+                "numerics: in a loop of your own, the gradients of fully_shard are not measured. Write the step with "
+                "ampkit.graphed_step(..., numerics=ampkit.debug.numerics(model)), if you like with graph='off'."
+            )
         devices = {param.device for param in self._model.parameters()}
         if len(devices) != 1:
             raise ValueError(f"numerics(model): expected parameters on one device, found them on {len(devices)}.")

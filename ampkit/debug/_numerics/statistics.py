@@ -56,6 +56,13 @@ def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return counts, torch.linalg.vector_norm(source, torch.inf)
 
 
+def nothing_measured(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return what `measure` would of a tensor on this device without elements."""
+    on_cuda = device.type == "cuda"
+    counts = torch.zeros(2 * BINS if on_cuda else BINS, dtype=torch.int32 if on_cuda else torch.int64, device=device)
+    return counts, torch.zeros((), device=device)
+
+
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """Return the elements in one dimension, without a copy if they fill their memory without gaps, in any layout."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

@@ -1,0 +1,62 @@
+"""ampkit.lightning under ModelParallelStrategy: the bits of the same Trainer without graphs on every rank.
+
+What trains runs in processes of its own, one per rank (lightning_fsdp.py). One start of the ranks does many cases.
+"""
+
+from typing import Any
+
+import ddp_train
+import lightning_fsdp
+import pytest
+
+pytestmark = pytest.mark.slow
+
+Rows = list[dict[str, Any]]  # of one case, one per rank
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> dict[str, Rows]:
+    return ddp_train.launch_cases(lightning_fsdp.__file__, "cpu", tuple(lightning_fsdp.CASES), 500)
+
+
+@pytest.fixture(scope="module")
+def on_gpus() -> dict[str, Rows]:
+    return ddp_train.launch_cases(lightning_fsdp.__file__, "cuda", tuple(lightning_fsdp.CASES), 500)
+
+
+def check(case: str, rows: Rows) -> None:
+    """Assert that a case left the bits of Lightning's steps on each rank, and was captured unless it is refused."""
+    kind = lightning_fsdp.CASES[case]
+    batches = lightning_fsdp.BATCHES * (1 if kind.resume[1] else 2)
+    for row in rows:
+        assert "error" not in row, row["error"]
+        assert row["differ"] == []
+        assert row["differ from Lightning"] == []
+    if kind.refused:
+        assert [row["replays"] for row in rows] == [0] * len(rows)
+        assert kind.refused in rows[0]["failure"]
+        assert any(kind.refused in message for message in rows[0]["messages"])
+        return
+    assert [row["failure"] for row in rows] == [None] * len(rows)
+    if kind.resume[1] == "lightning":
+        return
+    # Lightning does the first window, unless it refuses to clip for this optimizer. A first, a middle and a last batch
+    # of a window have graphs of their own.
+    by_lightning = 0 if kind.kind == "16-mixed" and kind.trainer else kind.accumulate
+    phases = min(3, kind.accumulate) * (2 if "numerics" in kind.options else 1)
+    assert [sum(row["eager"].values()) for row in rows] == [3 * phases] * len(rows)
+    assert [row["replays"] for row in rows] == [batches - by_lightning - 3 * phases] * len(rows)
+
+
+@pytest.mark.parametrize("case", lightning_fsdp.CASES)
+def test_ranks_train_the_bits_of_lightning(on_cpu: dict[str, Rows], case: str) -> None:
+    """R12: parameters, moments, metrics, hooks, scale and checkpoints of a sharded model are those without graphs."""
+    check(case, on_cpu[case])
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.parametrize("case", lightning_fsdp.CASES)
+def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
+    """R12: the same with NCCL's collectives in the graph."""
+    check(case, on_gpus[case])

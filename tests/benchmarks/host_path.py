@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._torch.streams import raw_stream
+from ampkit._torch.tensors import foreach_copy_
 
 WARM_UP = 100  # calls, behind which no replay is timed by ampkit
 
@@ -223,6 +224,12 @@ def floors_of(setup: Setup) -> dict[str, Callable[[], object]]:
     }
     for i, (buffer, given) in enumerate(pairs):
         floors[f"copy_ of input {i}, {buffer.nbytes} bytes"] = functools.partial(buffer.copy_, given, True)
+    together = (
+        [tensor.view(torch.uint8) for tensor in inputs._buffers],
+        [given.view(torch.uint8) for given in setup.batch],
+    )
+    floors["the inputs by one kernel"] = lambda: foreach_copy_(*together, True)
+    floors["view(torch.uint8) of an input"] = lambda: setup.batch[0].view(torch.uint8)
     if row.is_cuda:
         index = row.device.index
         floors["torch.cuda.current_stream()"] = lambda: torch.cuda.current_stream(row.device)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch.streams import is_capturing, raw_stream
+from .._torch.tensors import untracked
 from .._torch.tree import tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
 from .inputs import Spec, StaticInputs
@@ -106,10 +108,13 @@ class Outputs:
         self._tensors: list[Tensor] = []
         self._rebuilt = rebuild(tree, self._tensors)
         self._places: list[tuple[torch.dtype, int] | None] = []  # of each tensor in the block, counted in its dtype
-        self._rows: list[tuple[Tensor, list[Any]]] = []  # copies of the block to come, and the tensors in each of them
+        # Copies of the block to come, and the tensors in each of them.
+        self._rows: list[tuple[Tensor, Sequence[Any]]] = []
         self._stream = -1  # that these were allocated on
         self._count = 1  # how many rows are to be allocated
         self._block = self._gathered() if gathers else None
+        self._index = None if self._block is None or not self._block.is_cuda else self._block.device.index
+        self._gathers_all = None not in self._places
 
     def copied(self) -> Any:
         """Return the tree with tensors that nothing else lies in, and that no later replay changes. Sync: none.
@@ -120,13 +125,13 @@ class Outputs:
         if self._block is None:
             return self._rebuilt(map(Tensor.clone, self._tensors))
         # Torch's allocator takes freed memory to be in use on the stream that it was allocated on.
-        if self._block.is_cuda and raw_stream(self._block.device.index) != self._stream:
+        if self._index is not None and raw_stream(self._index) != self._stream:
             self._rows, self._count = [], 1
         if not self._rows:
             self._rows = self._more_rows(self._block)
         row, numbers = self._rows.pop()
         row.copy_(self._block)
-        if None not in self._places:
+        if self._gathers_all:
             return self._rebuilt(iter(numbers))
         pairs = zip(numbers, self._tensors, strict=True)
         return self._rebuilt(tensor.clone() if number is None else number for number, tensor in pairs)
@@ -149,18 +154,18 @@ class Outputs:
             torch.cat([self._tensors[i].reshape(1).view(torch.uint8) for i in numbers], out=block[:end])
         return block
 
-    def _more_rows(self, block: Tensor) -> list[tuple[Tensor, list[Any]]]:
+    def _more_rows(self, block: Tensor) -> list[tuple[Tensor, Sequence[Any]]]:
         """Return memory for the next replays: each time a copy of the block, and its numbers as tensors."""
-        if block.is_cuda:
-            self._stream = raw_stream(block.device.index)
+        if self._index is not None:
+            self._stream = raw_stream(self._index)
         count, self._count = self._count, min(2 * self._count, _ROWS)
         rows = torch.empty(count, len(block), dtype=torch.uint8, device=block.device)
-        # A tensor from `.data` has a version counter of its own, and autograd does not take it for a view.
-        columns = [
-            repeat(None, count) if place is None else [t.data for t in rows.view(place[0])[:, place[1]].unbind()]
-            for place in self._places
-        ]
-        return list(zip([row.data for row in rows.unbind()], map(list, zip(*columns, strict=True)), strict=True))
+        with untracked():  # no two of them share a version counter
+            columns = [
+                repeat(None, count) if place is None else rows.view(place[0])[:, place[1]].unbind()
+                for place in self._places
+            ]
+            return list(zip(rows.unbind(), zip(*columns, strict=True), strict=True))
 
 
 _ROWS = 32  # with loss, norm and skip in each of them, as many as the least that torch's allocator hands out
@@ -189,21 +194,26 @@ def rebuild(tree: Any, tensors: list[Tensor]) -> Rebuild:
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return next
+    if _is_constant(tree):
+        return lambda given: tree
     kind = type(tree)
     if kind is dict:
         keys, values = list(tree), rebuild(list(tree.values()), tensors)
         return lambda given: dict(zip(keys, values(given), strict=True))
-    if kind is tuple and _CONSTANTS.issuperset(map(type, tree)):
-        return lambda given: tree
     if kind is list or kind is tuple or (isinstance(tree, tuple) and hasattr(kind, "_make")):  # a named tuple
-        parts = [rebuild(child, tensors) for child in tree]
-        make = kind if kind in (list, tuple) else kind._make
-        return lambda given: make([part(given) for part in parts])
+        make = kind if kind in (list, tuple) else partial(tuple.__new__, kind)
+        parts = [(None, child) if _is_constant(child) else (rebuild(child, tensors), None) for child in tree]
+        return lambda given: make([constant if part is None else part(given) for part, constant in parts])
     leaves, spec = tree_flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return lambda given: tree
-    parts = [rebuild(leaf, tensors) for leaf in leaves]
-    return lambda given: tree_unflatten([part(given) for part in parts], spec)
+    rebuilt = [rebuild(leaf, tensors) for leaf in leaves]
+    return lambda given: tree_unflatten([part(given) for part in rebuilt], spec)
+
+
+def _is_constant(node: Any) -> bool:
+    """Return whether a node is a constant, or a tuple of them, which every replay returns as the same object."""
+    return type(node) in _CONSTANTS or (type(node) is tuple and _CONSTANTS.issuperset(map(type, node)))
 
 
 def copied(tree: Any) -> Any:

@@ -11,7 +11,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._torch.modes import DeviceContext, function_mode_count, function_modes, without_torch_function
+from .._torch.modes import (
+    DeviceContext,
+    function_mode_count,
+    function_modes,
+    is_any_autocast_enabled,
+    without_torch_function,
+)
 from .._torch.modules import module_tables
 from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from .._torch.settings import ENUM_READERS, PLAIN_READERS
@@ -230,7 +236,7 @@ class Look:
             modes = function_modes()
             found += map(type, modes)
             found += default_devices(modes)
-        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        if is_any_autocast_enabled():
             found += autocast()
         if self.scaler is not None and self.scaler.is_enabled():
             found += self.scaler.rule().values()

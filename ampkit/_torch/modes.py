@@ -162,6 +162,9 @@ def call_each(functions: Iterable[Any]) -> list[Any]:
     return [*map(BuiltinFunctionType.__call__, functions)]
 
 
+# is_any_autocast_enabled(): whether autocast is on for some kind of device. It is faster than to ask for two kinds.
+is_any_autocast_enabled: Callable[[], bool] = private(torch._C, "_is_any_autocast_enabled")
+
 # Context without function modes and `__torch_function__`, for what ampkit asks of tensors between operations.
 without_torch_function: Callable[[], AbstractContextManager[None]] = private(torch._C, "DisableTorchFunction")
 

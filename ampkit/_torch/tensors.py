@@ -1,7 +1,9 @@
 """What torch tells of a tensor under private names only, and arithmetic on many tensors in one kernel."""
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -83,6 +85,21 @@ def is_wrapper(tensor: Tensor) -> bool:
     handler = private(type(tensor), "__torch_dispatch__")
     return handler is not private(torch.Tensor, "__torch_dispatch__")
 
+
+def _untracked_keys() -> Any:
+    """Return the keys of the kernels that have autograd and version counters follow a view."""
+    kinds = private(torch._C, "DispatchKey")
+    found = private(torch._C, "DispatchKeySet")(private(kinds, "ADInplaceOrView"))
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther"):
+        found |= private(torch._C, "DispatchKeySet")(private(kinds, key))
+    return found
+
+
+# untracked(): a context in which a view of a tensor is a tensor of its own in the same memory, as from `.data`. It has
+# a version counter of its own, and autograd does not take it for a view. To be used for views alone.
+untracked: Callable[[], AbstractContextManager[None]] = functools.partial(
+    private(torch._C, "_ExcludeDispatchKeyGuard"), _untracked_keys()
+)
 
 # torch.optim.swa_utils groups tensors by the first, and uses foreach kernels on the device types that the second lists.
 grouped_by_device_and_dtype: Callable[

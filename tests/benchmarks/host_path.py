@@ -6,20 +6,26 @@
     python tests/benchmarks/host_path.py --profile          functions by their own time, as cProfile slows them
 
 The graph is replaced by an object whose `replay` does nothing, so that only ampkit's own work for a replay is measured.
-On a CUDA device the call is timed with its graph too: the difference is the launch. Sections are called alone, in a
-loop, and what is left of the whole call is "window and rest". Figures are medians over short blocks of calls, with the
-fastest block and the third quartile. If the host is busy with other things, compare the fastest blocks.
+On a CUDA device the call is timed with its graph too, and the launch alone. Each part of a call is also called alone,
+in a loop. Its own time is what is left without the parts that it calls, so the column "its own" adds up to the call.
+Below are the bare calls of torch that the parts are made of. The blocks of calls of all parts are timed in turn.
+Figures are medians over the blocks, and the fastest block. If the host is busy with other things, compare the latter.
 """
 
 import argparse
+import collections
 import cProfile
+import functools
+import gc
 import itertools
 import logging
+import operator
 import pstats
 import statistics
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +33,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.cache import Captured
-from ampkit._capture.inputs import read_batch
-from ampkit._capture.variation import Key
+from ampkit._torch.streams import raw_stream
+from ampkit._torch.tensors import foreach_copy_
 
 WARM_UP = 100  # calls, behind which no replay is timed by ampkit
 
@@ -107,80 +112,192 @@ def replaying(model: nn.Module, shape: tuple[int, ...], device: torch.device) ->
     return Setup(step, batch, engine, captured)
 
 
-def timed(fn: Callable[[], object], calls: int, blocks: int, device: torch.device) -> Times:
-    """Time blocks of calls. On a CUDA device each begins with an empty queue, which its calls must not fill."""
-    found = []
+class Part(NamedTuple):
+    """A part of a call, and the parts that it calls itself.
+
+    Attributes:
+        name: what the table calls it.
+        run: does this part alone.
+        inside: what `run` does, part by part. The rest is the part's own.
+    """
+
+    name: str
+    run: Callable[[], object]
+    inside: tuple["Part", ...] = ()
+
+    def all(self) -> list["Part"]:
+        """Return this part and all that are inside of it, at any depth, in the order of the table."""
+        return [self, *itertools.chain.from_iterable(part.all() for part in self.inside)]
+
+
+def timed_in_turn(
+    functions: Sequence[Callable[[], object]], calls: int, blocks: int, device: torch.device
+) -> list[Times]:
+    """Time blocks of calls of each function, in turn, so that whatever slows the host down slows all of them.
+
+    On a CUDA device each block begins with an empty queue, which its calls must not fill.
+    """
+    found: list[list[float]] = [[] for _ in functions]
     for _ in range(blocks):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        found.append((time.perf_counter() - start) / calls * 1e6)
-    return Times(found)
+        for fn, times in zip(functions, found, strict=True):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            times.append((time.perf_counter() - start) / calls * 1e6)
+    return [Times(times) for times in found]
 
 
-def sections(setup: Setup) -> dict[str, Callable[[], object]]:
-    """Return what a call does, part by part."""
-    engine, captured, device = setup.engine, setup.captured, setup.engine._device
+def parts_of(setup: Setup) -> Part:
+    """Return what a replaying call does, part by part. The names in brackets are files of ampkit."""
+    engine, captured, step, batch = setup.engine, setup.captured, setup.step, setup.batch
     key, _ = next(iter(engine._cache))
-    spec, leaves = read_batch(setup.batch, {}, device)
-    graph, number = captured._graph, engine._surroundings.number
+    spec, leaves = engine._reader.read(batch, {})
+    watch, inputs, outputs = engine._watch, captured.inputs, captured._graph.replay()
+    look, number = watch._seen[0], engine._surroundings.number
 
-    def read() -> object:
-        if hasattr(engine, "_reader"):
-            return engine._reader.read(setup.batch, {})
-        return read_batch(setup.batch, {}, device)  # an older ampkit, as in the next
+    def objects() -> object:
+        return gc.get_referents(*look._tables)
 
-    def key_and_state() -> object:
-        if not hasattr(engine, "_watch"):
-            engine._state.generation()
-            return engine._cache.get(Key(spec, key.phase, number))
-        engine._watch.present()
-        return engine._cache.get(engine._reader.read(setup.batch, {})[0], key.phase, number)
+    state = Part(
+        "state as before [watch]",
+        watch.present,
+        (
+            Part("learning rates", watch.refresh_rates),
+            Part("addresses of tensors", look.walk.addresses),
+            Part(
+                "objects",
+                look._read_objects,
+                (
+                    Part("what modules and groups hold", objects),
+                    Part("requires_grad", lambda: list(map(_requires_grad, look._differentiable))),
+                    Part("training", lambda: list(look.walk.training())),
+                ),
+            ),
+            Part("settings of torch", look._read_settings),
+        ),
+    )
+    replay = Part(
+        "replay [cache]",
+        lambda: captured.replay(leaves),
+        (
+            Part(
+                "inputs: copies",
+                lambda: inputs.copy_(leaves),
+                (Part("overlaps", lambda: inputs.refuse_shared(leaves)),),
+            ),
+            Part("outputs: copy", outputs.copied),
+        ),
+    )
+    call = Part(
+        "key and graph [engine]",
+        lambda: engine(batch, {}, key.phase),
+        (
+            Part("layout of the batch [inputs]", lambda: engine._reader.read(batch, {})),
+            state,
+            Part("graph of the key [cache]", lambda: engine._cache.get(spec, key.phase, number)),
+            replay,
+        ),
+    )
+    window = Part("window [window]", lambda: step._window.run(batch, {}), (call,))
+    return Part("a call [graphed_step, turns]", lambda: step(*batch), (window,))
 
-    return {
-        "batch layout": read,
-        "layout, key and state": key_and_state,
-        "overlap check": lambda: captured.inputs.refuse_shared(leaves),
-        "check and copy of inputs": lambda: captured.inputs.copy_(leaves),
-        "outputs": lambda: outputs_of(captured, graph),
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def floors_of(setup: Setup) -> dict[str, Callable[[], object]]:
+    """Return what the least is that some parts could take: the bare calls of torch, with nothing of ampkit."""
+    look, inputs, outputs = setup.engine._watch._seen[0], setup.captured.inputs, setup.captured._graph.replay()
+    tensors: list[Tensor] = look.walk.tensors
+    pairs = list(zip(inputs._buffers, setup.batch, strict=True))
+    row = torch.empty_like(outputs._block)
+    floors: dict[str, Callable[[], object]] = {
+        f"data_ptr() of {len(tensors)} tensors": lambda: list(map(Tensor.data_ptr, tensors)),
+        f"the same as a loop over {len(tensors)}": lambda: [tensor.data_ptr() for tensor in tensors],
+        f"requires_grad of {len(tensors)} tensors": lambda: list(map(_requires_grad, tensors)),
+        "grad of all tensors": lambda: list(map(operator.attrgetter("grad"), tensors)),
+        "copy_ of the outputs' block": lambda: row.copy_(outputs._block),
+        "an empty tensor": lambda: torch.empty(24, dtype=torch.uint8, device=row.device),
+        "a function that does nothing": lambda: None,
     }
-
-
-def outputs_of(captured: Captured, graph: Any) -> object:
-    if hasattr(graph.replay(), "copied"):
-        return graph.replay().copied()
-    return captured._rebuilt(map(Tensor.clone, captured._tensors))  # type: ignore[call-arg]  # graph makes none
+    for i, (buffer, given) in enumerate(pairs):
+        floors[f"copy_ of input {i}, {buffer.nbytes} bytes"] = functools.partial(buffer.copy_, given, True)
+    together = (
+        [tensor.view(torch.uint8) for tensor in inputs._buffers],
+        [given.view(torch.uint8) for given in setup.batch],
+    )
+    floors["the inputs by one kernel"] = lambda: foreach_copy_(*together, True)
+    floors["view(torch.uint8) of an input"] = lambda: setup.batch[0].view(torch.uint8)
+    if row.is_cuda:
+        index = row.device.index
+        floors["torch.cuda.current_stream()"] = lambda: torch.cuda.current_stream(row.device)
+        floors["the current stream's address"] = lambda: raw_stream(index)
+    return floors
 
 
 def show(name: str, setup: Setup, args: argparse.Namespace) -> None:
-    device = setup.engine._device
+    device, blocks = setup.engine._device, args.blocks
 
     def call() -> object:
         return setup.step(*setup.batch)
 
-    blocks = args.blocks
-    launch = ""
+    launched: list[Times] = []
     if device.type == "cuda":
         for _ in range(WARM_UP):
             call()
-        launch = f"   with the launch {timed(call, args.calls, blocks, device)}"
+        launched = timed_in_turn([call, setup.captured._graph.replay], args.calls, blocks, device)
     setup.without_launch()
     for _ in range(WARM_UP):
         call()
-    whole = timed(call, args.calls, blocks, device)
-    parts = {part: timed(fn, args.calls, blocks, device) for part, fn in sections(setup).items()}
-    again = timed(call, args.calls, blocks, device)
-    print(f"{name}: {whole} us per call, again {again}{launch}")
-    for part, times in parts.items():
-        print(f"    {part:26}{times}")
-    known = [times.fastest for part, times in parts.items() if part not in ("overlap check", "batch layout")]
-    print(f"    {'window and rest':26}{'':8} {whole.fastest - sum(known):.1f}", flush=True)
+    whole = parts_of(setup)
+    times = dict(
+        zip(map(id, whole.all()), timed_in_turn([p.run for p in whole.all()], args.calls, blocks, device), strict=True)
+    )
+    print(f"{name}: {times[id(whole)]} us per call; {calls_of(call)}")
+    if launched:
+        print(f"    with its launch {launched[0]}, the launch alone {launched[1]}")
+    print(f"    {'':34}{'all of it':>10} {'fastest':>9} {'its own':>9} {'fastest':>9}")
+    for line in lines(whole, times, 0):
+        print(f"    {line}")
+    floors = floors_of(setup)
+    print("    bare calls of torch, the least that these could take:")
+    for floor, taken in zip(floors, timed_in_turn(list(floors.values()), args.calls, blocks, device), strict=True):
+        print(f"    {floor:34}{taken.median:10.1f} {taken.fastest:9.1f}", flush=True)
     if args.profile:
         profile = cProfile.Profile()
         profile.runcall(lambda: [call() for _ in range(2000)])
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+def lines(part: Part, times: dict[int, Times], depth: int) -> Iterator[str]:
+    """Yield a line per part. The column "its own" adds up to the whole call."""
+    taken, inside = times[id(part)], [times[id(inner)] for inner in part.inside]
+    own, own_fastest = (
+        getattr(taken, which) - sum(getattr(inner, which) for inner in inside) for which in ("median", "fastest")
+    )
+    name = "  " * depth + part.name
+    yield f"{name:34}{taken.median:10.1f} {taken.fastest:9.1f} {own:9.1f} {own_fastest:9.1f}"
+    for inner in part.inside:
+        yield from lines(inner, times, depth + 1)
+
+
+def calls_of(call: Callable[[], object]) -> str:
+    """Return how many functions a call calls: those written in Python, and those written in C."""
+    counted: collections.Counter[str] = collections.Counter()
+    calls = 64  # twice as many as `Outputs` allocates rows for
+
+    def count(frame: object, event: str, arg: object) -> None:
+        counted[event] += 1
+
+    sys.setprofile(count)
+    try:
+        for _ in range(calls):
+            call()
+    finally:
+        sys.setprofile(None)
+    return f"{counted['call'] / calls:.0f} calls of Python functions, {counted['c_call'] / calls:.0f} of C functions"
 
 
 # ------------------------------------------------------------------------------------------------------------ Lightning
@@ -192,7 +309,7 @@ def lightning(args: argparse.Namespace, device: torch.device) -> None:
     setup.without_launch()
     for _ in range(WARM_UP):
         setup.step(*setup.batch)
-    raw = timed(lambda: setup.step(*setup.batch), args.calls, args.blocks, device)
+    (raw,) = timed_in_turn([lambda: setup.step(*setup.batch)], args.calls, args.blocks, device)
     print(f"raw loop: {raw} us per call", flush=True)
     for name, graphed in (("Lightning, AmpkitCallback", True), ("Lightning, a step that does nothing", False)):
         clock = trainer_times(args, device, graphed)

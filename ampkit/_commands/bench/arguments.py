@@ -12,6 +12,7 @@ import torch
 
 from ..._errors import UsageError
 from ..._precision.policy import Policy
+from ..bench import beside_compile as _beside
 from ..bench import curves as _bench_curves
 from ..bench import measure as _bench
 from ..bench import plot as _bench_plot
@@ -38,14 +39,33 @@ def add_bench(commands: Any) -> None:
     )
     _add_subject(bench.add_argument_group("what to train"))
     how = bench.add_argument_group("how to measure")
-    how.add_argument(
+    which = how.add_mutually_exclusive_group()
+    which.add_argument(
         "--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"some of {', '.join(VARIANTS)}"
+    )
+    which.add_argument(
+        "--beside-compile",
+        action="store_true",
+        help="of each model the variants of ampkit and torch.compile whose best ones the last lines compare; every "
+        "built-in model if --model names none",
     )
     how.add_argument("--quick", action="store_true", help="small models, few variants and repeats; takes at most 90 s")
     how.add_argument("--repeats", type=_positive, metavar="N", help="number of timed blocks per variant; default: 7")
     how.add_argument("--seconds", type=_seconds, metavar="S", help="approximate length of a block; default: 0.3")
     how.add_argument(
         "--no-profile", action="store_true", help="do not measure GPU time, so each variant is built only once"
+    )
+    how.add_argument(
+        "--time-limit",
+        type=_seconds,
+        metavar="S",
+        help="begin no variant later than this many seconds after the start; default: no limit",
+    )
+    how.add_argument(
+        "--compiled-code",
+        type=Path,
+        metavar="FOLDER",
+        help="keep compiled code there, for later runs; set-up times are then no longer those of a first run",
     )
     how.add_argument(
         "--curves",
@@ -133,7 +153,10 @@ def _measure(args: argparse.Namespace, output: Output) -> int:
     setting = Setting(dtypes, device, args.input or "prefetch", args.curves or plan.checked)
     described = _bench.describe(setting, plan, shlex.join(["python", "-m", "ampkit", *args.argv]))
     if args.curves is None:
-        keys, notes = _bench.select(args.variants, device, args.quick, args.sweep)
+        wanted = [key for key in VARIANTS if any(key in job.of([key]) for job in jobs)] if args.beside_compile else None
+        keys, notes = _bench.select(args.variants or wanted, device, args.quick, args.sweep)
+        if args.compiled_code is not None:
+            notes.append("Set-up times depend on what earlier runs have compiled, which --compiled-code has kept.")
         if not keys:
             raise UsageError(f"--variants {' '.join(args.variants)}: none can be measured here. {' '.join(notes)}")
         figures = _bench_report.Figures(described, notes)
@@ -160,7 +183,8 @@ def _measure_times(
 ) -> None:
     """Measure and show the figures. If Ctrl-C or an error ends the run early, show those measured so far."""
     try:
-        _bench.run(figures, jobs, keys, setting, plan, lambda: output.save(figures.to_json()))
+        worth = _beside.worth_profiling if all(job.keys for job in jobs) else lambda result: result.rows
+        _bench.run(figures, jobs, keys, setting, plan, lambda: output.save(figures.to_json()), worth)
     except BaseException as error:
         figures.results = [result for result in figures.results if result.rows]
         figures.notes.append(f"Not complete: {type(error).__name__} ended the run early.")
@@ -189,16 +213,20 @@ def _exit_code(figures: _bench_report.Figures, command: str) -> int:
 def _plan(args: argparse.Namespace, cuda: bool) -> Plan:
     repeats, seconds = (3, 0.1) if args.quick else (7, 0.3)
     checked = 8 if args.quick and not cuda else 20
-    return Plan(args.repeats or repeats, args.seconds or seconds, checked, not args.no_profile)
+    limit = args.time_limit or math.inf
+    folder = None if args.compiled_code is None else args.compiled_code.absolute()
+    return Plan(args.repeats or repeats, args.seconds or seconds, checked, not args.no_profile, limit, folder)
 
 
 def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:
     """Return a job for each model and batch size."""
     quick = ["mlp", "resnet18-cifar"] if cuda else ["mlp"]
     quick = ["resnet18-cifar"] if args.input == "uint8" else quick
-    models = args.model or (quick if args.quick else ["resnet18-cifar"])
+    usual = list(CASES) if args.beside_compile else ["resnet18-cifar"]
+    models = args.model or (quick if args.quick else usual)
     given = _SWEEP if args.sweep else sorted(args.batch or [])
-    return [job for model in models for job in _jobs_of(model, given or [BATCHES.get(model, BATCH)])]
+    jobs = [job for model in models for job in _jobs_of(model, given or [BATCHES.get(model, BATCH)])]
+    return [job._replace(keys=_beside.compared(job.model)) for job in jobs] if args.beside_compile else jobs
 
 
 def _jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:
@@ -214,6 +242,6 @@ def _jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:
 
 
 def _show(figures: _bench_report.Figures, plot: Path | None, output: Output) -> None:
-    output.show(_bench_report.table(figures), figures.to_json())
+    output.show("\n".join([_bench_report.table(figures), *_beside.lines(figures)]), figures.to_json())
     if plot is not None:
         _bench_plot.draw(figures, plot)

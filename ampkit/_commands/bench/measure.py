@@ -21,11 +21,23 @@ from .variants import VARIANTS, Setting, Variant, has_lightning
 
 
 class Job(NamedTuple):
-    """What one table shows: the name of a model, a function that makes its case, and the requested batch size."""
+    """What one table shows.
+
+    Attributes:
+        model: its name.
+        make: makes its case.
+        batch: the requested batch size.
+        keys: the names of the variants to measure, as far as they are measured at all; None for all of them.
+    """
 
     model: str
     make: Callable[[], Case]
     batch: int
+    keys: tuple[str, ...] | None = None
+
+    def of(self, keys: Sequence[str]) -> list[str]:
+        """Return those of these variants that are measured of this model."""
+        return [key for key in keys if self.keys is None or key in self.keys]
 
 
 class _Run(NamedTuple):
@@ -37,6 +49,12 @@ class _Run(NamedTuple):
     save: Callable[[], None]
     caches: Caches
     progress: ProgressBar
+    ends: float
+
+    def over(self) -> str:
+        """Return why nothing more is to be measured, "" if there is time left."""
+        limit = f"the {self.plan.limit:g} s of --time-limit were over"
+        return limit if time.monotonic() > self.ends else ""
 
 
 def run(
@@ -46,6 +64,7 @@ def run(
     setting: Setting,
     plan: Plan,
     save: Callable[[], None] = lambda: None,
+    worth_profiling: Callable[[Result], Sequence[Row]] = lambda result: result.rows,
 ) -> None:
     """Measure the variants of each job one after another. Each is built, measured and freed.
 
@@ -59,34 +78,37 @@ def run(
         setting: policy, device and input.
         plan: how thoroughly to measure.
         save: called after each measurement.
+        worth_profiling: returns which rows to profile.
 
     Raises:
         CaseError: if a job's function returned something that cannot be trained, or the case has no such input.
         ImportError: if a job's model needs a package that is not installed.
     """
     profiled = plan.profile and setting.device.type == "cuda"
-    progress = ProgressBar(len(jobs) * len(keys) * (2 if profiled else 1))
+    progress = ProgressBar(sum(len(job.of(keys)) for job in jobs) * (2 if profiled else 1))
+    ends = time.monotonic() + plan.limit
     compiles = any(VARIANTS[key].compiles for key in keys)
-    with fast_kernels(setting.device), Caches() as caches:
+    with fast_kernels(setting.device), Caches(plan.compiled_code) as caches:
         caches.callback(progress.clear)
         pay_one_time_costs(setting.device, compiles=compiles, lightning="lightning" in keys)
         caches.enter_context(little_garbage())
-        common = _Run(figures, setting, plan, save, caches, progress)
+        common = _Run(figures, setting, plan, save, caches, progress, ends)
         for job in jobs:
-            _measure_all(job, keys, common)
+            _measure_all(job, job.of(keys), common)
         for job, result in zip(jobs, figures.results, strict=True) if profiled else ():
-            _profile_all(job, result, common)
+            _profile_all(job, result, worth_profiling(result), common)
 
 
 def _measure_all(job: Job, keys: Sequence[str], run: _Run) -> None:
-    errors = {key: _does_not_fit(key, job.model, run.figures) for key in keys}
+    over = run.over()
+    errors = {key: over or _does_not_fit(key, job.model, run.figures) for key in keys}
     case, no_case = (None, "") if all(errors.values()) else _case_of(job, run.setting)
     result = Result(job.model, job.batch if case is None else case.batch_size)
     run.figures.results.append(result)
     expected = None if case is None else Expectations(case, run.setting, run.plan, run.figures.notes)
     for key in keys:
         run.progress.show(f"{job.model}, batch {result.batch}: {key}")
-        row = Row(key, VARIANTS[key].label_on(run.setting.device), error=errors[key] or no_case)
+        row = Row(key, VARIANTS[key].label_on(run.setting.device), error=errors[key] or no_case or run.over())
         if case is not None and expected is not None and not row.error:
             with run.caches.of(result.model, result.batch, row.variant):
                 problem = measure(row, case, run.setting, run.plan, expected)
@@ -122,14 +144,16 @@ def _does_not_fit(key: str, model: str, figures: Figures) -> str:
     return ""
 
 
-def _profile_all(job: Job, result: Result, run: _Run) -> None:
-    rows = [row for row in result.rows if not row.error]
-    case, problem = _case_of(job, run.setting) if rows else (None, "")
+def _profile_all(job: Job, result: Result, worth: Sequence[Row], run: _Run) -> None:
+    rows = [row for row in worth if not row.error]
+    case, problem = _case_of(job, run.setting) if rows and not run.over() else (None, "")
     for row in result.rows:
         run.progress.show(f"{job.model}, batch {result.batch}: profile of {row.variant}")
         if VARIANTS[row.variant].measure is not None:
             continue  # the profiler of this process does not see another one
-        if row in rows and case is not None:
+        if row in rows and (over := run.over()):
+            problem = over
+        elif row in rows and case is not None:
             with run.caches.of(result.model, result.batch, row.variant):
                 problem = profile(row, case, run.setting)
         if row in rows and problem:

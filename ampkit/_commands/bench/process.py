@@ -78,14 +78,15 @@ def pay_one_time_costs(device: torch.device, *, compiles: bool, lightning: bool)
 
 
 class Caches(ExitStack):
-    """Gives each variant of each case an empty cache of compiled code, so that none profits from another's.
+    """Gives each variant of each case a cache of compiled code of its own, so that none profits from another's.
 
-    The folder of the caches is deleted when this context ends.
+    Args:
+        kept: the folder of the caches. None for one that is empty, and deleted when this context ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Path | None = None) -> None:
         super().__init__()
-        self._root = self.enter_context(tempfile.TemporaryDirectory(prefix="ampkit-bench-"))
+        self._root = kept or Path(self.enter_context(tempfile.TemporaryDirectory(prefix="ampkit-bench-")))
 
     @contextmanager
     def of(self, *names: object) -> Iterator[None]:

@@ -1,9 +1,11 @@
 """The batches that a variant trains on, and the times and memory measured in between, the same for each variant."""
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,12 +24,16 @@ class Plan(NamedTuple):
         seconds: approximate length of a block.
         checked: number of first steps whose losses are compared. They include warm-up, compilation and capture.
         profile: whether to measure how long kernels run.
+        limit: seconds from the start of a run, after which no variant is begun.
+        compiled_code: a folder in which compiled code is kept, and found by later runs; None to compile everything.
     """
 
     repeats: int = 7
     seconds: float = 0.3
     checked: int = 20
     profile: bool = True
+    limit: float = math.inf
+    compiled_code: Path | None = None
 
 
 class Session:

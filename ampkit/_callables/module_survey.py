@@ -1,5 +1,6 @@
 """A survey of a training step: how each module is called in it, and why the call cannot be captured by itself."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from .._capture.inputs import Spec, flatten, is_plain, read_batch
 from .._capture.preflight import Preflight
 from .._errors import InputMismatch
 from .._torch.autograd import (
+    ENGINE_ENTRIES,
     current_node,
     graph_nodes,
     in_backward,
@@ -27,7 +29,7 @@ from .._torch.modules import has_global_hooks, hook_tables, module_tables
 from .._torch.operators import LIFT_FRESH, written_arguments
 from .._torch.tensors import storage_address
 from .._torch.tree import tensors_in, tree_flatten, tree_unflatten
-from .._undo import Undo
+from .._undo import Undo, replace
 from .._user_line import wraps_operations
 from .passes import CONSTANTS, replace_forward
 
@@ -44,10 +46,12 @@ class Layout(NamedTuple):
     Attributes:
         spec: of the input.
         wants_grad: whether a leaf requires grad, for each leaf.
+        grad_mode: whether autograd records the call.
     """
 
     spec: Spec
     wants_grad: tuple[bool, ...]
+    grad_mode: bool
 
 
 class GradientLayout(NamedTuple):
@@ -115,10 +119,9 @@ class Survey:
     nothing but its buffers, in place; and no line of it, or of its backward, is one that a graph cannot contain.
 
     Args:
-        model: its modules are looked at, and itself.
-        device: where it computes.
+        modules: those to look at, by name, each once.
+        device: where they compute.
         generators: see `Preflight`.
-        runs: further modules to look at, by name, which the model calls in this step only.
         eager: classes of modules that are not to be captured, and why.
 
     Attributes:
@@ -129,13 +132,12 @@ class Survey:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Iterable[tuple[str, nn.Module]],
         device: torch.device,
         generators: Sequence[torch.Generator],
-        runs: Iterable[tuple[str, nn.Module]] = (),
         eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
     ) -> None:
-        self._modules = [*model.named_modules(), *runs]
+        self._modules = list(modules)
         self._device, self._eager = device, eager
         self._generators = generators
         self._preflight: Preflight | None = None
@@ -148,13 +150,15 @@ class Survey:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context for the forward and backward of a step, which computes the same bits in it."""
+        """Context for a step, which computes the same bits in it. It may call backward several times."""
         self._preflight = Preflight(
             self._device, self._generators, observer=self._on_operation, located=self._on_finding
         )
         with Undo() as undo:
             for name, module in self._modules:
                 replace_forward(undo, module, self._watched(module, name, module.forward))
+            for owner, name in ENGINE_ENTRIES:
+                replace(undo, owner, name, self._looking_at(getattr(owner, name)))
             with self._preflight:
                 yield
 
@@ -191,8 +195,8 @@ class Survey:
         self._running.append(call)
         tree = self._tree(module)
         call.problems |= {why: None for kind, why in self._eager.items() if isinstance(module, kind)}
-        if not torch.is_grad_enabled():
-            call.problems["it is called without gradients"] = None
+        if torch.is_inference_mode_enabled():
+            call.problems["it is called in inference mode. Use torch.no_grad()"] = None
         if packs_saved_tensors():
             call.problems["it is called while hooks pack saved tensors (checkpointing)"] = None
         if has_global_hooks() or any(map(any, chain.from_iterable(map(hook_tables, tree[1:])))):
@@ -336,9 +340,20 @@ class Survey:
 
     # ----------------------------------------------------------------------------------------------- autograd graph
 
-    def look_at(self, loss: Tensor) -> None:
-        """Look at how gradients get into the calls and out of them. To be called between forward and backward."""
-        nodes = {_key(node): node for node in graph_nodes([loss])}
+    def _looking_at(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs autograd's engine, and looks at each autograd graph before that."""
+        thread = threading.get_ident()
+
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread and not in_backward():  # checkpointing runs it in a backward
+                self._look_at_graph(outputs)
+            return engine(outputs, *args, **kwargs)
+
+        return run
+
+    def _look_at_graph(self, outputs: Sequence[Any]) -> None:
+        """Look at how gradients get into the calls and out of them in a backward that begins with these outputs."""
+        nodes = {_key(node): node for node in graph_nodes(outputs)}
         owners = {key: set(self._owners(node)) for key, node in nodes.items()}
         for key, node in nodes.items():
             for following, output in node.next_functions:
@@ -376,7 +391,7 @@ def layout_of(args: Any, kwargs: Any, device: torch.device) -> Layout:
     wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
     detached = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(detached, tree)
-    return Layout(read_batch(args, kwargs, device)[0], wants_grad)
+    return Layout(read_batch(args, kwargs, device)[0], wants_grad, torch.is_grad_enabled())
 
 
 # -------------------------------------------------------------------------------------------------------- what is equal

@@ -80,6 +80,7 @@ class PartPasses(Passes):
         wants_grad: see `Passes`.
         device: see `Passes`.
         gradients: the layout of each differentiable output's gradient, None if it gets none.
+        grad_mode: whether autograd records the calls. Otherwise there is no backward pass.
 
     Attributes:
         static: the gradients of the differentiable outputs, which backward starts from; None for those without.
@@ -96,7 +97,10 @@ class PartPasses(Passes):
         wants_grad: tuple[bool, ...],
         device: torch.device,
         gradients: Sequence[GradientLayout | None],
+        *,
+        grad_mode: bool = True,
     ) -> None:
+        self.grad_mode = grad_mode
         modules = list(module.modules())
         tensors = list(dict.fromkeys(chain(module.parameters(), module.buffers())))
         super().__init__(function, modules, tensors, inputs, wants_grad, device, told=False)

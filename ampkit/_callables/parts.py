@@ -7,12 +7,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._capture.graph import describe_failure
 from .._capture.inputs import BatchReader, StaticInputs, flatten, is_plain
 from .._capture.timing import Shares
-from .._capture.watch import autocast
+from .._capture.watch import Walk, autocast
 from .._errors import CaptureError, InputMismatch
 from .._torch.autograd import in_backward, packs_saved_tensors
 from .._torch.modes import function_modes, modes
@@ -160,6 +160,7 @@ class _Part:
         self._reader = BatchReader(memory.device)
         self._graphs: GraphedPart | None = None
         self._context: Any = None
+        self._state: _ModuleState | None = None
         self._replays = 0
         self._eager: Counter[str] = Counter()
         self.failure = ""
@@ -189,11 +190,16 @@ class _Part:
             spec, _ = self._reader.read(args, kwargs)
         except InputMismatch as error:
             return str(error)
-        if (spec, wants_grad) != self._layout:
+        if (spec, wants_grad) != (self._layout.spec, self._layout.wants_grad):
             return "its input has another layout"
-        if self._graphs is not None and _context() != self._context:
+        if torch.is_grad_enabled() != self._layout.grad_mode:
+            return "it is called with gradients in some steps, and without in others"
+        if self._graphs is None:
+            return ""
+        assert self._state is not None  # noted with the graphs
+        if _context() != self._context:
             return "settings of torch have changed"
-        return "" if torch.is_grad_enabled() else "it is called without gradients"
+        return "" if self._state.is_current() else _OTHER_STATE
 
     def _capture(self, original: Callable[..., Any], leaves: list[Any]) -> None:
         """Capture both passes. Modules and random numbers are as before afterwards. Set `failure` if that fails."""
@@ -202,17 +208,18 @@ class _Part:
             try:
                 with _generators_put_back(self._generators):
                     self._graphs = self._record(original, leaves)
-                    self._context = _context()
+                    self._context, self._state = _context(), _ModuleState(self.call.module)
             except Exception as error:  # whatever the user's code raises when it is called once more
                 self.failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
             undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
 
     def _record(self, original: Callable[..., Any], leaves: list[Any]) -> GraphedPart:
-        spec, wants_grad = self._layout
+        spec, wants_grad, grad_mode = self._layout
         inputs = StaticInputs(spec, leaves)
         with torch.no_grad():
             inputs.copy_(leaves)
-        passes = PartPasses(original, self.call.module, inputs, wants_grad, self._memory.device, self.call.gradients)
+        given = original, self.call.module, inputs, wants_grad, self._memory.device, self.call.gradients
+        passes = PartPasses(*given, grad_mode=grad_mode)
         with undone(list(self.call.module.modules()), self._memory.device) as rebound:
             graphs = passes.capture(self._memory, _WARM_UP)
             if names := rebound():
@@ -230,6 +237,23 @@ class _Part:
             self._graphs = None
 
 
+class _ModuleState:
+    """What the graphs of a module hold of it. A line of the step may have changed that since the call began.
+
+    Args:
+        module: as it is now.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._walk = Walk({"": module})
+        self._seen = self._walk.addresses(), self._walk.flags()
+
+    def is_current(self) -> bool:
+        """Return whether its tensors are where they were, with the same `requires_grad`, and its modes are the same."""
+        return self._walk.is_current() and (self._walk.addresses(), self._walk.flags()) == self._seen
+
+
+_OTHER_STATE = "it has other parameters, modes or requires_grad than when it was captured"
 CHANGED = "a hook was registered in a captured module, or removed, or a module was given another forward"
 
 

@@ -60,6 +60,7 @@ class Passes:
     recording: ClassVar[set[object]] = set()
     # A cast from before would be a constant in the graph, and a cast that was captured lies in the graph's memory.
     empties_autocast_cache: ClassVar[bool] = True
+    grad_mode = True  # whether autograd records the forward pass
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Passes:
     def forward(self) -> None:
         """Run the callable; keep its outputs with their autograd graph."""
         args, kwargs = tree_unflatten(self._leaves, self.inputs.spec.tree)  # new containers, which it may change
-        with self._aliased(), torch.enable_grad():
+        with self._aliased(), torch.set_grad_enabled(self.grad_mode):
             self._outputs, self._tree = tree_flatten(self._function(*args, **kwargs))
 
     def backward(self) -> None:

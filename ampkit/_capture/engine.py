@@ -115,7 +115,7 @@ class Engine:
         self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names, words)
         self._surroundings = Surroundings(state)
         self._variation = Variation(device, self._warmup, one_argument)
-        self._draws = HostDraws(not ranks.several, self._cache, self._layouts, self.fallback)
+        self._draws = HostDraws(ranks, self._cache, self._layouts, self.fallback)
         self._warm_up_call = WarmUp(
             fn,
             captured,
@@ -156,9 +156,9 @@ class Engine:
         if self._watch.present() is not self._surroundings.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._surroundings.number)
-        if captured is None:
+        if captured is None or self._ranks.exchanges:
             key = self._draws.decided(Key(spec, phase, self._surroundings.number))
-            captured = self._cache.find(key)
+            captured = captured or self._cache.find(key)
         if captured is not None:
             if self._ranks.several:
                 start = self._vote_before_replay(start)
@@ -262,8 +262,8 @@ class Engine:
         """Return the layout of this key. Warn if there were too many of them."""
         full = len(self._layouts) == MAX_LAYOUTS and key not in self._layouts
         if full and not self.fallback.has_warned("variation"):
-            now = self._surroundings.call_settings
-            self.fallback.warn_once("variation", self._variation.text_of([(known, now) for known in self._layouts]))
+            known = [(known, self._surroundings.call_settings) for known in self._layouts]
+            self.fallback.warn_once("variation", self._variation.text_of(known))
         return self._layouts.of(key)
 
     def _agreed_stage(self, key: Key, layout: Layout) -> Stage:

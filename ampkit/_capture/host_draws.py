@@ -15,6 +15,7 @@ from .compared_numbers import KeptNumber
 from .fallback import Fallback
 from .graph import EmulatedGraph, Graph, MakeContext, Then, same
 from .layouts import Layout, Layouts
+from .ranks import Ranks
 from .variation import DRAWS_ADVICE, Key
 
 Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, or whole numbers
@@ -194,15 +195,21 @@ class HostDraws:
     Torch's default CPU generator is where an eager call finds it, or leaves it, in every call: an eager call draws for
     itself; behind a replay the generator is put to where the draws of this object have left it.
 
+    With several ranks, the outcomes on all of them together choose the graph. Each rank learns its own paths.
+
     Args:
-        enabled: whether steps may decide by draws. Ranks would have to agree on the outcomes.
+        ranks: the processes that must decide alike.
         cache: keeps the graphs.
         layouts: those that have no graph.
         fallback: issues the warnings.
+
+    Attributes:
+        enabled: whether steps may decide by draws.
     """
 
-    def __init__(self, enabled: bool, cache: Cache, layouts: Layouts, fallback: Fallback) -> None:
-        self.enabled = enabled
+    def __init__(self, ranks: Ranks, cache: Cache, layouts: Layouts, fallback: Fallback) -> None:
+        self._ranks = ranks
+        self.enabled = True
         self._cache = cache
         self._layouts = layouts
         self._fallback = fallback
@@ -215,7 +222,16 @@ class HostDraws:
 
         If the calls of the key draw nothing as far as is known, or a number that is compared with a draw has changed,
         the key is returned as it is. In the latter case all is forgotten. The generator is put back to where it was.
+        With several ranks, each of them must call it in the same calls.
         """
+        return self._joined(self._drawn(key)) if self._ranks.several else self._drawn(key)
+
+    def _joined(self, key: Key) -> Key:
+        """Return the key with what stands for the outcomes on all ranks, if all know what these lead to."""
+        joint = self._ranks.joint(None if key.outcomes is NEW else (key.outcomes,))
+        return key if joint is None or key.outcomes in (None, NEW) else key._replace(joint=joint)
+
+    def _drawn(self, key: Key) -> Key:
         tree = self._trees.get(key)
         if tree is None:
             return key
@@ -241,11 +257,13 @@ class HostDraws:
             return
         if len(self._trees) == _MOST_KEYS:
             self._trees.clear()  # their layouts learn again
-        tree = self._trees.setdefault(key._replace(outcomes=None), Tree())
+        tree = self._trees.setdefault(key._replace(outcomes=None, joint=0), Tree())
         if not tree.add(path) or key.outcomes not in (None, NEW, path.outcomes):
             self._forget()
             return
-        self._layouts.move(key, key._replace(outcomes=path.outcomes))
+        self._ranks.tell_of_draws()
+        if key.outcomes in (None, NEW):
+            self._layouts.move(key, key._replace(outcomes=path.outcomes))
         if tree.paths >= MOST_PATHS:
             problem = (
                 f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"

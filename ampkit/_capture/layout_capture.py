@@ -87,7 +87,8 @@ class LayoutCapture:
         graph, inputs = self._record(key, layout, leaves)
         self.captures += 1
         keep_apart(inputs, self._state, layout.writes.paths())
-        captured = self._cache.add(key, graph, inputs, pool_bytes, layout.timing, layout.told)
+        timing = layout.timing.of_another_graph() if key.joint else layout.timing
+        captured = self._cache.add(key, graph, inputs, pool_bytes, timing, layout.told)
         fits = self._ranks.agree(not self._cache.over_budget())
         return captured if fits else self._within_budget(key, layout, leaves)
 

@@ -90,6 +90,8 @@ class Layout:
 class Layouts:
     """The layouts that have no graph, the oldest first.
 
+    What other ranks draw makes another graph, but not another layout, for this rank does the same in all such calls.
+
     Args:
         warmup: how many eager calls come before the capture of a layout.
         lenient: see `Rehearsal`.
@@ -126,10 +128,11 @@ class Layouts:
         return iter(self._by_key)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._by_key
+        return key._replace(joint=0) in self._by_key
 
     def of(self, key: Key) -> Layout:
         """Return the layout of this key, a new one if there is none. The oldest is dropped if there are too many."""
+        key = key._replace(joint=0) if key.joint else key
         layout = self._by_key.get(key)
         if layout is None:
             if len(self._by_key) == MAX_LAYOUTS:

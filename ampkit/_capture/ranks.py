@@ -1,7 +1,8 @@
 """The votes of the processes of one job on whether to capture."""
 
 import functools
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -70,6 +71,10 @@ class Ranks:
 
     Several calls at once are another matter, with votes of its own: a rank that launches them votes in none of them.
 
+    If the host decides by random draws, ranks may decide differently. NCCL wants all ranks to launch graphs of the same
+    collective capture ("Using NCCL with CUDA Graphs" in its user guide). So in such steps the outcomes on all ranks
+    together choose the graph, and the ranks exchange them at the beginning of each call.
+
     Args:
         model: its ranks are those of the process group of a `DistributedDataParallel` in it, or of the one over which
             `fully_shard` has split its parameters. If it has neither, there is one rank.
@@ -83,6 +88,7 @@ class Ranks:
         several: whether there are other ranks.
         captured: as given.
         together: whether all ranks replay, or capture and replay, in this call. Known in calls with a vote only.
+        exchanges: whether every call begins with `joint`, because a rank has told of draws.
     """
 
     other_found = "another rank found that its step cannot be captured; the message there says why."
@@ -105,6 +111,8 @@ class Ranks:
         self.together: bool = not self.several
         self._votes, self._votes_together = _Votes(), _Votes()
         self._voting: bool | None = None  # in each call, in none; None: as `_votes` says
+        self.exchanges = self._draws = False  # the latter: whether this rank has told of draws
+        self._exchanged = self._all_know = False  # in this call
         self._turns: list[Turn] = []
         self._heartbeats: list[Heartbeat] | None = None  # one for each group; None before the first call
 
@@ -159,7 +167,7 @@ class Ranks:
         If all ranks begin with it, and may capture later, `reducers` are prepared for that.
 
         Args:
-            wants: whether this rank wants to.
+            wants: whether this rank wants to. If it draws, all ranks must know their outcomes too.
             can: whether this rank knows of no reason against it.
             settled: whether this rank has nothing to capture, and nothing to compare, in this call.
             replays: whether this rank replays a graph in this call.
@@ -171,17 +179,53 @@ class Ranks:
         """
         if not self.several:
             return wants, can
+        if self.exchanges and not self._exchanged:
+            self.joint(())
+        wants = wants and (self._all_know or not self._draws)
+        self._exchanged = self._all_know = False
         self._begin_call()
         self.together = False
         if self._voting is False or not self._votes.are_due(always=self._voting is True):
             return False, True
         begins = self._votes.is_first and not (settled or replays)
-        all_want, all_can, all_settled, all_begin, all_replay = self._all(wants, can, settled, begins, replays)
+        votes = self._all(wants, can, settled, begins, replays, not self._draws)
+        all_want, all_can, all_settled, all_begin, all_replay, none_draws = votes
+        self.exchanges = self.exchanges or not none_draws
         self.together = all_want or all_replay
         self._votes.note(all_settled)
         if all_begin and all_can:
             self.reducers.prepare()
         return all_want, all_can
+
+    def tell_of_draws(self) -> None:
+        """Have the ranks exchange the outcomes of draws from their next vote on."""
+        self._draws = True
+
+    def joint(self, outcomes: Hashable) -> int | None:
+        """Return a number that stands for the outcomes on all ranks, None if one of them does not know its own.
+
+        Args:
+            outcomes: of this rank; None if it does not know them.
+
+        Raises:
+            AmpkitError: another rank is gone; or the last backward has left out parameters, so that no gradients were
+                averaged. Torch would raise in its next forward, which a replay does not call.
+
+        Sync: waits for the device, if ranks exchange outcomes.
+        """
+        if not self.exchanges or self._voting is False:  # others may launch several calls at once
+            return None
+        self.reducers.refuse_unfinished()
+        self._exchanged = True
+        named = repr((torch.distributed.get_rank(), outcomes)).encode()
+        mine = int.from_bytes(hashlib.blake2b(named, digest_size=_DIGEST).digest(), "big")
+        total = torch.tensor([mine, outcomes is None], dtype=torch.int64, device=self._device)
+        for group in self._groups():
+            torch.distributed.all_reduce(total, group=group)
+        digest, unknown = total.tolist()  # sync
+        self._raise_if_lost()
+        self._all_know = not unknown
+        return None if unknown else int(digest)
 
     def decide_together(self, has: bool, ready: bool, settled: bool) -> Together:
         """Return what this rank does with several calls that every rank was given at once.
@@ -228,9 +272,13 @@ class Ranks:
         for group in self._groups():  # the least of the first group's ranks, then the least of these
             torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=group)
         decided = list(map(bool, votes.tolist()))  # sync
-        for heartbeat in self._heartbeats or ():
-            heartbeat.raise_if_lost()  # or the vote was aborted, and decides nothing
+        self._raise_if_lost()
         return decided
+
+    def _raise_if_lost(self) -> None:
+        """Raise an `AmpkitError` if another rank is gone. Then a vote was aborted, and decides nothing."""
+        for heartbeat in self._heartbeats or ():
+            heartbeat.raise_if_lost()
 
     def _begin_call(self) -> None:
         """Tell the other ranks from the first call on that this one lives. Raise an error if one of them is gone."""
@@ -262,6 +310,7 @@ class Ranks:
             close_before_end(graphs)
 
 
+_DIGEST = 6  # bytes of a rank's number: the sum over 32768 ranks fits into 63 bits
 _QUIET = 16  # mostly more than a window has micro-batches
 _EAGER_VOTES = 256  # votes; ranks whose batches always differ would vote in every call for ever
 _EVERY = 61  # prime, so that the votes fall on every micro-batch of a window in turn

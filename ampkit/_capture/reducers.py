@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._errors import AmpkitError
 from .._torch.reducer import (
     bucket_bytes,
     communication_hook,
@@ -145,6 +146,15 @@ class Reducers:
     def idle(self) -> bool:
         """Whether the last backward has averaged all gradients, and did not raise before that."""
         return all(map(is_idle, self._wrappers))
+
+    def refuse_unfinished(self) -> None:
+        """Raise an `AmpkitError` if the last backward has not averaged all gradients."""
+        if not self.idle:
+            raise AmpkitError(
+                "DistributedDataParallel: the last step had no gradients for some parameters, as with layerdrop, where "
+                "the host leaves out layers by random draws. So no rank has averaged them. Torch needs "
+                "find_unused_parameters=True for that, and steps of such a model are eager."
+            )
 
     def reset(self) -> None:
         """Let the next forward run, though a backward has raised. All graphs must be dropped. To be called by all ranks

@@ -33,30 +33,21 @@ class Splitter(Protocol):
 
 
 class Never:
-    """Takes no layout.
-
-    Args:
-        why: what the report says of that, once a layout could not be captured; "" says nothing.
-    """
+    """Takes no layout."""
 
     has_parts, nbytes = False, 0
 
-    def __init__(self, why: str) -> None:
-        self._why = why
-        self._asked = False
-
     def takes(self, key: Key, layout: Layout) -> bool:
-        self._asked = True
         return False
 
     def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError  # it takes none
 
     def fields(self) -> dict[str, Any]:
-        return {"split": (f"not in parts: {self._why}",)} if self._asked and self._why else {}
+        return {}
 
     def close(self) -> None:
         pass
 
 
-NEVER = Never("")
+NEVER = Never()

@@ -106,6 +106,8 @@ class TrainingState:
         own: tensors of ampkit's own that a step changes, by name; may grow.
         finds_gradients: whether `param.grad` may hold something when the step begins.
         rates: of the optimizers.
+        eager_optimizers: further optimizers that steps call, and that no graph can hold.
+        problem: why no graph can hold them; "" if there are none.
     """
 
     def __init__(
@@ -117,8 +119,11 @@ class TrainingState:
         own: dict[str, Tensor] | None = None,
         finds_gradients: bool = False,
         rates: Sequence[Rates] = (),
+        eager_optimizers: Sequence[torch.optim.Optimizer] = (),
+        problem: str = "",
     ) -> None:
         self.modules = modules
+        self.eager_optimizers, self.problem = tuple(eager_optimizers), problem
         self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(optimizers)
         self.scaler = scaler
         self.own: dict[str, Tensor] = {} if own is None else own

@@ -83,8 +83,9 @@ class Undeclared:
 
     def _declares(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer is declared, or is the inner part of one, on whose param groups it works."""
-        groups = {id(group) for declared in self._state.optimizers for group in declared.param_groups}
-        return optimizer in self._state.optimizers or all(id(group) in groups for group in optimizer.param_groups)
+        optimizers = (*self._state.optimizers, *self._state.eager_optimizers)
+        groups = {id(group) for declared in optimizers for group in declared.param_groups}
+        return optimizer in optimizers or all(id(group) in groups for group in optimizer.param_groups)
 
     def _look_at(self, touched: "_Touched") -> None:
         declared = {module for top in self._state.modules.values() for module in top.modules()}

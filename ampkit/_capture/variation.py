@@ -23,12 +23,14 @@ class Key(NamedTuple):
             whose `parts()` are `Part`s.
         settings: a number that stands for the settings of the call. No other settings ever get it.
         outcomes: what the host has read of its draws in the call; None if it does not draw, see `HostDraws`.
+        joint: a number that stands for the outcomes on all ranks, see `Ranks.joint`; 0 with one rank.
     """
 
     spec: Spec
     phase: Any
     settings: int
     outcomes: Any = None
+    joint: int = 0
 
     @property
     def text(self) -> str:
@@ -211,7 +213,8 @@ class Variation:
         if key.phase is not None:
             yield from key.phase.parts()
         if key.outcomes is not None:
-            yield Part("outcomes", key.outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
+            outcomes = key.outcomes, key.joint
+            yield Part("outcomes", outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
         for name, value in call_settings.settings.named().items():
             # The values of these two say nothing to a user.
             statement = f"{name} kept changing" if name in (MODES, GRADIENTS) else ""

@@ -183,13 +183,14 @@ class WarmUp:
             layout.calls += first
             return outputs
         problem = describe(preflight.findings)
-        if problem and asked and self._may_tell and not layout.problem_untold:
+        may_tell = self._may_tell and not self._state.problem
+        if problem and asked and may_tell and not layout.problem_untold:
             layout.problem_untold, layout.told = problem, True  # another look, at the other branch
             layout.calls += 1
             return outputs
         if problem and layout.problem_untold:  # neither branch can be captured
             problem, layout.told = layout.problem_untold, False
-        layout.problem = self._with_undeclared(problem)
+        layout.problem = self._with_undeclared("\n".join(filter(None, (self._state.problem, problem))))
         layout.checked = True  # after the line above, or an interrupt could hide the problem
         layout.calls += 1
         return outputs

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -18,7 +18,6 @@ from .._capture.ranks import Ranks
 from .._capture.report import Report
 from .._capture.shards import free_whole_parameters, refuse_sharded
 from .._capture.sparse_gradients import why_not_dense
-from .._capture.splitting import Never
 from .._capture.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
@@ -28,6 +27,9 @@ from .._torch.graph_order import make_graphs_here
 from .._torch.sharding import ShardedModules
 from .._undo import Undo
 from .outputs import mapped_outputs
+from .split import StepSplitter
+from .split_update import WithinFunction
+from .training_step import Phase
 
 
 def graphed(
@@ -64,7 +66,8 @@ def graphed(
         scaler: the gradient scaler it uses, if any.
         warmup: as for `graphed_step`.
         verify: as for `graphed_step`. It also finds changes to tensors that belong to no module.
-        on_failure: as for `graphed_step`. A function is captured whole or not at all, so "parts" is as "eager".
+        on_failure: as for `graphed_step`. With "parts", declared modules without such a line are captured one by one;
+            the function steps its optimizers eagerly then.
         graph: as for `graphed_step`.
         generators: as for `graphed_step`.
         max_graphs: as for `graphed_step`.
@@ -134,28 +137,40 @@ class GraphedFunction:
     def _make_engine(self, device: torch.device) -> Engine:
         if self._scaler is not None:
             self._scaler.materialize(device)  # if a capture made the scale, every replay would reset it
-        blockers = [blocker for optimizer in self._optimizers if (blocker := why_not_capturable(optimizer))]
-        if self._optimizers and (sparse := why_not_dense(self._modules)):
-            blockers.insert(0, sparse)
+        blocker = why_not_dense(self._modules) if self._optimizers else ""
+        problem = next(filter(None, map(why_not_capturable, self._optimizers)), "")
+        if self._options.on_failure != "parts" or self._options.graph == "off" or not self._modules:
+            blocker, problem = blocker or problem, ""
         self._groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
         self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=self._options.graph != "off")
-        groups = [] if blockers else self._groups
+        groups = [] if blocker or problem else self._groups
+        function = _EngineFunction(self._fn, self._modules, groups, self._scaler, ranks.shards, self._name)
         return Engine(
-            _EngineFunction(self._fn, self._modules, groups, self._scaler, ranks.shards, self._name),
+            function,
             TrainingState(
                 {f"modules[{i}]": module for i, module in enumerate(self._modules)},
-                self._optimizers,
+                () if problem else self._optimizers,
                 self._scaler,
                 finds_gradients=True,
-                rates=self._groups,
+                rates=() if problem else self._groups,
+                eager_optimizers=self._optimizers if problem else (),
+                problem=problem,
             ),
             device=device,
             options=self._options,
             ranks=ranks,
-            blocker=blockers[0] if blockers else "",
+            blocker=blocker,
             name=self._name,
             declared=True,
-            splitter=Never(_WHOLE if self._options.on_failure == "parts" else ""),
+            splitter=StepSplitter(
+                function,
+                function.named_modules,
+                WithinFunction(),
+                self._options,
+                ranks,
+                device,
+                why_never="" if self._modules else _NONE_DECLARED,
+            ),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +203,7 @@ class GraphedFunction:
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ranks is not None and len(self._ranks.shards):
             self._ranks.gather(self._name)  # the engine compares the parameters with those of the last call
-        outputs = engine(args, kwargs)
+        outputs = engine(args, kwargs, _WHOLE_CALL)
         # The caller's autocast, if there is one, would go on with casts of weights that this call has changed.
         torch.clear_autocast_cache()
         if self._scaler is not None:
@@ -239,10 +254,8 @@ class GraphedFunction:
         self.close()
 
 
-_WHOLE = (
-    "a function under ampkit.graphed is captured whole or not at all. ampkit.graphed_step captures the modules around "
-    "such a line, and ampkit.make_graphed_callables captures modules that you choose"
-)
+_WHOLE_CALL = Phase(last=True, accumulated=())  # a call of a function is all of its step
+_NONE_DECLARED = "modules=() declares no module that could be captured by itself. Pass those that the function calls"
 
 
 class _EngineFunction:
@@ -264,7 +277,17 @@ class _EngineFunction:
         self._groups = groups
         self._name = name
 
-    def __call__(self, phase: object, *args: Any, **kwargs: Any) -> Any:
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the declared modules and all in them, each once, by their paths in messages."""
+        seen: set[nn.Module] = set()
+        for i, module in enumerate(self._modules):
+            yield from module.named_modules(seen, f"modules[{i}]")
+
+    def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
+        """Do all of it, for the function steps its optimizers itself."""
+        return self(phase, *args, **kwargs)
+
+    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
         self._shards.gather()
         params = [param for module in self._modules for param in module.parameters()]
         gradients = [param.grad for param in params]

@@ -26,7 +26,8 @@ from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
 from .slices import Slices
-from .split import StepSplitter
+from .split import StepSplitter, why_not_compiled_in_parts
+from .split_update import CapturedUpdate
 from .training_step import StepOutput, TrainingStep
 from .whole_window import SHORT, WholeWindow
 from .window import Window
@@ -182,7 +183,15 @@ def graphed_step(
         optimizer=place,
         watching=step.watching,
         untimed=1 if compile is None else 2,
-        splitter=StepSplitter(step, model, state, options, ranks, device, compiled=compile is not None),
+        splitter=StepSplitter(
+            step,
+            model.named_modules,
+            CapturedUpdate(step, state, options, ranks, device, "graphed_step"),
+            options,
+            ranks,
+            device,
+            why_never=why_not_compiled_in_parts(compile),
+        ),
     )
     return GraphedStep(step, engine, optimizer, accumulate, scheduler, buckets)
 

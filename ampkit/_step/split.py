@@ -1,10 +1,10 @@
 """A training step in parts: which modules are captured, when, and whether that is faster than an eager step."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,22 +18,31 @@ from .._capture.engine import Engine
 from .._capture.layouts import Layout
 from .._capture.options import Options
 from .._capture.ranks import Ranks
-from .._capture.report import Report
 from .._capture.splitting import IN_PARTS
-from .._capture.state import TrainingState
 from .._capture.timing import Clock, Durations, Shares
 from .._capture.variation import Key
 from .._errors import CaptureError
 from .._torch.modes import modes
 from .._undo import Undo
-from .training_step import PartOfStep, Phase, TrainingStep
+from .split_update import Update
+from .training_step import Phase
 
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
 _TIMED = 5  # calls of each kind, to find out which is faster
 _SHOWN = 4  # reasons
-_UPDATE = "the update of the parameters"
 _SURVEYED = "looking for modules to capture"
 _NO_MODULE = "no module can be captured by itself, and this micro-batch does not end its window"
+NamedModules = Callable[[], Iterable[tuple[str, nn.Module]]]
+
+
+class Divided(Protocol):
+    """What is done in parts: a training step, or a function of the user's."""
+
+    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
+        """Do it."""
+
+    def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
+        """Do what comes before the update of the parameters, if that is a part of its own."""
 
 
 class StepSplitter:
@@ -41,34 +50,30 @@ class StepSplitter:
 
     Args:
         step: the step.
-        model: see `graphed_step`.
-        state: what the step changes.
+        modules: returns the modules that may be captured, by name, each once.
+        update: the update of the parameters.
         options: see `Options`.
         ranks: the processes that train together.
         device: where they compute.
-        compiled: whether parts of the step are compiled (`compile=`).
+        why_never: why nothing is ever done in parts, if that is known already; else "".
         eager: classes of modules that are not to be captured, and why.
-        name: what messages call the step.
     """
 
     def __init__(
         self,
-        step: TrainingStep,
-        model: nn.Module,
-        state: TrainingState,
+        step: Divided,
+        modules: NamedModules,
+        update: Update,
         options: Options,
         ranks: Ranks,
         device: torch.device,
         *,
-        compiled: bool,
+        why_never: str = "",
         eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
-        name: str = "graphed_step",
     ) -> None:
-        self._step, self._model, self._state = step, model, state
-        self._eager, self._name = eager, name
-        self._options, self._ranks, self._device = options, ranks, device
+        self._step, self._modules, self._update, self._eager = step, modules, update, eager
+        self._options, self._device = options, device
         wanted = options.on_failure == "parts" and options.graph != "off"
-        why_never = "compile= compiles forward and backward" if compiled else ""
         if options.memory_budget is not None:
             why_never = "memory_budget= is for graphs of whole steps"
         if ranks.several:
@@ -78,7 +83,6 @@ class StepSplitter:
         # The layouts keep them, so that they end with these.
         self._splits: weakref.WeakValueDictionary[Any, Split] = weakref.WeakValueDictionary()
         self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
-        self._update: Engine | None = None
 
     # ------------------------------------------------------------------------------------------------- the protocol
 
@@ -97,7 +101,8 @@ class StepSplitter:
             self._why_not[reason] = None
             return False
         if split is None:
-            split = self._splits[kind] = Split(self._step, self._model, self._device, self._options, self._eager)
+            split = Split(self._step, self._modules, self._update, self._device, self._options, self._eager)
+            self._splits[kind] = split
         self._by_layout[layout] = split
         layout.refusal = IN_PARTS
         return True
@@ -120,8 +125,7 @@ class StepSplitter:
         """Do a call of a layout that is done in parts."""
         split = self._by_layout[layout]
         if not split.refusal and not captures.recorded:
-            update = self._update = self._update or self._update_engine()
-            outputs = split.call(engine, update, phase, args, kwargs)
+            outputs = split.call(engine, phase, args, kwargs)
             if words := split.first_words():
                 engine.fallback.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
             if split.refusal:
@@ -136,10 +140,9 @@ class StepSplitter:
         parts = [part for split in self._splits.values() for part in split.reports()]
         words = [line for split in self._splits.values() for line in split.words()]
         updates, shares = 0, {}
-        if words and self._update is not None:
-            update = self._update.report()
-            updates = update.graphs
-            words.append(_update_words(update))
+        if words:
+            updates = self._update.graphs
+            words += self._update.words()
             shares = max(self._splits.values(), key=lambda split: split.calls).shares()
         words += [f"not in parts: {reason}" for reason in self._why_not]
         return {
@@ -152,32 +155,13 @@ class StepSplitter:
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs take."""
-        update = 0 if self._update is None else self._update.report().bytes
-        return update + sum(split.nbytes for split in self._splits.values())
+        return self._update.nbytes + sum(split.nbytes for split in self._splits.values())
 
     def close(self) -> None:
         """Release what is captured."""
         for split in list(self._splits.values()):
             split.reset()
-        if self._update is not None:
-            self._update.close()
-
-    def _update_engine(self) -> Engine:
-        """Return what captures the update: unscale, norm, clipping, the optimizer, the loss scale, `after_step`."""
-        step = self._step
-
-        def update(phase: Phase) -> Any:
-            return step.finish(phase.accumulated, phase.observed)
-
-        return Engine(
-            update,
-            self._state,
-            device=self._device,
-            options=self._options._replace(on_failure="eager", verify=0, capturing=False),
-            ranks=self._ranks,
-            blocker="",
-            name=f"{self._name}, {_UPDATE}",
-        )
+        self._update.close()
 
 
 class Split:
@@ -189,7 +173,8 @@ class Split:
 
     Args:
         step: the step.
-        model: its modules are captured.
+        modules: see `StepSplitter`.
+        update: see `StepSplitter`.
         device: where they compute.
         options: see `Options`.
         eager: classes of modules that are not to be captured, and why.
@@ -203,13 +188,15 @@ class Split:
 
     def __init__(
         self,
-        step: TrainingStep,
-        model: nn.Module,
+        step: Divided,
+        modules: NamedModules,
+        update: Update,
         device: torch.device,
         options: Options,
         eager: Mapping[type[nn.Module], str],
     ) -> None:
-        self._step, self._model, self._device, self._options, self._left = step, model, device, options, eager
+        self._step, self._modules, self._update = step, modules, update
+        self._device, self._options, self._left = device, options, eager
         self.is_timed = is_timed(options)
         self.clock = Clock(device if device.type == "cuda" else None)
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
@@ -224,26 +211,24 @@ class Split:
         self._said = False
         self.refusal = ""
 
-    def call(self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call."""
         why = self._why_eager(phase)
         if not why and self._parts is None and len(self._surveys) < 2:  # first, for often there is nothing to capture
-            return self._survey(engine, update, phase, args, kwargs)
+            return self._survey(engine, phase, args, kwargs)
         if why or (self.is_timed and self._eager.wanted):
             start = self.clock.now()
             outputs = engine.run(why or _SURVEYED, lambda: self._step(phase, *args, **kwargs))
             if not why and phase.last:
                 self._eager.add(start, self.clock.now())
             return outputs
-        return self._call_in_parts(engine, update, phase, args, kwargs)
+        return self._call_in_parts(engine, phase, args, kwargs)
 
-    def _call_in_parts(
-        self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_in_parts(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._parts is not None  # made behind the last survey, or the split has been refused
         assert self._choice is not None  # made with the parts
         how = IN_PARTS if self._choice.calls or phase.last else _NO_MODULE
-        settled = phase.last and self._is_settled(update)
+        settled = phase.last and self._is_settled()
         timed = settled and self.is_timed and self._in_parts.wanted
         # Where the parts are not given up. The marks inside of a call would lengthen it.
         shares = self._shares if settled and not timed and self._shares.wanted else None
@@ -252,12 +237,12 @@ class Split:
             shares.begin()
         with self._parts.installed(shares):
             outputs = engine.run(how, lambda: self._step.in_parts(phase, *args, **kwargs))
-        with nullcontext() if shares is None else shares.measured(_UPDATE):
-            outputs = self._updated(update, phase, outputs)
+        with nullcontext() if shares is None or not self._update.name else shares.measured(self._update.name):
+            outputs = self._update.done(phase, outputs)
         if self._surveys:
             self._settle()
         self.calls += 1
-        self._check_that_something_is_captured(update)
+        self._check_that_something_is_captured()
         if shares is not None:
             shares.end()
         if timed and not self.refusal:
@@ -265,11 +250,9 @@ class Split:
             self._compare()
         return outputs
 
-    def _is_settled(self, update: Engine) -> bool:
+    def _is_settled(self) -> bool:
         """Return whether modules and update are captured, as far as they can be."""
-        if self._surveys:
-            return False
-        return bool(update.replays or update.fallback.refused or self._step.steps_behind)
+        return not self._surveys and self._update.is_settled
 
     def _why_eager(self, phase: Phase) -> str:
         if phase.observed:
@@ -279,25 +262,20 @@ class Split:
             self._give_up(f"{why}. Register hooks before the first step")
         return why
 
-    def _survey(
-        self, engine: Engine, update: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _survey(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runs = NO_RUNS if self._runs is None else self._runs
-        survey = Survey(self._model, self._device, self._options.generators, runs.named(), self._left)
-        before = self._step.before_backward
+        named = [*self._modules(), *runs.named()]
+        survey = Survey(named, self._device, self._options.generators, self._left)
 
-        def step() -> PartOfStep:
+        def step() -> Any:
             with Undo() as undo:
                 undo.note(modes())
-                undo.note(setattr, self._step, "before_backward", before)
-                self._step.before_backward = survey.look_at
                 with runs.installed(), survey.watching():
                     outputs = self._step.in_parts(phase, *args, **kwargs)
                 undo.forget()
-            self._step.before_backward = before
             return outputs
 
-        outputs = self._updated(update, phase, engine.run(_SURVEYED, step))
+        outputs = self._update.done(phase, engine.run(_SURVEYED, step))
         self._lines |= {f"cannot be captured: {line}": None for line in survey.lines}
         if self._runs is None:
             self._runs = runs_in(survey.calls, _FEWEST)
@@ -306,7 +284,7 @@ class Split:
         self._surveys.append(survey)
         if len(self._surveys) == 2:
             self._choose()
-            self._check_that_something_is_captured(update)
+            self._check_that_something_is_captured()
         return outputs
 
     def _settle(self) -> None:
@@ -327,28 +305,18 @@ class Split:
         assert self._runs is not None  # known behind the first survey
         self._parts = Parts(self._choice, self._device, self._options.generators, self._runs, emulated=emulated)
 
-    def _check_that_something_is_captured(self, update: Engine) -> None:
+    def _check_that_something_is_captured(self) -> None:
         """Give the split up if there is neither a module to capture nor the update."""
         if self.refusal or self._choice is None or self._choice.calls:
             return
-        if self._step.steps_behind:
-            self._give_up(f"{self._no_module()}, and the optimizer steps behind the graphs.")
-        elif update.fallback.refused:
-            self._give_up(f"{self._no_module()}, nor can the update of the parameters: {update.fallback.failure}")
+        if why := self._update.why_eager:
+            self._give_up(f"{self._no_module()}, {why}.")
 
     def _no_module(self) -> str:
         assert self._choice is not None  # or nothing is known
         reasons = [f"{_shown(name)}: {why}" for name, why in self._choice.reasons.items()]
         more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         return f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})"
-
-    def _updated(self, update: Engine, phase: Phase, outputs: PartOfStep) -> PartOfStep:
-        """Step the optimizer, if the call does that. Return its outputs."""
-        accumulated = outputs.accumulated
-        if accumulated is None or not phase.last or self._step.steps_behind:
-            return outputs
-        norm, skipped = update((), {}, Phase(last=True, accumulated=accumulated))
-        return PartOfStep(outputs.output._replace(grad_norm=norm, skipped=skipped), None)
 
     def _compare(self) -> None:
         """Give the split up if calls in parts are slower than eager ones. Sync: waits for these calls, once."""
@@ -384,10 +352,12 @@ class Split:
         if self._said or self._parts is None or self._choice is None:
             return ""
         self._said = True
-        what, why = "the update of the parameters gets graphs of its own", f": {self._no_module()}"
-        if self._choice.calls:
-            names = ", ".join(map(_shown, self._choice.names))
-            what, why = f"{names}, and the update of the parameters each get graphs of their own", ""
+        named = [*map(_shown, self._choice.names), *filter(None, [self._update.name])]
+        if len(named) == 1:
+            what = f"{named[0]} gets graphs of its own"
+        else:
+            what = f"{', and '.join([', '.join(named[:-1]), named[-1]])} each get graphs of their own"
+        why = "" if self._choice.calls else f": {self._no_module()}"
         return f"{what}, and the rest stays eager{why}. report() says what was captured."
 
     def reports(self) -> Sequence[PartReport]:
@@ -407,6 +377,11 @@ class Split:
         return [f"captured by itself: {names}", *self._lines, *reasons]
 
 
+def why_not_compiled_in_parts(compile: str | None) -> str:
+    """Return why a step that is compiled is not done in parts; "" if nothing is to be compiled."""
+    return "" if compile is None else "compile= compiles forward and backward"
+
+
 def is_timed(options: Options) -> bool:
     """Return whether calls are timed. Those with emulated graphs are slower than eager ones."""
     return options.graph == "auto"
@@ -415,9 +390,3 @@ def is_timed(options: Options) -> bool:
 def _shown(path: str) -> str:
     """Return how messages call the module at a path."""
     return path or "the model"
-
-
-def _update_words(report: Report) -> str:
-    if report.graphs:
-        return f"{_UPDATE} is one graph"
-    return f"{_UPDATE} is eager{f': {report.failure}' if report.failure else ''}"

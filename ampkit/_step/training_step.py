@@ -112,7 +112,6 @@ class TrainingStep:
         observer: as given.
         ranks: as given.
         groups: the optimizer's param groups, as a capture needs them.
-        before_backward: called with the scaled loss before its backward, if that is not None.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
     """
 
@@ -156,7 +155,6 @@ class TrainingStep:
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
-        self.before_backward: Callable[[Tensor], object] | None = None
         self.observer = observer
         if observer is not None:
             observer.attach(model, device)
@@ -299,10 +297,7 @@ class TrainingStep:
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
-        scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
-        if self.before_backward is not None:
-            self.before_backward(scaled)
-        scaled.backward()
+        self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss).backward()
         return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:

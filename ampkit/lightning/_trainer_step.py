@@ -20,7 +20,8 @@ from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
-from .._step.split import StepSplitter
+from .._step.split import StepSplitter, why_not_compiled_in_parts
+from .._step.split_update import CapturedUpdate
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
 from . import _log_calls
@@ -128,7 +129,7 @@ class TrainerStep:
             place=place,
             observer=observer,
         )
-        self._engine = self._make_engine(device, options, place, compiled=compile is not None)
+        self._engine = self._make_engine(device, options, place, compile)
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self._engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
@@ -140,7 +141,9 @@ class TrainerStep:
         self.grad_norm: Tensor | None = None
         self.backward_done = False
 
-    def _make_engine(self, device: torch.device, options: Options, place: OptimizerPlace, *, compiled: bool) -> Engine:
+    def _make_engine(
+        self, device: torch.device, options: Options, place: OptimizerPlace, compile: str | None
+    ) -> Engine:
         state = self._step.state({"model": self._module})
         return Engine(
             self._step,
@@ -155,17 +158,16 @@ class TrainerStep:
             optimizer=place,
             watching=self._step.watching,
             one_argument=True,
-            untimed=2 if compiled else 1,
+            untimed=1 if compile is None else 2,
             splitter=StepSplitter(
                 self._step,
-                self._module,
-                state,
+                self._module.named_modules,
+                CapturedUpdate(self._step, state, options, self._ranks, device, "AmpkitCallback"),
                 options,
                 self._ranks,
                 device,
-                compiled=compiled,
+                why_never=why_not_compiled_in_parts(compile),
                 eager={LightningModule: "a LightningModule may call self.log, which a replay would leave out"},
-                name="AmpkitCallback",
             ),
         )
 

@@ -923,29 +923,3 @@ def test_it_is_said_once(engine: Engine) -> None:
     assert run.step.report().parts == ()
     list(run.steps(range(9, 18)))
     assert run.step.report().in_parts == 8
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("on_failure", ["parts", "eager"])
-def test_a_graphed_function_is_captured_whole_or_not_at_all(engine: Engine, on_failure: str) -> None:
-    """R4: the report says so, and what to write instead; with on_failure="eager" nobody has asked for parts."""
-    model = Reads().to(engine[0])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-    @ampkit.graphed(modules=(model,), optimizers=(optimizer,), graph=engine[1], on_failure=on_failure)
-    def train(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    assert train.report().split == ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        for i in range(6):
-            train(*batch(engine[0], i)[:2])
-    report = train.report()
-    assert report.outcome == "eager"
-    said = "not in parts: a function under ampkit.graphed is captured whole or not at all. ampkit.graphed_step captures"
-    assert (said in str(report)) == (on_failure == "parts")

@@ -1,0 +1,78 @@
+"""Draws of the host with several ranks: the outcomes on all ranks together choose the graph, with the bits of eager.
+
+What trains runs in processes of its own, one per rank (rank_draws.py). One start of the ranks does many cases.
+"""
+
+from typing import Any
+
+import ddp_train
+import pytest
+import rank_draws
+
+from ampkit._capture.ranks import WARMUP_DDP
+
+FAST = ("own", "dropped alike, fsdp", "rare layerdrop")
+OTHERS = tuple(name for name in rank_draws.CASES if name not in FAST)
+Rows = list[dict[str, Any]]  # of one case, one per rank
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> dict[str, Rows]:
+    return ddp_train.launch_cases(rank_draws.__file__, "cpu", FAST, 240)
+
+
+@pytest.fixture(scope="module")
+def others_on_cpu() -> dict[str, Rows]:
+    return ddp_train.launch_cases(rank_draws.__file__, "cpu", OTHERS, 500)
+
+
+@pytest.fixture(scope="module")
+def on_gpus() -> dict[str, Rows]:
+    return ddp_train.launch_cases(rank_draws.__file__, "cuda", tuple(rank_draws.CASES), 400)
+
+
+def check(name: str, rows: Rows, device: str = "cpu") -> None:
+    """Assert that a case left the bits of eager steps on each rank, and that all ranks replayed in the same calls."""
+    case = rank_draws.CASES[name]
+    for row in rows:
+        assert "error" not in row, row["error"]
+        assert row["differ"] == []
+    if case.drops and case.wrapper == "ddp":
+        # Torch raises in the forward behind the one that left out a layer, which would be a replay.
+        for row in rows:
+            (call, torchs), (graphed_call, text) = row["raised"]
+            assert graphed_call == call
+            assert "Expected to have finished reduction in the prior iteration" in torchs
+            ours = "AmpkitError: DistributedDataParallel: the last step had no gradients for some parameters"
+            assert text.startswith(ours if name == "rare layerdrop" else "RuntimeError: Expected to have finished")
+        return
+    first = rows[0]
+    assert all((row["captures"], row["replays"]) == (first["captures"], first["replays"]) for row in rows)
+    assert first["captures"] > 1
+    assert first["replays"] >= 7
+    if case.wrapper == "ddp":
+        assert all(row["weights"] == first["weights"] for row in rows), "the ranks have different weights"
+    if not (case.own or case.window):  # four outcomes with a warm-up each
+        warm_up = 4 * (WARMUP_DDP if device == "cuda" and case.wrapper == "ddp" else 3)
+        assert (first["captures"], first["replays"]) == (4, rank_draws.CALLS[device] - warm_up)
+        assert all(sum(row["eager"].values()) == warm_up for row in rows)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_ranks_that_draw(on_cpu: dict[str, Rows], name: str) -> None:
+    """R3, L4: each rank draws from its own generator; losses, weights and generator after each call are eager's."""
+    check(name, on_cpu[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_that_draw_otherwise(others_on_cpu: dict[str, Rows], name: str) -> None:
+    """R3, L4: the same outcomes on all ranks, rare ones, windows, batches of another size, a rate that changes."""
+    check(name, others_on_cpu[name])
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", rank_draws.CASES)
+def test_ranks_that_draw_on_gpus(on_gpus: dict[str, Rows], name: str) -> None:
+    """R3, L4: all cases with NCCL in the graphs."""
+    check(name, on_gpus[name], "cuda")

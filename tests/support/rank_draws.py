@@ -1,0 +1,186 @@
+"""Steps of several ranks in which the host decides by random draws, one process per rank, for test_rank_draws.py.
+
+python tests/support/rank_draws.py --device cuda  two ranks, all cases; a row of each rank
+python tests/support/rank_draws.py --device cpu --cases own "own, fsdp"  some of them with gloo, emulated graphs
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ddp_train
+import torch
+import torch.distributed as dist
+from ddp_train import KEPT, launch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ampkit
+
+CALLS = {"cpu": 40, "cuda": 100}  # on a GPU, DDP's warm-up is longer
+WIDTH = 16
+
+
+class Case(NamedTuple):
+    """What to train.
+
+    Attributes:
+        own: whether each rank draws from a seed of its own.
+        wrapper: "ddp" or "fsdp".
+        accumulate: micro-batches per optimizer step.
+        drops: whether a layer is left out, rather than computed on another input.
+        rate: how often.
+        window: whether `window` is called.
+        odd: calls in which rank 1 has a batch of another size.
+        changes: the call in which the rate changes, on all ranks.
+        verify: see `graphed_step`.
+    """
+
+    own: bool = True
+    wrapper: str = "ddp"
+    accumulate: int = 1
+    drops: bool = False
+    rate: float = 0.4
+    window: bool = False
+    odd: tuple[int, ...] = ()
+    changes: int = -1
+    verify: int = 0
+
+
+CASES = {
+    "alike": Case(own=False),
+    "own": Case(),
+    "rare": Case(rate=0.05),
+    "own, fsdp": Case(wrapper="fsdp"),
+    "dropped alike, fsdp": Case(own=False, wrapper="fsdp", drops=True),
+    "accumulated": Case(accumulate=2),
+    "windows": Case(accumulate=2, window=True, own=False),
+    "another size": Case(odd=(2, 7, 20, 21, 30)),
+    "the rate changes": Case(changes=20),
+    "verified": Case(verify=2, own=False),
+    "layerdrop": Case(own=False, drops=True),
+    "rare layerdrop": Case(own=False, drops=True, rate=0.05),
+}
+
+
+class Layers(nn.Module):
+    """Two decisions of the host by draws on the CPU, which leave all parameters in use unless layers are dropped."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.last, self.drops, self.rate = nn.Linear(WIDTH, 3), case.drops, case.rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            chosen = torch.rand([]) < self.rate
+            if chosen and self.drops:
+                continue
+            x = torch.tanh(layer(-x)) if chosen else x + torch.tanh(layer(x))
+        return self.last(x)
+
+
+class Job:
+    """One rank's model, batches and step."""
+
+    def __init__(self, case: Case, device: torch.device, graph: str) -> None:
+        self.case, self.device, self.rank = case, device, dist.get_rank()
+        torch.manual_seed(3)
+        model: Any = Layers(case).to(device)
+        if case.wrapper == "fsdp":
+            for layer in model.layers:
+                fully_shard(layer)
+            self.model: Any = fully_shard(model)
+        else:
+            self.model = DistributedDataParallel(model)
+        self.layers = model
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731 - of a class it would need two lines
+        options = {"accumulate": case.accumulate, "verify": case.verify, "max_norm": 1.0}
+        self.step = ampkit.graphed_step(loss_fn, self.model, optimizer, graph=graph, **options)
+        self.made = torch.Generator().manual_seed(7 + self.rank)
+        torch.manual_seed(5 + self.rank * case.own)
+        self.history: list[Any] = []
+        KEPT.append(self.step)
+
+    def run(self) -> None:
+        for call in range(0, CALLS[self.device.type], self.case.accumulate if self.case.window else 1):
+            if call == self.case.changes:
+                self.layers.rate = 0.7
+            size = 5 if call in self.case.odd and self.rank else 6
+            shape = (self.case.accumulate, size, WIDTH) if self.case.window else (size, WIDTH)
+            x = torch.randn(shape, generator=self.made).to(self.device)
+            if self.case.window:
+                out = self.step.window(x)
+            else:
+                out = self.step(x)
+            self.history.append([out.loss.tolist(), *self.weights(), torch.get_rng_state().sum().item()])
+
+    def weights(self) -> list[float]:
+        shards = (getattr(param, "to_local", lambda param=param: param)() for param in self.model.parameters())
+        return [shard.double().sum().item() for shard in shards]
+
+
+def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
+    """Train without graphs and with them; return whether all is the same after each call, and the counts."""
+    jobs, raised = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for kind in ("off", graph):
+            jobs.append(Job(case, device, kind))
+            try:
+                jobs[-1].run()
+            except (RuntimeError, ampkit.AmpkitError) as error:
+                if not case.drops:
+                    raise
+                raised.append([len(jobs[-1].history), f"{type(error).__name__}: {error}"[:200]])
+    report = jobs[1].step.report()
+    differ = [call for call, (a, b) in enumerate(zip(*(job.history for job in jobs), strict=True)) if a != b]
+    row = {
+        "differ": differ,
+        "raised": raised,
+        "messages": [str(w.message) for w in caught if issubclass(w.category, ampkit.AmpkitWarning)],
+        "weights": jobs[1].weights(),
+        **{name: getattr(report, name) for name in ("captures", "replays", "eager", "failure", "launches", "graphs")},
+    }
+    for job in jobs:
+        job.step.close()
+    return row
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--timeout", type=float, default=240)
+    args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        for rank, row in enumerate(launch(*argv, timeout=args.timeout, script=__file__)):
+            for name, result in row.items():
+                print(f"rank {rank}, {name}: {json.dumps(result)}")
+        return 0
+    faulthandler.dump_traceback_later(max(1.0, args.timeout - 5))  # where it hangs, if it does
+    device = ddp_train.join(args.device)
+    torch.use_deterministic_algorithms(True)
+    rows: dict[str, Any] = {}
+    for name in args.cases:
+        try:
+            rows[name] = compare(CASES[name], device, "auto" if device.type == "cuda" else "emulate")
+        except Exception as error:  # whatever it is, it is the finding
+            traceback.print_exc()
+            rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+    faulthandler.cancel_dump_traceback_later()
+    print(json.dumps(rows), flush=True)
+    ddp_train.end("destroy")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -72,6 +72,7 @@ class ShardedModules:
         states = {id(state): state for state in (private(module, "_get_fsdp_state")() for module in found)}
         self._states: list[Any] = list(states.values())
         self._groups: list[Any] = [group for state in self._states if (group := _group(state)) is not None]
+        self._seen: list[Any] = [None] * len(self._groups)  # whether parameters were whole, in `newly_gathered`
 
     def __len__(self) -> int:
         return len(self._states)
@@ -81,14 +82,16 @@ class ShardedModules:
         return [param.sharded_param for group in self._groups for param in group.fsdp_params]
 
     def gathered_addresses(self) -> set[int]:
-        """Return the addresses of the memory that whole parameters lie in, where they do now. Sync: none.
+        """Return the addresses of the memory that whole parameters lie in, where they do now. Sync: none."""
+        return {tensor.untyped_storage().data_ptr() for group in self._groups for tensor in _gathered(group)}
 
-        The modules keep these tensors. They give them memory whenever they gather, and take it away later.
-        """
-        params = [param for group in self._groups for param in group.fsdp_params]
-        kept = [tensor for param in params for tensor in private(param, "all_gather_outputs")]
-        kept += [whole for param in params if (whole := getattr(param, "_unsharded_param", None)) is not None]
-        return {local_shard(tensor).untyped_storage().data_ptr() for tensor in kept}
+    def newly_gathered(self) -> list[Tensor]:
+        """Return what whole parameters lie in, or have lain in, of those modules that have gathered or freed them since
+        this was called last. Sync: none."""
+        states = [private(group, "_sharded_state") for group in self._groups]
+        changed = [group for group, now, old in zip(self._groups, states, self._seen, strict=True) if now is not old]
+        self._seen = states
+        return [tensor for group in changed for tensor in _gathered(group)]
 
     def gather(self) -> None:
         """Give the modules their sharded parameters, if a forward outside of a step has left them whole. Sync: none."""
@@ -132,6 +135,15 @@ class ShardedModules:
 
 def _group(state: Any) -> Any:
     return private(state, "_fsdp_param_group")
+
+
+def _gathered(group: Any) -> list[Tensor]:
+    """Return the tensors that whole parameters lie in. They are kept, and have no memory while they are not needed."""
+    params = group.fsdp_params
+    kept = [tensor for param in params for tensor in private(param, "all_gather_outputs")]
+    return kept + [
+        local_shard(whole) for param in params if (whole := getattr(param, "_unsharded_param", None)) is not None
+    ]
 
 
 def _idle(state: Any) -> Any:

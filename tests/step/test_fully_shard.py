@@ -78,6 +78,9 @@ def check(case: str, rows: Rows, device: str = "cpu") -> None:
     else:
         assert [row["replays"] for row in rows] == [expected] * len(rows)
         assert all(row["messages"] == [] or kind.behind for row in rows)
+    if kind.memory:  # of shards; on a GPU, the allocator's blocks are larger
+        for counted, held in (pair for row in rows for pair in row["memory"].values()):
+            assert counted == held if device == "cpu" else held <= counted < held + 512 * 64
     if kind.numerics:  # of whole parameters, the same on all ranks
         sizes = {name: param.numel() for name, param in fsdp_train.MODELS[kind.model]().named_parameters()}
         assert {name: count for name, count, *_ in rows[0]["gradients"]} == sizes
@@ -310,6 +313,8 @@ def test_what_does_not_go_with_sharded_models_is_refused(process_group: None) ->
     with pytest.raises(NotImplementedError, match=r"numerics: in a loop of your own.*graphed_step"):
         ampkit.debug.numerics(sharded).__enter__()
     optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
+    with pytest.raises(ValueError, match=r"Forecast it before fully_shard.*or record a step"):
+        ampkit.debug.forecast(loss_fn, sharded, optimizer, torch.ones(2, 8), device="cpu")
     with pytest.raises(ValueError, match="it was made before fully_shard"):
         ampkit.graphed_step(loss_fn, sharded, optimizer, numerics=early, graph="emulate")
 

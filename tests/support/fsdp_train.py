@@ -59,6 +59,7 @@ class Case(NamedTuple):
         copies: how many ranks have the same shards (HSDP).
         verify: of the step.
         numerics: whether `ampkit.debug.numerics` measures in every second step.
+        memory: whether `ampkit.debug.memory` records a step of the reference.
     """
 
     model: str = "mlp"
@@ -77,11 +78,12 @@ class Case(NamedTuple):
     copies: int = 1
     verify: int = 0
     numerics: bool = False
+    memory: bool = False
 
 
 LOW = torch.bfloat16
 CASES = {
-    "float32": Case(max_norm=float("inf"), torch=True),
+    "float32": Case(max_norm=float("inf"), torch=True, memory=True),
     "bfloat16": Case("transformer", dtype=LOW, max_norm=0.5, average=True),
     "bfloat16, not resharded": Case("transformer", False, dtype=LOW, torch=True),
     "bfloat16, resharded": Case("grouped", True, dtype=LOW, max_norm=0.5),
@@ -542,6 +544,7 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
         "differ": differences(reference, job),
         "differ from torch": differences(alone, job) if case.torch else [],
         "gradients": gradients(job),
+        "memory": memory(reference) if case.memory else {},
         "norms": [out[2].tolist() for out in job.outputs if len(out) == 3],
         "messages": [str(w.message) for w in caught if issubclass(w.category, ampkit.AmpkitWarning)],
         **{
@@ -553,6 +556,22 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     for one in (reference, job):
         one.step.close()
     return row
+
+
+def memory(job: Job) -> dict[str, Any]:
+    """Return the bytes that `debug.memory` counts in one more step of a job, and those that this rank's parts have."""
+    with ampkit.debug.memory(job.model, job.optimizer) as recorded:
+        job(0)
+    counted = recorded.profile.at_peak
+    states = [value for kept in job.optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)]
+    parts = {"parameter": list(job.model.parameters()), "optimizer state": states}
+    return {name: (counted[name], nbytes(tensors)) for name, tensors in parts.items()}
+
+
+def nbytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes that the parts of tensors on this rank take; fully_shard pads them to equal sizes."""
+    storages = {part.data_ptr(): part.nbytes() for part in (local(tensor).untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
 
 
 def gradients(job: Job) -> list[Any]:
@@ -594,7 +613,7 @@ def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any
 
 
 def shortened(row: dict[str, Any]) -> str:
-    kept = {key: value for key, value in row.items() if value and key not in ("norms", "eager", "gradients")}
+    kept = {key: value for key, value in row.items() if value and key not in ("norms", "eager", "gradients", "memory")}
     return json.dumps(kept)[:900]
 
 

@@ -16,6 +16,7 @@ from ..._torch.compile import without_compiled_code
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.modules import module_tables
 from ..._torch.operators import METADATA_OPS, TO_COPY
+from ..._torch.sharding import ShardedModules, local_shard
 from ..._torch.tensors import storage_of
 from ..._torch.tree import tensors_in
 from ..._user_line import UserLineFinder
@@ -62,6 +63,7 @@ class MemoryTracker(TorchDispatchMode):
         self._device = device
         self._model = model
         self._optimizers = optimizers
+        self._shards = ShardedModules(nn.Module() if model is None else model)
         self._inputs = inputs
         self._user_lines = UserLineFinder(entered, skip_torch=False)
         self._allocator = allocator
@@ -220,6 +222,7 @@ class MemoryTracker(TorchDispatchMode):
             return func(*args, **kwargs)
         node = current_node() or self._node
         self._update_phase(node)
+        self._follow_gathered()
         sources = tensors_in((args, kwargs))
         self.add_inputs(sources)
         module, line = self._module_and_line(node)
@@ -238,6 +241,7 @@ class MemoryTracker(TorchDispatchMode):
             self._add_untracked(new, module, line)
         for tensor in sources:
             self._update_size(tensor)
+        self._follow_gathered()
         if node is not None and node.name() == ACCUMULATE_GRAD:
             self._categorize_gradient(node, result)
         return result
@@ -250,6 +254,12 @@ class MemoryTracker(TorchDispatchMode):
         if node is None or self._modules:
             self._forward_places.setdefault(newest_sequence_number(), here)
         return here
+
+    def _follow_gathered(self) -> None:
+        """Record what `fully_shard` has gathered or freed since the last operation: it resizes storages."""
+        for tensor in self._shards.newly_gathered():
+            self._categorize(tensor, "temporary")
+            self._update_size(tensor)
 
     def _add_untracked(self, new: list[Allocation], module: str, line: str) -> None:
         """Record what an operation took and its results do not account for.
@@ -352,6 +362,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _track(self, key: int, tensor: Tensor, allocation: Allocation) -> Allocation:
         """Follow a storage until it is freed."""
+        tensor = local_shard(tensor)
         storage = tensor.untyped_storage()
         allocation.shape, allocation.dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         allocation.requested = storage.nbytes()
@@ -368,7 +379,7 @@ class MemoryTracker(TorchDispatchMode):
         """Record that an operation has resized a storage."""
         if (key := self._storage_key(tensor)) not in self._allocations:
             return
-        allocation, size = self._allocations[key][0], tensor.untyped_storage().nbytes()
+        allocation, size = self._allocations[key][0], local_shard(tensor).untyped_storage().nbytes()
         if size != allocation.requested:
             allocation.requested = size
             self._allocator.free(key)

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..._arguments import check_at_least, check_callable, check_choice, check_instance
+from ..._capture.shards import is_sharded
 from ..._precision.fake_tensors import can_save_for_backward, fake_copy, fake_device
 from ..._precision.policy import Policy, changes_model, read_policy
 from ..._text import type_text
 from ..._torch.fake_tensors import is_limit_of_fake_tensors
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import IN_PLACE_WITHOUT_META, READ
+from ..._torch.sharding import ShardedModules
 from ..._torch.tree import tree_flatten
 from ..._user_line import user_line
 from .allocator import Allocator, CachingAllocator
@@ -60,7 +62,7 @@ def forecast(
     Args:
         loss_fn: `loss_fn(model, *batch)`, or `loss_fn(model, **batch)` where the batch is a dict. It returns the loss,
             or `(loss, aux)`, as for `graphed_step`. It cannot read the value of a tensor.
-        model: on any device, also on meta. It is not changed.
+        model: on any device, also on meta. It is not changed. It cannot be one under `fully_shard`.
         optimizer: an optimizer over the model's parameters. It is not changed, and the forecast takes its state as
             empty before the first step. Its `step` must work without a closure.
         batch: what `loss_fn` is called with after the model, on any device: a tuple or list of arguments, a dict of
@@ -78,6 +80,11 @@ def forecast(
     """
     check_callable("debug.forecast", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     check_instance("debug.forecast", "model", model, nn.Module, "a torch.nn.Module")
+    if is_sharded(model) or len(ShardedModules(model)):
+        raise ValueError(
+            "debug.forecast(model): its parameters are split over processes, and a model under fully_shard cannot be "
+            "copied. Forecast it before fully_shard, for whole parameters, or record a step: ampkit.debug.memory(...)."
+        )
     check_instance("debug.forecast", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     check_choice("debug.forecast", "device", device, ("cuda", "cpu"))
     if not can_save_for_backward(device):

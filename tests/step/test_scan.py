@@ -1,9 +1,7 @@
 """GraphedStep.scan: K calls in one, with the bits of K single calls, in ceil(K / 16) launches (scenario R11)."""
 
-import gc
 import math
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextlib import nullcontext as nothing
@@ -22,10 +20,9 @@ from harness import (
     deterministic,
     make_batches,
     make_net,
-    no_sync,
     training_state,
 )
-from stacks import SCHEDULES, Blend, Engine, Momentum, Run, of_singles, sgd, stack
+from stacks import SCHEDULES, Blend, Engine, Momentum, Run, of_singles, sgd, stack, two_rates
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.optim import lr_scheduler
@@ -109,13 +106,7 @@ def test_every_call_a_scan_of_one_length(engine: Engine, length: int) -> None:
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_rates_that_are_tensors(engine: Engine, rate: str, scheduled: bool) -> None:
     """A scheduler writes in place to a tensor rate: each step reads what it was then. So do two groups."""
-
-    def optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-        device = engine[0] if rate == "tensor" else "cpu"
-        first, *others = params
-        groups = [{"params": [first], "lr": torch.tensor(0.01, device=device)}, {"params": others, "lr": 0.02}]
-        return torch.optim.AdamW(groups, fused=True)
-
+    optimizer = two_rates(engine[0] if rate == "tensor" else "cpu")
     run = check(engine, (20, 9, 33), optimizer=optimizer, schedule=SCHEDULES["lambda"] if scheduled else None)
     assert run.step.report().launches == 4  # 16, behind the single calls of the first; 9; 16, 16, and a single call
 
@@ -183,32 +174,6 @@ def test_outputs_are_the_callers(engine: Engine) -> None:
     pytree.tree_map(lambda tensor: tensor.zero_(), tuple(out))
     again = run.step.scan(*batches)
     assert again.loss.all()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_graphs_end_with_the_step(engine: Engine) -> None:
-    """The last reference to the step is the last one to its graphs: nothing waits for the garbage collector."""
-    run = Run(engine, schedule=SCHEDULES["step"])
-    run.step.scan(*stack(make_batches(engine[0], [4] * 20)))
-    graph = weakref.ref(next(iter(run.step._engine._cache.families.values())).graphs[16])
-    gc.disable()
-    try:
-        del run.step
-        assert graph() is None
-    finally:
-        gc.enable()
-
-
-@pytest.mark.cuda
-def test_no_wait() -> None:
-    """A scan that captures nothing does not wait for the device, with rates that change."""
-    run = Run(("cuda", "auto"), schedule=SCHEDULES["one cycle"], policy="float16", max_norm=1.0)
-    batches = stack(make_batches("cuda", [4] * 25))
-    for _ in range(2):
-        run.step.scan(*batches)
-    with no_sync():
-        run.step.scan(*batches)
-    assert run.step.report().launches == 5
 
 
 # ------------------------------------------------------------------------------------------------- calls one by one
@@ -542,21 +507,6 @@ def test_a_stack_in_the_memory_of_the_state(engine: Engine) -> None:
     assert_same(run.state(), before)
 
 
-@pytest.mark.parametrize("graph", ["off", "emulate"])
-def test_aux_that_does_not_stack(graph: str) -> None:
-    """A shape that varies is said once the calls were made."""
-
-    def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Any:
-        loss, _ = boosted_loss(model, images, labels, boost)
-        return loss, images[0, 0, 0, : 1 + calls.pop()]
-
-    calls = [0] * 5 + [1] * 4
-    run = Run(("cpu", graph), loss_fn=loss_fn, on_failure="eager", warmup=9)
-    with pytest.raises(ValueError, match=r"steps were done.*float32 of shape \(2,\) in one step.*\(1,\) in another"):
-        run.step.scan(*stack(make_batches("cpu", [4] * 8)))
-    assert calls == [0]
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_error_of_the_users(engine: Engine) -> None:
     """It comes out of the call that it is raised in. The calls before were done, and a note says how many."""
@@ -619,20 +569,6 @@ def test_a_launch_that_is_wrong_is_found() -> None:
         run.step.scan(*batches)
     run.step.scan(*batches)
     assert run.step.report().failure is not None
-
-
-def test_memory_budget() -> None:
-    """Buffers of 16 batches that do not fit: one warning, and single graphs go on."""
-    one = 4 * (4 * 3 * 8 * 8 + 1) + 8 * 4
-    run = Run(("cpu", "emulate"), memory_budget=3 * one)
-    batches = stack(make_batches("cpu", [4] * 20))
-    with pytest.warns(ampkit.CaptureWarning, match=r"several calls in one graph: .*memory_budget is \d+.* launch of"):
-        run.step.scan(*batches)
-    run.step.scan(*batches)
-    report = run.step.report()
-    assert (report.launches, report.graphs) == (0, 1)
-    assert report.bytes <= 3 * one
-    assert run.step.replays > 20
 
 
 @pytest.mark.slow

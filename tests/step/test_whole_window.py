@@ -1,8 +1,6 @@
 """GraphedStep.window: an optimizer step over N micro-batches in one launch, with the bits of N calls (scenario R12)."""
 
-import gc
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextlib import nullcontext as nothing
@@ -20,10 +18,9 @@ from harness import (
     deterministic,
     make_batches,
     make_net,
-    no_sync,
     training_state,
 )
-from stacks import SCHEDULES, Blend, Engine, Momentum, Run, of_singles, sgd, stack
+from stacks import SCHEDULES, Blend, Engine, Momentum, Run, of_singles, sgd, stack, two_rates
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
@@ -169,33 +166,6 @@ def test_outputs_are_the_callers(engine: Engine, size: int) -> None:
     assert not again.skipped
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_graphs_end_with_the_step(engine: Engine) -> None:
-    """The last reference to the step is the last one to its graph: nothing waits for the garbage collector."""
-    run = Run(engine, schedule=SCHEDULES["step"], accumulate=2)
-    for _ in range(6):
-        run.step.window(*stack(make_batches(engine[0], [4] * 2)))
-    graph = weakref.ref(next(iter(run.step._engine._cache.families.values())).graphs[1])
-    gc.disable()
-    try:
-        del run.step
-        assert graph() is None
-    finally:
-        gc.enable()
-
-
-@pytest.mark.cuda
-def test_no_wait() -> None:
-    """A window that captures nothing does not wait for the device, with rates that change."""
-    run = Run(("cuda", "auto"), schedule=SCHEDULES["one cycle"], policy="float16", max_norm=1.0, accumulate=4)
-    batches = stack(make_batches("cuda", [4] * 4))
-    for _ in range(6):
-        run.step.window(*batches)
-    with no_sync():
-        run.step.window(*batches)
-    assert run.step.report().launches == 3
-
-
 # ------------------------------------------------------------------------------------------- schedulers, optimizers
 
 
@@ -203,13 +173,7 @@ def test_no_wait() -> None:
 @pytest.mark.parametrize("rate", ["tensor", "tensor on the host"])
 def test_rates_that_are_tensors(engine: Engine, rate: str) -> None:
     """Each window reads what the scheduler has written there."""
-
-    def optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-        first, *others = params
-        device = engine[0] if rate == "tensor" else "cpu"
-        groups = [{"params": [first], "lr": torch.tensor(0.01, device=device)}, {"params": others, "lr": 0.02}]
-        return torch.optim.AdamW(groups, fused=True)
-
+    optimizer = two_rates(engine[0] if rate == "tensor" else "cpu")
     run = check(engine, [2] * 9, accumulate=2, optimizer=optimizer, schedule=SCHEDULES["lambda"])
     assert run.step.report().launches == 5
 
@@ -706,37 +670,6 @@ def test_a_call_that_is_wrong_is_found() -> None:
     assert run.scheduler.last_epoch == 4
     assert run.step._window.count == 0
     run.step.window(*batches)
-
-
-def test_memory_budget() -> None:
-    """Buffers of all micro-batches that do not fit: one warning, and single graphs go on."""
-    one = 4 * (4 * 3 * 8 * 8 + 1) + 8 * 4
-    run = Run(("cpu", "emulate"), memory_budget=6 * one, accumulate=8)
-    batches = stack(make_batches("cpu", [4] * 8))
-    for _ in range(4):
-        run.step.window(*batches)
-    with pytest.warns(ampkit.CaptureWarning, match=r"several calls in one graph: .*memory_budget is \d+.* launch of"):
-        run.step.window(*batches)
-    for _ in range(3):
-        run.step.window(*batches)
-    report = run.step.report()
-    assert (report.launches, report.graphs) == (0, 3)
-    assert report.bytes <= 6 * one
-
-
-@pytest.mark.parametrize("graph", ["off", "emulate"])
-def test_aux_that_does_not_stack(graph: str) -> None:
-    """A shape that varies is said once the step was done."""
-
-    def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Any:
-        loss, _ = boosted_loss(model, images, labels, boost)
-        return loss, images[0, 0, 0, : 1 + calls.pop()]
-
-    calls = [0, 1, 1]
-    run = Run(("cpu", graph), loss_fn=loss_fn, on_failure="eager", warmup=9, accumulate=3, schedule=SCHEDULES["step"])
-    with pytest.raises(ValueError, match=r"window: the micro-batches were done, .*in one micro-batch, .*\(1,\)"):
-        run.step.window(*stack(make_batches("cpu", [4] * 3)))
-    assert run.scheduler.last_epoch == 1
 
 
 def test_several_layouts() -> None:

@@ -108,3 +108,14 @@ class Blend:
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True)
+
+
+def two_rates(device: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return what makes an optimizer of two groups. The rate of the first is a tensor on this device."""
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        first, *others = params
+        groups = [{"params": [first], "lr": torch.tensor(0.01, device=device)}, {"params": others, "lr": 0.02}]
+        return torch.optim.AdamW(groups, fused=True)
+
+    return optimizer

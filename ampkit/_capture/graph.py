@@ -12,6 +12,7 @@ import torch
 
 from .._errors import CaptureError, CaptureWarning
 from .._torch.allocator import drop_capture_from_allocator
+from .._torch.autograd import one_stream
 from .._torch.modes import modes
 from .._undo import Undo
 from .._user_line import user_line
@@ -134,7 +135,7 @@ class CudaGraph:
                 with growing_segments():
                     # thread_local: a data loader or another thread may allocate and pin memory meanwhile.
                     graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-                    with hidden_capture(self._stream), context():
+                    with hidden_capture(self._stream), one_stream(), context():
                         outputs = fn()
                     self._outputs = then(outputs)
                     del outputs
@@ -255,7 +256,8 @@ _ADVICE = (
     ),
     (
         "AccumulateGrad",
-        "Make DistributedDataParallel under a side stream: with torch.cuda.stream(torch.cuda.Stream()): ...",
+        "Delete what keeps the autograd graph of an earlier step alive (`del loss`), and make DistributedDataParallel "
+        "under a side stream: with torch.cuda.stream(torch.cuda.Stream()): ...",
     ),
     (
         "out of memory",

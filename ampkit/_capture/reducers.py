@@ -18,7 +18,6 @@ from .._torch.reducer import (
     is_rebuilt,
     is_registrable,
     manages_all,
-    override_streams,
     peculiarity,
     rebuild,
     reset,
@@ -107,8 +106,6 @@ class Reducers:
                     left = _why_left(ddp) or self._rebuild(ddp)
                     self._left = self._left or left
                 self.moved = not self._left
-        if self._left:
-            override_streams()
 
     def _rebuild(self, ddp: DistributedDataParallel) -> str:
         """Make a module's Reducer anew, on the stream of the captures. Return why that did not help, "" if it did."""

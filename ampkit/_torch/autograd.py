@@ -31,6 +31,23 @@ private(torch.autograd, "_engine_run_backward")
 current_node: Callable[[], Any] = private(torch._C, "_current_autograd_node")
 
 
+# The node that accumulates a parameter's gradient belongs to the stream of the forward that made it, as long as
+# something keeps the autograd graph of that forward alive. torch 2.15 can run it on a capture's stream, 2.11 cannot.
+_override_streams: Callable[[bool], None] | None = getattr(
+    torch.autograd.graph, "set_override_stale_capture_stream", None
+)
+
+
+@contextmanager
+def one_stream() -> Iterator[None]:
+    """Context of a capture in which all nodes of autograd run on its stream, where torch can do that."""
+    with Undo() as undo:
+        if _override_streams is not None:
+            undo.note(_override_streams, private(torch._C, "_override_stale_capture_stream")())
+            _override_streams(True)
+        yield
+
+
 def graph_nodes(outputs: Sequence[Any]) -> Iterator[Any]:
     """Yield every node of the autograd graph that some tensors or `GradientEdge`s were computed by."""
     left: list[Any] = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]

@@ -184,10 +184,3 @@ def stop_clocks(ddp: DistributedDataParallel) -> None:
 
 _MEASURED = 10  # steps, in reducer.cpp
 _NEVER = 2**31 - 1  # the largest int of C++
-
-
-def override_streams() -> None:
-    """Let nodes that belong to another stream run on that of a capture, where torch can (newer than 2.11)."""
-    override: Callable[[bool], None] | None = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
-    if override is not None:
-        override(True)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._capture.graph import CudaGraph, Pool, describe_failure
+from ampkit._torch.autograd import one_stream
 
 BEFORE = [kind.__name__ for kind in uncapturable.FOUND_BEFORE]
 IN_CAPTURE = [kind.__name__ for kind in uncapturable.FOUND_IN_CAPTURE]
@@ -96,6 +98,43 @@ def test_a_failure_that_is_not_known_asks_for_a_report(error: Exception, asks: b
     message = describe_failure(error)
     assert message.startswith("capture failed: ")
     assert message.endswith("`python -m ampkit env`.") == asks
+
+
+needs_override = pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"), reason="torch is older"
+)
+
+
+@needs_override
+@pytest.mark.parametrize("before", [False, True])
+def test_the_stream_of_nodes_is_overridden_in_captures_only(before: bool) -> None:
+    """What the user has set for the process is set again."""
+    is_set, was = torch._C._override_stale_capture_stream, torch._C._override_stale_capture_stream()
+    torch.autograd.graph.set_override_stale_capture_stream(before)
+    try:
+        with one_stream():
+            assert is_set()
+        assert is_set() is before
+    finally:
+        torch.autograd.graph.set_override_stale_capture_stream(was)
+
+
+@needs_override
+@pytest.mark.cuda
+def test_a_loss_of_an_earlier_step_is_alive() -> None:
+    """Its autograd graph binds the parameters to the default stream, which a capture must not wait for."""
+    model = torch.nn.Linear(8, 4).cuda()
+    x = torch.randn(4, 8, device="cuda")
+    kept = model(x).square().mean()
+    kept.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = ampkit.graphed_step(lambda model, x: model(x).square().mean(), model, optimizer, on_failure="raise")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+        for _ in range(5):
+            step(x)
+    assert step.replays == 2
+    assert kept.requires_grad
 
 
 @pytest.mark.cuda

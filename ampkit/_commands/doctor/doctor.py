@@ -296,15 +296,17 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
         split = trial.split()
     diagnosis.figures["outcome"] = "eager" if split is None else "in parts"
     diagnosis.figures["split"] = [] if split is None else list(split.split)
-    captured = "nothing"
+    captured = "nothing. "
     if split is not None:
         what = "modules one by one" if split.parts else "the update of the parameters by itself"
-        captured = f"{what}: {'; '.join(split.split)}"
+        known = [found.line for found in diagnosis.findings if found.line]  # not to be said again
+        new = [text for text in split.split if not any(line in text for line in known)]
+        captured = "\n  ".join([f"{what}:", *new]) + "\n"
         diagnosis.figures["shares"] = split.shares
         if split.shares:
             diagnosis.notes.append(f"Of the time of an eager step: {shares_text(split.shares)}.")
     them = in_the_way[0] if len(in_the_way) == 1 else f"the {len(in_the_way)} findings of severity high"
-    diagnosis.notes.append(f"graphed_step captures {captured}. Without {them} it captures {possible}.")
+    diagnosis.notes.append(f"graphed_step captures {captured}Without {them} it captures {possible}.")
 
 
 def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:

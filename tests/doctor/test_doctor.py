@@ -384,7 +384,7 @@ def test_modules_that_are_captured_one_by_one(script):
     assert {(fault.line, fault.kind) for fault in found.findings} == set(planted(path))
     assert found.figures["outcome"] == "in parts"
     (note,) = [text for text in found.notes if text.startswith("graphed_step captures")]
-    assert note.startswith("graphed_step captures modules one by one: captured by itself: first, second; cannot be")
+    assert note.startswith("graphed_step captures modules one by one: captured by itself: first, second; the update")
     assert note.endswith("it captures the whole step.")
     assert list(found.figures["shares"]) == ["first", "second", "the update of the parameters", "eager"]
     assert abs(sum(found.figures["shares"].values()) - 1) < 1e-6

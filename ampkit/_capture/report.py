@@ -110,12 +110,13 @@ class Report:
 
     def __str__(self) -> str:
         calls = self.replays + self.in_parts + sum(self.eager.values())
+        in_parts = f"{self.in_parts} in parts, " if self.in_parts else ""
+        whole = " of whole steps" if self.in_parts else ""
         head = (
-            f"{calls} steps: {self.replays} replayed, {sum(self.eager.values())} eager, {self.skipped} skipped; "
-            f"{self.graphs} graph(s), {self.bytes / 2**20:.1f} MiB"
+            f"{calls} steps: {self.replays} replayed, {in_parts}{sum(self.eager.values())} eager, "
+            f"{self.skipped} skipped; {self.graphs} graph(s){whole}, {self.bytes / 2**20:.1f} MiB"
         )
         head += f" ({self.input_bytes / 2**20:.1f} of them for inputs)" * (self.input_bytes >= _SHOWN_BYTES)
-        head += f"; {self.in_parts} in parts" * bool(self.in_parts)
         head += f"; {self.scanned} more steps in {self.launches} launches of scan or window" * bool(self.launches)
         times = [f"  {self._times()}"] if self.replay_ms is not None else []
         graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]

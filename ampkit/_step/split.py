@@ -1,6 +1,7 @@
 """A training step in parts: which modules are captured, when, and whether that is faster than an eager step."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -137,13 +138,15 @@ class StepSplitter:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the report that say what is captured."""
-        parts = [part for split in self._splits.values() for part in split.reports()]
-        words = [line for split in self._splits.values() for line in split.words()]
+        splits = list(self._splits.values())
+        parts = [part for split in splits for part in split.reports()]
+        words = [line for split in splits for line in split.captured_words()]
         updates, shares = 0, {}
         if words:
             updates = self._update.graphs
             words += self._update.words()
-            shares = max(self._splits.values(), key=lambda split: split.calls).shares()
+            words += [line for split in splits for line in split.eager_words()]
+            shares = max(splits, key=lambda split: split.calls).shares()
         words += [f"not in parts: {reason}" for reason in self._why_not]
         return {
             "parts": tuple(parts),
@@ -276,7 +279,7 @@ class Split:
             return outputs
 
         outputs = self._update.done(phase, engine.run(_SURVEYED, step))
-        self._lines |= {f"cannot be captured: {line}": None for line in survey.lines}
+        self._lines |= dict.fromkeys(survey.lines)
         if self._runs is None:
             self._runs = runs_in(survey.calls, _FEWEST)
             if self._runs:  # two more calls are to show how they are called as modules
@@ -368,13 +371,29 @@ class Split:
         """Return how the time of a call is shared, see `Report`. Sync: waits for the calls that were measured."""
         return {} if self._parts is None else self._shares.by_part("eager")
 
-    def words(self) -> list[str]:
-        """Return in words what is captured and what is not."""
+    def captured_words(self) -> list[str]:
+        """Return in words what is captured."""
         if self._parts is None or self._choice is None:
             return []
-        names = ", ".join(map(_shown, self._choice.names)) or "no module"
-        reasons = [f"eager: {_shown(name)}: {why}" for name, why in self._choice.reasons.items()]
-        return [f"captured by itself: {names}", *self._lines, *reasons]
+        calls = Counter(part.module for part in self._parts.reports())
+        names = [_shown(name) + f" ({count} calls in a step)" * (count > 1) for name, count in calls.items()]
+        return [f"captured by itself: {', '.join(names) or 'no module'}"]
+
+    def eager_words(self) -> list[str]:
+        """Return in words what is not captured, and which calls of captured modules were not replayed."""
+        if self._parts is None or self._choice is None:
+            return []
+        reasons = self._choice.reasons
+        within = [_shown(name) for name, why in reasons.items() if why in self._lines]
+        words = [f"cannot be captured: {line}" for line in self._lines]
+        if within:
+            who = "it contains" if len(within) == 1 else "they contain"
+            words.append(f"eager: {', '.join(within)}: {who} such a line")
+        words += [f"eager: {_shown(name)}: {why}" for name, why in reasons.items() if why not in self._lines]
+        unlike = (
+            (part.module, reason, count) for part in self._parts.reports() for reason, count in part.eager.items()
+        )
+        return words + [f"eager x{count}: {_shown(name)}: {reason}" for name, reason, count in unlike]
 
 
 def why_not_compiled_in_parts(compile: str | None) -> str:

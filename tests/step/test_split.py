@@ -907,6 +907,28 @@ def test_the_update_alone_is_said_once(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("make", "captured"), [(Reads, "encoder, decoder"), (Solver, "field (4 calls in a step)")])
+def test_what_the_report_prints(engine: Engine, make: Callable[[], nn.Module], captured: str) -> None:
+    """R4: what is captured comes first, and the source of a line is printed once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        run = Run(engine, make)
+        list(run.steps(range(10)))
+    head, *rest = str(run.step.report()).splitlines()
+    assert head.startswith("10 steps: 0 replayed, 5 in parts, 5 eager, 0 skipped; 0 graph(s) of whole steps, ")
+    line = rest.pop(4)
+    assert line.startswith(f"  cannot be captured: {__file__}:"), line
+    assert rest[:6] == [
+        "  eager x3: warm-up",
+        "  eager x2: looking for modules to capture",
+        f"  captured by itself: {captured}",
+        "  the update of the parameters is one graph",
+        "  eager: the model: it contains such a line",
+        "  eager: head: it has fewer than 6 kernels",
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_it_is_said_once(engine: Engine) -> None:
     """R4: one warning names the line, and what is captured all the same."""
     with warnings.catch_warnings(record=True) as caught:

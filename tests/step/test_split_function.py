@@ -212,6 +212,7 @@ def test_a_call_that_is_differentiated_twice_stays_eager(engine: Engine) -> None
     report, _ = compared(engine, penalty)
     assert counts(report) == dict.fromkeys([("modules[0]", 0), ("modules[1]", 1), ("modules[1]", 2)], report.in_parts)
     assert "eager: modules[1]: its backward is checkpointed, or differentiated" in str(report)
+    assert "captured by itself: modules[0], modules[1] (2 calls in a step)" in report.split
 
 
 def reads_first(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor, *, change: str) -> Tensor:
@@ -242,7 +243,9 @@ def test_what_a_line_of_the_step_changes_before_a_call(engine: Engine, change: s
     other = {part.module: part.eager for part in report.parts if part.eager}
     # The weights are made anew in each call, so that no call but that of the capture has its own.
     count = report.in_parts - 1 if change == "weights" else 3
-    assert other == {"modules[1]": {"it has other parameters, modes or requires_grad than when it was captured": count}}
+    why = "it has other parameters, modes or requires_grad than when it was captured"
+    assert other == {"modules[1]": {why: count}}
+    assert f"  eager x{count}: modules[1]: {why}" in str(report).splitlines()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

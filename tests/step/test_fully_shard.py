@@ -161,7 +161,7 @@ def test_on_four_gpus(four_on_gpus: dict[str, Rows], case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("case", (*FAST, *OTHERS))
+@pytest.mark.parametrize("case", [*FAST, *OTHERS])
 def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
     """R12: the same with NCCL's collectives in the graph."""
     check(case, on_gpus[case], "cuda")

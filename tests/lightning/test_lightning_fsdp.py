@@ -12,11 +12,18 @@ import pytest
 pytestmark = pytest.mark.slow
 
 Rows = list[dict[str, Any]]  # of one case, one per rank
+RESUMED = tuple(name for name, case in lightning_fsdp.CASES.items() if case.resume[0])
+OTHERS = tuple(name for name in lightning_fsdp.CASES if name not in RESUMED)
 
 
 @pytest.fixture(scope="module")
 def on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(lightning_fsdp.__file__, "cpu", tuple(lightning_fsdp.CASES), 500)
+    return ddp_train.launch_cases(lightning_fsdp.__file__, "cpu", OTHERS, 500)
+
+
+@pytest.fixture(scope="module")
+def resumed_on_cpu() -> dict[str, Rows]:
+    return ddp_train.launch_cases(lightning_fsdp.__file__, "cpu", RESUMED, 300)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +55,16 @@ def check(case: str, rows: Rows) -> None:
     assert [row["replays"] for row in rows] == [batches - by_lightning - 3 * phases] * len(rows)
 
 
-@pytest.mark.parametrize("case", lightning_fsdp.CASES)
+@pytest.mark.parametrize("case", OTHERS)
 def test_ranks_train_the_bits_of_lightning(on_cpu: dict[str, Rows], case: str) -> None:
-    """R12: parameters, moments, metrics, hooks, scale and checkpoints of a sharded model are those without graphs."""
+    """R12: parameters, moments, metrics, hooks and scale of a sharded model are those without graphs."""
     check(case, on_cpu[case])
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_checkpoints_go_both_ways(resumed_on_cpu: dict[str, Rows], case: str) -> None:
+    """R12: one with a file for each rank, or one file with whole tensors, written and read with and without ampkit."""
+    check(case, resumed_on_cpu[case])
 
 
 @pytest.mark.cuda

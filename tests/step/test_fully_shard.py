@@ -29,7 +29,12 @@ VERIFY_FINDS = {
     "undeclared": "the step writes to a tensor of shape () and dtype torch.float32 that it does not declare",
     "average": "that it does not declare",
 }
+# Cases in which more than a training step is looked at. They have a start of the ranks of their own, for the time.
+LOOKED_AT = tuple(
+    name for name, case in fsdp_train.CASES.items() if case.verify or case.numerics or case.event.startswith("graphed")
+)
 FAST = ("float32", "float16", "accumulate float16", "evaluation")
+OTHERS = tuple(name for name in fsdp_train.CASES if name not in (*FAST, *LOOKED_AT))
 Rows = list[dict[str, Any]]  # of one case, one per rank
 
 
@@ -40,14 +45,22 @@ def on_cpu() -> dict[str, Rows]:
 
 @pytest.fixture(scope="module")
 def others_on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(
-        fsdp_train.__file__, "cpu", tuple(name for name in fsdp_train.CASES if name not in FAST), 400
-    )
+    return ddp_train.launch_cases(fsdp_train.__file__, "cpu", OTHERS, 400)
+
+
+@pytest.fixture(scope="module")
+def looked_at_on_cpu() -> dict[str, Rows]:
+    return ddp_train.launch_cases(fsdp_train.__file__, "cpu", LOOKED_AT, 300)
 
 
 @pytest.fixture(scope="module")
 def on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", tuple(fsdp_train.CASES), 400)
+    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", (*FAST, *OTHERS), 400)
+
+
+@pytest.fixture(scope="module")
+def looked_at_on_gpus() -> dict[str, Rows]:
+    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", LOOKED_AT, 300)
 
 
 def check(case: str, rows: Rows, device: str = "cpu") -> None:
@@ -105,10 +118,17 @@ def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in fsdp_train.CASES if name not in FAST])
+@pytest.mark.parametrize("case", OTHERS)
 def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
     """R12: policies, resharding, optimizers, tied and frozen weights, resume, state dicts, ranks that disagree."""
     check(case, others_on_cpu[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LOOKED_AT)
+def test_what_looks_at_steps(looked_at_on_cpu: dict[str, Rows], case: str) -> None:
+    """R12: `verify` finds what a graph would not do, on shards too; `numerics`; functions under `ampkit.graphed`."""
+    check(case, looked_at_on_cpu[case])
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +161,19 @@ def test_on_four_gpus(four_on_gpus: dict[str, Rows], case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("case", fsdp_train.CASES)
+@pytest.mark.parametrize("case", [*FAST, *OTHERS])
 def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
     """R12: the same with NCCL's collectives in the graph."""
     check(case, on_gpus[case], "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LOOKED_AT)
+def test_what_looks_at_steps_on_two_gpus(looked_at_on_gpus: dict[str, Rows], case: str) -> None:
+    """R12: the same with NCCL's collectives in the graph."""
+    check(case, looked_at_on_gpus[case], "cuda")
 
 
 def check_other_ranks(folder: Path, device: str, others: tuple[int, ...]) -> None:

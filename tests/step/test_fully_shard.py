@@ -35,13 +35,13 @@ def on_cpu() -> dict[str, Rows]:
 @pytest.fixture(scope="module")
 def others_on_cpu() -> dict[str, Rows]:
     return ddp_train.launch_cases(
-        fsdp_train.__file__, "cpu", tuple(name for name in fsdp_train.CASES if name not in FAST), 400
+        fsdp_train.__file__, "cpu", tuple(name for name in fsdp_train.CASES if name not in FAST), 560
     )
 
 
 @pytest.fixture(scope="module")
 def on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", tuple(fsdp_train.CASES), 400)
+    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", tuple(fsdp_train.CASES), 500)
 
 
 def check(case: str, rows: Rows, device: str = "cpu") -> None:
@@ -82,7 +82,7 @@ def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in fsdp_train.CASES if name not in FAST])
 def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
-    """R12: policies, resharding, optimizers, tied and frozen weights, resume, state dicts, ranks that disagree."""
+    """R12: policies, resharding, optimizers, tied, frozen and compiled blocks, resume, ranks that disagree."""
     check(case, others_on_cpu[case])
 
 

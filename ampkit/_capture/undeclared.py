@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .._torch.compile import calls_from_compiled_code
 from .._torch.fake_tensors import is_fake
 from .._torch.modes import without_torch_function
 from .._torch.modules import module_tables
@@ -115,7 +116,7 @@ class _Use:
     Attributes:
         tensor: a tensor in that memory.
         line: the user's line that used it first.
-        by_user: whether that line used it itself, and not through ampkit or a backward.
+        by_user: whether that line used it itself, and not through ampkit, a backward or compiled code.
         written: whether an operation wrote to it.
     """
 
@@ -148,7 +149,10 @@ class _Touched:
             address = storage_address(tensor)
             if address and not (address in self._known or address in self._made or address in self.uses):
                 frame = real_frame()
-                self.uses[address] = _Use(weakref.ref(tensor), running_line(frame), is_users_call(frame))
+                # In the first run of compiled code torch puts a mode of its own around it, which lets others see its
+                # operations. Their buffers come from an allocator that no mode sees.
+                by_user = is_users_call(frame) and not calls_from_compiled_code(frame)
+                self.uses[address] = _Use(weakref.ref(tensor), running_line(frame), by_user)
         for tensor in written_arguments(op, args, kwargs):
             if (use := self.uses.get(storage_address(tensor))) is not None:
                 use.written = True

@@ -120,7 +120,7 @@ def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
-    """R12: policies, resharding, optimizers, tied and frozen weights, resume, state dicts, ranks that disagree."""
+    """R12: policies, resharding, optimizers, tied, frozen and compiled blocks, resume, ranks that disagree."""
     check(case, others_on_cpu[case])
 
 

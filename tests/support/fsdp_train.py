@@ -99,6 +99,8 @@ CASES = {
     ),
     "rmsprop": Case(optimizer="RMSprop", options={}, max_norm=0.5),
     "tied": Case("tied", dtype=LOW, max_norm=0.5),
+    "compiled blocks": Case("transformer", dtype=LOW, max_norm=0.5, event="compiled"),
+    "compiled blocks, accumulate": Case("transformer", dtype=LOW, max_norm=0.5, accumulate=2, event="compiled"),
     "frozen": Case("frozen", dtype=LOW, max_norm=0.5),
     "evaluation": Case("transformer", dtype=LOW, max_norm=0.5, event="evaluation"),
     "state dict": Case("transformer", dtype=LOW, max_norm=0.5, event="state dict"),
@@ -230,6 +232,8 @@ def wrapped(model: Any, case: Case, device: torch.device) -> nn.Module:
         options["reshard_after_forward"] = case.reshard
     blocks = list(model.blocks) if isinstance(model, Tied) else [part for part in model if isinstance(part, Block)]
     blocks = blocks or [part for part in model if isinstance(part, nn.Linear)]
+    for block in blocks if case.event == "compiled" else ():
+        block.compile()
     if case.model == "frozen":
         blocks[0].requires_grad_(False)
     for block in blocks:

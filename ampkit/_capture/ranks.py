@@ -85,6 +85,7 @@ class Ranks:
         wrappers: the `DistributedDataParallel` modules of the model.
         reducers: what averages their gradients.
         shards: the modules of the model that `fully_shard` has wrapped.
+        sharded: whether there are any such modules.
         several: whether there are other ranks.
         captured: as given.
         together: whether all ranks replay, or capture and replay, in this call. Known in calls with a vote only.
@@ -102,6 +103,7 @@ class Ranks:
         ]
         self.reducers: Reducers = Reducers(self.wrappers)
         self.shards: ShardedModules = ShardedModules(nn.Module() if model is None else model)
+        self.sharded: bool = len(self.shards) > 0
         self.captured = captured
         self._model = model
         self.several: bool = bool(self._groups())

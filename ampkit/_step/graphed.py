@@ -201,7 +201,7 @@ class GraphedFunction:
         return engine.turn.take(self._call, engine, args, kwargs)
 
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._ranks is not None and len(self._ranks.shards):
+        if self._ranks is not None and self._ranks.sharded:
             self._ranks.gather(self._name)  # the engine compares the parameters with those of the last call
         outputs = engine(args, kwargs, _WHOLE_CALL)
         # The caller's autocast, if there is one, would go on with casts of weights that this call has changed.

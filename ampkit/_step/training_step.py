@@ -182,7 +182,7 @@ class TrainingStep:
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
         # `fully_shard` casts weights itself, if its MixedPrecisionPolicy says so.
-        weights = nullcontext() if len(self.ranks.shards) else self._working.in_place()
+        weights = nullcontext() if self.ranks.sharded else self._working.in_place()
         return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
@@ -221,7 +221,7 @@ class TrainingStep:
             self.gather()
             return call(*args, **kwargs)
 
-        return gathered if len(self.ranks.shards) else call
+        return gathered if self.ranks.sharded else call
 
     def gather(self) -> None:
         """See `Ranks.gather`."""
@@ -301,7 +301,7 @@ class TrainingStep:
         return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if not self._finds_casts or len(self.ranks.shards):
+        if not self._finds_casts or self.ranks.sharded:
             return self._loss_and_aux(args, kwargs)
         with self._working.watching() as uses:
             loss, aux = self._loss_and_aux(args, kwargs)

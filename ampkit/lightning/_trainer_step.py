@@ -201,7 +201,7 @@ class TrainerStep:
 
         Its calls of `self.log` are made after the step. Sync: none.
         """
-        if len(self._ranks.shards):
+        if self._ranks.sharded:
             self._ranks.gather("AmpkitCallback")  # the engine compares the parameters with those of the last call
         self._further_args, self.backward_done, self._divisor = further_args, False, place.divisor
         parts = (*self._host_reads.parts(place.epoch), Part("accumulate_grad_batches", place.divisor, _SAME_WINDOW))

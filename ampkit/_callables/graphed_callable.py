@@ -27,7 +27,7 @@ from .._undo import Undo, call
 from .._user_line import users_level
 from .arguments import LEGACY_HOOK, check_options, device_of, parse
 from .autograd_node import PENDING, GraphedPasses
-from .passes import Passes, UnusedError, undone
+from .passes import Passes, UnusedError, Wants, undone, wanted_by
 from .shared_memory import SharedMemory, shared_memory_of
 
 _MAX_CAPTURES = 32  # per callable; otherwise an input with a new shape or constant in each call is always captured
@@ -248,7 +248,7 @@ class GraphedCallable:
         if self._generation is None and self._module is not None and _is_lazy(self._module):
             return None  # the call is eager and creates the parameters
         try:
-            key = self._key(leaves, tree)
+            key = self._key(leaves, tree, is_sample)
         except InputMismatch as error:
             self._warn(f"{error} Such calls are eager.")
             return None
@@ -265,9 +265,9 @@ class GraphedCallable:
             self._graphs[key] = self._capture(key, leaves, is_sample)
         return self._graphs[key]
 
-    def _key(self, leaves: list[Any], tree: TreeSpec) -> "_GraphKey":
+    def _key(self, leaves: list[Any], tree: TreeSpec, is_sample: bool) -> "_GraphKey":
         """Return what decides which graph a call replays. Drop all graphs if the module has other tensors by now."""
-        wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
+        wants_grad = wanted_by(leaves, samples=is_sample)
         plain = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(plain, tree)
         spec, _ = read_batch(args, kwargs, self._shared.device)
@@ -357,7 +357,7 @@ class _GraphKey(NamedTuple):
     """What decides which graph a call replays."""
 
     spec: Spec
-    wants_grad: tuple[bool, ...]  # per leaf of the input
+    wants_grad: tuple[Wants, ...]  # per leaf of the input
     settings: Settings
 
 

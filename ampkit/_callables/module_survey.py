@@ -31,7 +31,7 @@ from .._torch.tensors import storage_address
 from .._torch.tree import tensors_in, tree_flatten, tree_unflatten
 from .._undo import Undo, replace
 from .._user_line import wraps_operations
-from .passes import CONSTANTS, replace_forward
+from .passes import CONSTANTS, Wants, replace_forward, wanted_by
 
 wraps_operations(__file__)
 
@@ -45,12 +45,12 @@ class Layout(NamedTuple):
 
     Attributes:
         spec: of the input.
-        wants_grad: whether a leaf requires grad, for each leaf.
+        wants_grad: what each leaf wants.
         grad_mode: whether autograd records the call.
     """
 
     spec: Spec
-    wants_grad: tuple[bool, ...]
+    wants_grad: tuple[Wants, ...]
     grad_mode: bool
 
 
@@ -214,6 +214,10 @@ class Survey:
         try:
             leaves, _ = flatten(args, kwargs)
             call.layout = layout_of(args, kwargs, self._device)
+            if Wants.GRADIENT_AND_CAST in call.layout.wants_grad:
+                call.problems["a leaf that requires grad is passed to it under autocast, which keeps a cast of it"] = (
+                    None
+                )
         except InputMismatch as error:
             leaves = tree_flatten((args, kwargs))[0]
             call.problems[_hidden(leaves) or f"its input: {error}"] = None
@@ -388,7 +392,7 @@ def advice_on(thing: object) -> str:
 def layout_of(args: Any, kwargs: Any, device: torch.device) -> Layout:
     """Return the layout of the arguments of a call. Raise an `InputMismatch` if a graph cannot take them."""
     leaves, tree = flatten(args, kwargs)
-    wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
+    wants_grad = wanted_by(leaves)
     detached = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(detached, tree)
     return Layout(read_batch(args, kwargs, device)[0], wants_grad, torch.is_grad_enabled())

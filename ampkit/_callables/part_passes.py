@@ -17,7 +17,7 @@ from .._torch.tensors import version
 from .._undo import Undo
 from .autograd_node import GraphedPasses
 from .module_survey import GradientLayout
-from .passes import Passes
+from .passes import Passes, Wants
 from .shared_memory import SharedMemory
 
 
@@ -94,7 +94,7 @@ class PartPasses(Passes):
         function: Callable[..., Any],
         module: nn.Module,
         inputs: StaticInputs,
-        wants_grad: tuple[bool, ...],
+        wants_grad: tuple[Wants, ...],
         device: torch.device,
         gradients: Sequence[GradientLayout | None],
         *,
@@ -115,7 +115,7 @@ class PartPasses(Passes):
     def forward(self) -> None:
         """Run the module; keep its outputs with their autograd graph."""
         # A copy into the buffer does not change the version of `.data`, which autograd saves.
-        self._leaves = [leaf.data if isinstance(leaf, Tensor) else leaf for leaf in self._static_leaves]
+        self._leaves = self._as_inputs([x.data if isinstance(x, Tensor) else x for x in self._static_leaves])
         self._sources = self._make_sources()
         super().forward()
         self._find_edges()

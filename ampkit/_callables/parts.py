@@ -25,7 +25,7 @@ from .module_choice import Choice
 from .module_runs import ModuleRuns
 from .module_survey import Layout, ModuleCall
 from .part_passes import GraphedPart, PartMemory, PartPasses
-from .passes import Passes, replace_forward, undone
+from .passes import Passes, replace_forward, undone, wanted_by
 
 _WARM_UP = 2  # passes before a capture
 
@@ -184,7 +184,7 @@ class _Part:
 
     def _why_eager(self, leaves: list[Any], tree: Any) -> str:
         detached = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
-        wants_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
+        wants_grad = wanted_by(leaves)
         args, kwargs = tree_unflatten(detached, tree)
         try:
             spec, _ = self._reader.read(args, kwargs)

@@ -1,5 +1,6 @@
 """A forward and a backward pass as two graphs: their static tensors, and the callables that a replay gets wrong."""
 
+import enum
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,43 @@ from .shared_memory import SharedMemory
 CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
+class Wants(enum.IntEnum):
+    """Whether a leaf of an input requires grad, and whether autocast keeps a cast of it."""
+
+    NOTHING = 0
+    GRADIENT = 1
+    GRADIENT_AND_CAST = 2
+
+
+def wanted_by(leaves: Sequence[Any], *, samples: bool = False) -> tuple[Wants, ...]:
+    """Return what each leaf of an input wants.
+
+    Autocast casts a tensor anew for each operation that needs it in low precision, and the gradients of these casts are
+    added in float32. But of leaves of autograd's that require grad it keeps one cast for all operations, so that these
+    gradients are added in low precision (aten/src/ATen/autocast_mode.cpp, `cached_cast`).
+
+    Args:
+        leaves: of an input.
+        samples: whether other tensors will take their places, which come out of other modules.
+    """
+    tensors = (leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves)
+    kept = not samples and torch.is_autocast_cache_enabled()
+    return tuple([Wants.NOTHING if tensor is None else _wants(tensor, kept) for tensor in tensors])
+
+
+def _wants(tensor: Tensor, kept: bool) -> Wants:
+    kept = kept and tensor.is_leaf and tensor.dtype is torch.float32 and not tensor._is_view()
+    return Wants.GRADIENT_AND_CAST if kept and torch.is_autocast_enabled(tensor.device.type) else Wants.GRADIENT
+
+
+def as_input(tensor: Tensor, wants: Wants) -> Tensor:
+    """Return a leaf of autograd's in the memory of this one. Autocast keeps casts of it only if that is wanted."""
+    if wants is not Wants.GRADIENT:
+        return tensor
+    with torch.no_grad():
+        return tensor.view_as(tensor)  # of views autocast keeps none
+
+
 class UnusedError(CaptureError):
     """An input or parameter is unused, which `allow_unused_input` would permit."""
 
@@ -42,7 +80,7 @@ class Passes:
         modules: the modules whose parameters it uses.
         tensors: the parameters and buffers of these modules.
         inputs: the static inputs, filled with a sample.
-        wants_grad: whether a leaf of the input requires grad, for each leaf.
+        wants_grad: what each leaf of the input wants.
         device: where all of these are.
         told: whether user code is told that it is being captured, in the calls before the capture, too.
 
@@ -68,7 +106,7 @@ class Passes:
         modules: list[nn.Module],
         tensors: list[Tensor],
         inputs: StaticInputs,
-        wants_grad: tuple[bool, ...],
+        wants_grad: tuple[Wants, ...],
         device: torch.device,
         told: bool,
     ) -> None:
@@ -93,10 +131,15 @@ class Passes:
             if param in wanted
         ]
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []  # what modules get for their parameters
-        self._leaves = tree_flatten((inputs.args, inputs.kwargs))[0]
+        self._wants = wants_grad
+        self._leaves = self._as_inputs(tree_flatten((inputs.args, inputs.kwargs))[0])
         self._sources = self._make_sources()
         self._outputs: list[Any] = []
         self._tree: TreeSpec | None = None
+
+    def _as_inputs(self, leaves: list[Any]) -> list[Any]:
+        pairs = zip(leaves, self._wants, strict=True)
+        return [as_input(leaf, wants) if isinstance(leaf, Tensor) else leaf for leaf, wants in pairs]
 
     def _make_sources(self) -> list[Tensor]:
         """Return autograd's leaves: the inputs that require grad, and new aliases of the parameters."""

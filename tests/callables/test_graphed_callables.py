@@ -469,6 +469,40 @@ def test_g6_autocast_cache_is_part_of_the_layout(engine: Engine) -> None:
     assert counts(model) == (3, 3, {})
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_g6_casts_of_an_input(engine: Engine) -> None:
+    """G6: autocast keeps a cast of an input that is a leaf. Of one that a module returned, each use has its own."""
+    device = engine[0]
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gate(x) * self.up(x)
+
+    torch.manual_seed(0)
+    model = Gate().to(device)
+    twin = copy.deepcopy(model)
+    sample = torch.randn(8, 32, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        graphed(engine, model, sample)
+    found = []
+    for is_leaf in (False, True, False):
+        for net in (model, twin):
+            x = torch.linspace(-1, 1, 256, device=device).reshape(8, 32).clone().requires_grad_()  # no view
+            with torch.autocast(device, dtype=torch.bfloat16):
+                out = net(x if is_leaf else x * 1.0)
+            out.float().square().sum().backward()
+            found.append(x.grad)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    assert torch.equal(found[4], found[5])
+    assert not torch.equal(found[1], found[3])
+    assert counts(model) == (2, 3, {})
+
+
 # --------------------------------------------------------------------------------------------------- what is left
 
 

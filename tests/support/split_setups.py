@@ -75,6 +75,17 @@ class Perceptron(Layer):
         return x + self.dropout(self.second(F.gelu(hidden)))
 
 
+class Gate(Layer):
+    """Two layers take the input itself, which is mostly float32: autocast casts it for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.line(F.silu(self.gate(x)) * self.up(x).tanh()))
+
+
 class Convolution(Layer):
     """Convolution, BatchNorm and dropout, with an own buffer."""
 
@@ -146,6 +157,7 @@ class Flat(nn.Module):
 KINDS: dict[str, Any] = {
     "flat": Flat,
     "perceptron": Perceptron,
+    "gate": Gate,
     "convolution": Convolution,
     "attention": Attention,
     "outputs": Outputs,

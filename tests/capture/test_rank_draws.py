@@ -65,6 +65,7 @@ def test_ranks_that_draw(on_cpu: dict[str, Rows], name: str) -> None:
     check(name, on_cpu[name])
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_ranks_that_draw_otherwise(others_on_cpu: dict[str, Rows], name: str) -> None:

@@ -89,6 +89,7 @@ def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> No
     check(case, on_cpu[case])
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in ON_CPU if name not in FAST])
 def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
@@ -123,6 +124,7 @@ def check_compiled(name: str, rows: Rows, device: str = "cpu") -> None:
         assert row["compiled"][0].startswith("not compiled: forward" if failed else "compiled: forward and backward")
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in COMPILED if not ddp_cases.CASES[name].gpu])
 def test_compiled(compiled_on_cpu: dict[str, Rows], case: str) -> None:

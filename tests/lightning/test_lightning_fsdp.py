@@ -55,6 +55,7 @@ def check(case: str, rows: Rows) -> None:
     assert [row["replays"] for row in rows] == [batches - by_lightning - 3 * phases] * len(rows)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("case", OTHERS)
 def test_ranks_train_the_bits_of_lightning(on_cpu: dict[str, Rows], case: str) -> None:
     """R12: parameters, moments, metrics, hooks and scale of a sharded model are those without graphs."""

@@ -117,6 +117,7 @@ def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> No
     check(case, on_cpu[case])
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
@@ -124,6 +125,7 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
     check(case, others_on_cpu[case])
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LOOKED_AT)
 def test_what_looks_at_steps(looked_at_on_cpu: dict[str, Rows], case: str) -> None:
@@ -141,6 +143,7 @@ def four_on_gpus() -> dict[str, Rows]:
     return ddp_train.launch_cases(fsdp_train.__file__, "cuda", tuple(fsdp_train.FOUR_RANKS), 240, ranks=4)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", fsdp_train.FOUR_RANKS)
 def test_four_ranks(four_on_cpu: dict[str, Rows], case: str) -> None:
@@ -191,6 +194,7 @@ def check_other_ranks(folder: Path, device: str, others: tuple[int, ...]) -> Non
                 assert row[case]["replays"] == 3
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> None:
     """R12: parameters, moments and loss scale of two ranks, loaded by one and by four, which then train captured."""

@@ -113,7 +113,8 @@ class Ranks:
         self.together: bool = not self.several
         self._votes, self._votes_together = _Votes(), _Votes()
         self._voting: bool | None = None  # in each call, in none; None: as `_votes` says
-        self.exchanges = self._draws = False  # the latter: whether this rank has told of draws
+        self.exchanges: bool = False
+        self._draws = False  # whether this rank has told of draws
         self._exchanged = self._all_know = False  # in this call
         self._turns: list[Turn] = []
         self._heartbeats: list[Heartbeat] | None = None  # one for each group; None before the first call

@@ -123,7 +123,8 @@ class TrainingState:
         problem: str = "",
     ) -> None:
         self.modules = modules
-        self.eager_optimizers, self.problem = tuple(eager_optimizers), problem
+        self.eager_optimizers: tuple[torch.optim.Optimizer, ...] = tuple(eager_optimizers)
+        self.problem = problem
         self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(optimizers)
         self.scaler = scaler
         self.own: dict[str, Tensor] = {} if own is None else own

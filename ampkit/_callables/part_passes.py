@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.graph import CudaGraph, Graph, Pool, capture_stream
-from .._capture.inputs import StaticInputs, once
+from .._capture.inputs import StaticInputs
+from .._capture.placement import once
 from .._capture.timing import Shares
 from .._errors import CaptureError
 from .._torch.autograd import graph_nodes

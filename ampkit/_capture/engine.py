@@ -16,7 +16,7 @@ from .._undo import Undo
 from .bound import why_not_scripted
 from .cache import Cache, Captured, copied
 from .capture_query import answered, captures
-from .eager_call import called_on
+from .eager_call import call_aligned, called_on
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .graph import capture_stream
 from .host_draws import NEW, HostDraws
@@ -152,7 +152,7 @@ class Engine:
         start = self._mark_start() if self._starts_to_mark else None
         spec, leaves = self._reader.read(args, kwargs)  # raises the same errors with and without graphs
         if self.fallback.refused or captures.recorded:
-            return self._call_without_key(phase, args, kwargs)
+            return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves)
         if self._watch.present() is not self._surroundings.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._surroundings.number)
@@ -167,6 +167,11 @@ class Engine:
             if self._unverified or captured.timing.replay.wanted:
                 return self._watched_replay(captured, phase, leaves, start)
             return captured.replay(leaves)
+        return call_aligned(partial(self._call_without_graph, key, start), spec, args, kwargs, leaves)
+
+    def _call_without_graph(
+        self, key: Key, start: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+    ) -> Any:
         layout = self._layout(key)
         stage = self._agreed_stage(key, layout)
         if stage is Stage.COLD:
@@ -176,10 +181,10 @@ class Engine:
             if outputs is not _NOT_CAPTURED:
                 return outputs
         if layout.refusal is IN_PARTS:
-            return self._splitter.call(self, layout, phase, args, kwargs)
+            return self._splitter.call(self, layout, key.phase, args, kwargs)
         reason = self.fallback.refused or layout.refusal or "the ranks have not agreed to capture yet"
         fn = answered(self._fn, layout.told)
-        return self.run(reason, lambda: fn(phase, *args, **kwargs))
+        return self.run(reason, lambda: fn(key.phase, *args, **kwargs))
 
     def settings(self) -> int | None:
         """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
@@ -189,7 +194,7 @@ class Engine:
             self._adapt()
         return self._surroundings.number
 
-    def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]) -> Any:
         """Call eagerly, because every call is eager, or because the call is a part of another engine's capture."""
         reason = self.fallback.refused or "within the capture of another"
         if self.fallback.refused and self._options.graph != "off":
@@ -292,13 +297,7 @@ class Engine:
         return ""
 
     def _warm_up(
-        self,
-        key: Key,
-        layout: Layout,
-        leaves: list[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        start: Any,
+        self, key: Key, layout: Layout, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
     ) -> Any:
         if start is not None and self._ranks.several:
             start = self._clock.now()  # the ranks have voted, which waits for the device

@@ -15,6 +15,7 @@ from .._text import dtype_name
 from .._torch.tensors import foreach_copy_, is_wrapper, layout_check, storage_address, versions
 from .._torch.tree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .containers import holds_tensors, is_record
+from .placement import empty_like, once
 from .spans import Spans, span
 
 
@@ -261,7 +262,7 @@ class StaticInputs:
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         # `versions` reads the version of each buffer. A tensor that is made in inference mode has none.
         with torch.inference_mode(False):
-            self._buffers = [_empty_like(leaves[i]) for i in self._places] if buffers is None else list(buffers)
+            self._buffers = [empty_like(leaves[i]) for i in self._places] if buffers is None else list(buffers)
         static = list(leaves)
         for i, buffer in zip(self._places, self._buffers, strict=True):
             static[i] = buffer
@@ -308,6 +309,15 @@ class StaticInputs:
             return
         for buffer, leaf in zip(self._buffers, given, strict=True):
             buffer.copy_(leaf, True)
+
+    def copies_of(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return a batch of this layout, with tensors that lie in memory as the buffers do, and no version yet."""
+        copies = list(leaves)
+        with torch.inference_mode(False), torch.no_grad():
+            for i, buffer in zip(self._places, self._buffers, strict=True):
+                copies[i] = empty_like(buffer)
+                once(copies[i].data).copy_(once(leaves[i]))
+        return copies
 
     def refuse_shared(self, leaves: Sequence[Any]) -> None:
         """Raise an `InputMismatch` if a tensor of the batch shares memory with another one, and the step changes one.
@@ -367,30 +377,6 @@ class StaticInputs:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    """Return memory with the same strides, also where these leave gaps."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def own_copy(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, that no other tensor shares memory with, as a graph would read it."""
-    with torch.inference_mode(False), torch.no_grad():
-        copy = _empty_like(tensor)
-        once(copy).copy_(once(tensor))
-    return copy
-
-
-def once(tensor: Tensor) -> Tensor:
-    """Return a view without expanded dimensions (stride 0), along which all elements lie at one address.
-
-    `copy_` refuses to write to such a dimension.
-    """
-    if 0 not in tensor.stride():
-        return tensor
-    sizes = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.as_strided(sizes, tensor.stride())
 
 
 def _constant(leaf: object, structure: Hashable, i: int) -> Constant:

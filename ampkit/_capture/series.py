@@ -19,6 +19,7 @@ from .layout_capture import record
 from .layouts import Layouts
 from .options import Options
 from .overlaps import keep_apart
+from .placement import ALIGNED
 from .ranks import Ranks
 from .report import GraphReport
 from .state import TrainingState
@@ -350,20 +351,12 @@ def _unnoted() -> Iterator[None]:
     yield
 
 
-_ALIGNED = 512  # bytes; at such addresses torch's allocator on CUDA puts tensors
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor lies where torch could have allocated it. Kernels may be chosen by that."""
-    return tensor.data_ptr() % (_ALIGNED if tensor.is_cuda else 64) == 0
-
-
 def _aligned(spec: TensorSpec) -> Tensor:
     """Return memory in which each slice along dimension 0 has its strides, and begins where a tensor could begin."""
     rows, *shape = spec.shape
     _, *strides = spec.stride
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
-    step = -(-(last + 1) * spec.dtype.itemsize // _ALIGNED) * _ALIGNED // spec.dtype.itemsize
+    step = -(-(last + 1) * spec.dtype.itemsize // ALIGNED) * ALIGNED // spec.dtype.itemsize
     return torch.empty_strided((rows, *shape), (step, *strides), dtype=spec.dtype, device=spec.device)
 
 

@@ -91,28 +91,22 @@ def verified_replay(
         InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
     """
     captured.inputs.refuse_shared(leaves)  # the graph gets copies, which share no memory
-    given = _copies(leaves)
+    given = captured.inputs.copies_of(leaves)
     used: list[Any] = []  # by the last eager call
 
     def call() -> Any:
-        used[:] = _copies(given)
+        used[:] = captured.inputs.copies_of(given)
         args, kwargs = tree_unflatten([*used], captured.inputs.spec.tree)
         return eager(*args, **kwargs)
 
     def replay() -> Any:
-        return captured.replay([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given])
+        return captured.replay(captured.inputs.copies_of(given))
 
     verdict = verified(replay, call, state, generators, ranks)
     for leaf, after in zip(leaves, used, strict=True):
         if isinstance(leaf, Tensor) and version(after):  # changed in place
             leaf.copy_(after)
     return verdict
-
-
-def _copies(leaves: Sequence[Any]) -> list[Any]:
-    """Return the leaves, tensors as copies that count changes in place, which tensors of inference mode do not."""
-    with torch.inference_mode(False), torch.no_grad():
-        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _compared(

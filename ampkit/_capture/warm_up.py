@@ -15,8 +15,9 @@ from .._undo import Undo
 from .capture_query import answered, answering, noting_questions
 from .draw_record import DrawRecorder
 from .host_draws import HostDraws
-from .inputs import flatten, own_copy
+from .inputs import flatten
 from .layouts import Layout
+from .placement import own_copy
 from .preflight import Preflight, describe
 from .snapshot import Snapshot
 from .state import TrainingState

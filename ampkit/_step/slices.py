@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._capture.inputs import Spec, own_copy
-from .._capture.series import Noting, is_aligned
-from .._torch.tensors import version
+from .._capture.inputs import Spec
+from .._capture.series import Noting
 from .._torch.tree import TreeSpec, tree_unflatten
 from .stack import Stack, sliced
 from .training_step import PartOfStep, Phase, StepOutput
@@ -31,14 +30,9 @@ class Slices:
     def call(self, stack: Stack, i: int) -> StepOutput:
         """Make call i of a stack."""
         leaves: list[Any] = [leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
-        # A graph reads tensors of its own. Elsewhere a slice of a stack could lie where kernels compute otherwise.
-        own = [own_copy(leaf) if isinstance(leaf, Tensor) and not is_aligned(leaf) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(own, stack.tree)
+        args, kwargs = tree_unflatten(leaves, stack.tree)
         place, phase = self._window.count, self._phase()
         out = self._window.run(args, kwargs)
-        for leaf, copy in zip(leaves, own, strict=True):
-            if copy is not leaf and version(copy):
-                leaf.copy_(copy)  # it was changed in place
         self._note(stack.spec, place, phase)
         return out
 

@@ -1,0 +1,125 @@
+"""Batches that are slices of larger tensors: kernels choose by an address how they add, and a graph reads a copy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit._capture.placement import is_aligned
+
+Engine = tuple[str, str]
+LossFn = Callable[..., Tensor]
+ROWS, WIDTH = 5, 13  # 260 bytes of float32: a slice in nine of ten begins where torch would allocate nothing
+STEPS = 12
+
+
+def slices(device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return batches that are slices of one tensor, with other remainders of their addresses."""
+    data = torch.randn(STEPS * ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return [data[i * ROWS : (i + 1) * ROWS] for i in range(STEPS)]
+
+
+def sums(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return a loss of operations whose kernels look at addresses."""
+    normed = F.layer_norm(inputs.float(), (WIDTH,))
+    return model(inputs).square().mean() + inputs.float().sum() * normed.var() * 1e-3 + inputs.float().mean(0).norm()
+
+
+def make(engine: Engine, loss_fn: LossFn, graph: str | None = None, **options: Any) -> tuple[Any, list[nn.Parameter]]:
+    """Return a step and the weights that it trains."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 33), nn.GELU(), nn.Linear(33, 1)).to(engine[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph or engine[1], **options)
+    return step, list(model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_slices_of_a_larger_tensor(engine: Engine, policy: str | None, dtype: torch.dtype) -> None:
+    """G10: each call has the bits of an eager one, wherever its batch lies."""
+
+    def loss_fn(model: nn.Module, inputs: Tensor) -> Tensor:
+        return sums(model, inputs if policy else inputs.float()) + inputs.sum() * inputs.var(0).sum()
+
+    if dtype is torch.float64 and policy:
+        pytest.skip("autocast leaves float64 alone, and the model's weights are not float64")
+    with deterministic():
+        found = []
+        for graph in ("off", engine[1]):
+            step, weights = make(engine, loss_fn, graph, policy=policy)
+            losses = [step(batch).loss for batch in slices(engine[0], dtype)]
+            found.append((losses, weights))
+        assert step.report().replays
+        assert_same(found[1], found[0], "graphed and eager")
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_eager_calls_get_aligned_copies(graph: str) -> None:
+    """G10: what runs eagerly, and what is captured, finds the batch where torch would have allocated it."""
+    seen: list[bool] = []
+
+    def loss_fn(model: nn.Module, inputs: Tensor, rest: dict[str, Tensor]) -> Tensor:
+        seen.extend(map(is_aligned, (inputs, rest["more"])))
+        return sums(model, inputs) + rest["more"].sum()
+
+    step, _ = make(("cpu", "emulate"), loss_fn, graph, verify=2)
+    for batch in slices("cpu"):
+        step(batch, {"more": batch[1:, 2:7]})
+    assert len(seen) >= 2 * STEPS
+    assert all(seen)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_the_step_writes_comes_back(engine: Engine) -> None:
+    """G10: a batch that the step changes in place is changed in every call, also if the call got a copy."""
+
+    def loss_fn(model: nn.Module, inputs: Tensor) -> Tensor:
+        inputs.add_(1)
+        return sums(model, inputs)
+
+    step, _ = make(engine, loss_fn)
+    batches = slices(engine[0])
+    before = [batch.clone() for batch in batches]
+    for batch in batches:
+        step(batch)
+    assert step.report().replays
+    assert_same(batches, [batch + 1 for batch in before], "the batches")
+
+
+def test_an_overlap_that_a_copy_would_hide() -> None:
+    """G10: two arguments in the same memory, one of which is changed, are an error before they are two tensors."""
+
+    def loss_fn(model: nn.Module, inputs: Tensor, again: Tensor) -> Tensor:
+        inputs.mul_(2)
+        return sums(model, inputs + again)
+
+    batch = slices("cpu")[1]
+    step, _ = make(("cpu", "emulate"), loss_fn, "off")
+    with pytest.raises(ampkit.InputMismatch, match=r"batch\[0\], .* as batch\[1\], .* Pass batch\[0\].clone\(\)"):
+        step(batch, batch[:])
+
+
+@pytest.mark.parametrize("verify", [0, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scans_of_odd_rows(engine: Engine, verify: int) -> None:
+    """R11: the calls of a stack have the bits of single calls, also where its rows lie at odd addresses."""
+    with deterministic():
+        stack = torch.stack([batch[:, :7] for batch in slices(engine[0]) * 3])
+        assert not is_aligned(stack[1])
+
+        def loss_fn(model: nn.Module, inputs: Tensor) -> Tensor:
+            return sums(model, F.pad(inputs, (0, WIDTH - inputs.shape[1]))) + inputs.sum() + inputs.var(0).sum()
+
+        single, expected = make(engine, loss_fn, "off")
+        one_by_one = torch.stack([single(row).loss for row in stack])
+        step, weights = make(engine, loss_fn, verify=verify)
+        losses = step.scan(stack).loss
+        assert_same((losses, weights), (one_by_one, expected), "(losses, weights)")
+        assert step.report().launches

@@ -446,6 +446,16 @@ class Training(NamedTuple):
     policy: ampkit.Policy
 
 
+def make_training(args: argparse.Namespace, data: Data, steps_per_epoch: int) -> Training:
+    model = make_model(args, data)
+    shard(args, model)
+    optimizer = make_optimizer(args, model)
+    scheduler = make_scheduler(args, optimizer, steps_per_epoch)
+    policy = ampkit.Policy.parse(args.policy)
+    scaler = ampkit.GradScaler(torch.device(args.device).type, enabled=policy.needs_scaling)
+    return Training(model, optimizer, scheduler, scaler, policy)
+
+
 def make_step(args: argparse.Namespace, training: Training) -> ampkit.GraphedStep:
     """Return the training step: forward, backward, unscale, clip, optimizer, loss scale, learning rate."""
 
@@ -517,7 +527,7 @@ def evaluate(args: argparse.Namespace, training: Training, loader: DataLoader[An
         totals += torch.stack([loss, (logits.argmax(1) == labels).sum()])
     most = math.ceil(math.ceil(len(loader.dataset) / args.processes) / args.batch_size)  # batches of any process
     for _ in range(most - len(loader) if args.strategy == "fsdp" else 0):
-        training.model(images)  # each call gathers parameters, so all processes must make as many
+        training.model(images.to(training.policy.params))  # it gathers parameters, which all processes must do as often
     loss, accuracy = (total / len(loader.dataset) for total in sum_over_processes(totals).tolist())
     return {"test_loss": loss, "test_accuracy": accuracy}
 
@@ -695,13 +705,7 @@ def main(argv: list[str] | None = None) -> None:
     if len(train_loader) == 0:
         raise SystemExit(f"--batch-size {args.batch_size}: there are only {len(data.train)} training images.")
 
-    model = make_model(args, data)
-    shard(args, model)
-    optimizer = make_optimizer(args, model)
-    scheduler = make_scheduler(args, optimizer, len(train_loader))
-    policy = ampkit.Policy.parse(args.policy)
-    scaler = ampkit.GradScaler(torch.device(args.device).type, enabled=policy.needs_scaling)
-    training = Training(model, optimizer, scheduler, scaler, policy)
+    training = make_training(args, data, len(train_loader))
     history = load_checkpoint(args, training) if args.resume else []
     step = make_step(args, training)
 
@@ -718,7 +722,7 @@ def main(argv: list[str] | None = None) -> None:
                 flush=True,
             )
 
-    weights = weights_sha256(model)
+    weights = weights_sha256(training.model)
     if args.rank == 0:
         plot_curves(args, training, history)
         report = step.report()

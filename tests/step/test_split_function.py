@@ -8,33 +8,16 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES, assert_same, bits, deterministic
+from split_harness import WIDTH, Block, assert_same_as_eager
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 import ampkit
 
+pytestmark = pytest.mark.usefixtures("untimed")
+
 Engine = tuple[str, str]
-WIDTH = 16
-
-
-class Block(nn.Module):
-    """Eight kernels or more. Its input is used twice, and the weight of `first` too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(F.gelu(self.first(self.norm(x))))
-        return x + self.dropout(torch.tanh(self.second(F.gelu(hidden))))
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models are small: where a GPU shows them to be slower in parts, they stay in parts all the same."""
-    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
 
 
 class Nets:
@@ -215,6 +198,27 @@ def test_a_call_that_is_differentiated_twice_stays_eager(engine: Engine) -> None
     assert "captured by itself: modules[0], modules[1] (2 calls in a step)" in report.split
 
 
+def at_leaves(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:
+    """Train the generator on how the discriminator's score depends on points, of which autocast keeps one cast."""
+    points = nets.gen(real).detach().requires_grad_()
+    with torch.autocast(nets.device, torch.bfloat16):
+        score = nets.disc(points).mean()
+    (slope,) = torch.autograd.grad(score, points)
+    loss = (nets.gen(noise) * slope).mean() * (1.0 if score.item() > 0 else 2.0)
+    nets.updated(nets.opt_g, loss)
+    return loss
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_call_with_a_leaf_of_which_autocast_keeps_a_cast_stays_eager(engine: Engine) -> None:
+    """R4: autocast would use the cast outside of the module too. Layers behind the first one are captured."""
+    report, _ = compared(engine, at_leaves)
+    captured = [("modules[0]", 0), ("modules[0]", 1), ("modules[1][1:3]", 0)]
+    assert counts(report) == dict.fromkeys(captured, report.in_parts)
+    why = "a leaf that requires grad is passed to it under autocast, which keeps a cast of it"
+    assert f"eager: modules[1]: {why}" in str(report)
+
+
 def reads_first(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor, *, change: str) -> Tensor:
     """Change the discriminator for one call, in steps where the host reads infinity."""
     hidden = nets.gen(real)
@@ -302,30 +306,27 @@ def test_an_optimizer_that_calls_a_closure(engine: Engine) -> None:
 def test_an_error_in_the_middle(engine: Engine) -> None:
     """R4, R6: a call that raises behind a captured forward leaves later calls right."""
 
-    def train(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:
+    def generate(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:
         hidden = nets.gen(real)
         if hidden.detach().isnan().any().item():
             raise ArithmeticError("not a number")
         nets.updated(nets.opt_g, nets.disc(hidden).mean())
         return hidden
 
-    history = []
-    with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        for graph in ("off", engine[1]):
-            nets = Nets(engine)
-            called, found = graphed(nets, train, graph), []
-            nets.gen[1].eval()  # so that the statistics stay numbers
-            for i in range(14):
-                real, noise = batch(engine[0], i)
-                if i in (7, 10):
-                    with pytest.raises(ArithmeticError, match="not a number"):
-                        called(real * float("nan"), noise, noise)
-                found.append((called(real, noise, noise), nets.state()))
-                assert all(param.grad is None for param in nets.gen.parameters())
-            history.append(found)
-    assert_same(*history)
-    assert called.report().in_parts >= 9
+    def train(graph: str) -> tuple[Any, list[Any]]:
+        nets = Nets(engine)
+        called, found = graphed(nets, generate, graph), []
+        nets.gen[1].eval()  # so that the statistics stay numbers
+        for i in range(14):
+            real, noise = batch(engine[0], i)
+            if i in (7, 10):
+                with pytest.raises(ArithmeticError, match="not a number"):
+                    called(real * float("nan"), noise, noise)
+            found.append((called(real, noise, noise), nets.state()))
+            assert all(param.grad is None for param in nets.gen.parameters())
+        return called, found
+
+    assert assert_same_as_eager(engine, train).report().in_parts >= 9
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -344,22 +345,15 @@ def test_two_functions_share_the_models(engine: Engine) -> None:
         nets.updated(nets.opt_g, loss * (1.0 if loss.item() > 0 else 2.0))
         return loss
 
-    history = []
-    with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        for graph in ("off", engine[1]):
-            nets = Nets(engine)
-            functions = [graphed(nets, train, graph) for train in (train_d, train_g)]
-            history.append(
-                [
-                    (
-                        [function(*batch(engine[0], i), torch.ones((), device=engine[0])) for function in functions],
-                        nets.state(),
-                    )
-                    for i in range(10)
-                ]
-            )
-    assert_same(*history)
+    def train(graph: str) -> tuple[list[Any], list[Any]]:
+        nets, found = Nets(engine), []
+        functions = [graphed(nets, function, graph) for function in (train_d, train_g)]
+        for i in range(10):
+            boost = torch.ones((), device=engine[0])
+            found.append(([function(*batch(engine[0], i), boost) for function in functions], nets.state()))
+        return functions, found
+
+    functions = assert_same_as_eager(engine, train)
     assert [len(function.report().parts) for function in functions] == [3, 2]
 
 

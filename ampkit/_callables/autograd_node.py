@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._capture.graph import Graph
+from .._capture.placement import empty_like, is_dense, place_of
 from .._torch.autograd import keeps_graph
 from .._torch.tensors import foreach_copy_, version
 from .._undo import call
@@ -177,11 +178,20 @@ _differentiable_once: Callable[..., tuple[Tensor | None, ...]] = _Differentiable
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies that belong to the caller, made by one kernel for all tensors of one dtype."""
-    if len(tensors) < 2 or any(tensor.layout is not torch.strided for tensor in tensors):
+    if any(tensor.layout is not torch.strided for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    foreach_copy_(copies, list(tensors))
+    copies = [_empty_for_copy(tensor) for tensor in tensors]
+    if len(copies) == 1:
+        copies[0].copy_(tensors[0])
+    elif copies:
+        foreach_copy_(copies, list(tensors))
     return copies
+
+
+def _empty_for_copy(tensor: Tensor) -> Tensor:
+    """Return memory that lies as this tensor's does: later kernels may compute otherwise at another address."""
+    place = place_of(tensor)
+    return empty_like(tensor, place) if place and is_dense(tensor) else torch.empty_like(tensor)
 
 
 _OVERWRITTEN = (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._capture.capture_query import captures, noting_questions
 from .._capture.graph import describe_failure
-from .._capture.inputs import Spec, StaticInputs, flatten, read_batch
+from .._capture.inputs import Spec, flatten, read_batch
 from .._capture.ranks import several_processes
 from .._capture.state import Generation, Settings, TrainingState
 from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
@@ -27,7 +27,7 @@ from .._undo import Undo, call
 from .._user_line import users_level
 from .arguments import LEGACY_HOOK, check_options, device_of, parse
 from .autograd_node import PENDING, GraphedPasses
-from .input_leaves import Wants, detached, wanted_by
+from .input_leaves import Wants, detached, places_of, static_inputs, wanted_by
 from .passes import Passes, UnusedError, undone
 from .shared_memory import SharedMemory, shared_memory_of
 
@@ -280,7 +280,7 @@ class GraphedCallable:
             self._hook_tables = [table for module in now.walk.modules[1:] for table in hook_tables(module)]
             self._hooks = list(chain.from_iterable(self._hook_tables))
         self._generation = now
-        return _GraphKey(spec, wants_grad, now.settings)
+        return _GraphKey(spec, wants_grad, places_of(leaves), now.settings)
 
     def _capture(self, key: "_GraphKey", leaves: list[Any], is_sample: bool) -> GraphedPasses | None:
         """Return graphs for this key, or None if it cannot be captured."""
@@ -334,9 +334,7 @@ class GraphedCallable:
                     f"a {type(tensor.data).__name__} of shape {tuple(tensor.shape)} is on {tensor.device}. A graph "
                     f"takes plain tensors on {device}. Move inputs, parameters and buffers with .to({str(device)!r})."
                 )
-        inputs = StaticInputs(key.spec, leaves)
-        with torch.no_grad():
-            inputs.copy_(leaves)
+        inputs = static_inputs(key.spec, leaves)
         passes = Passes(self._original, walk.modules, tensors, inputs, key.wants_grad, device, self.told)
         with undone(walk.modules, device) as rebound:
             graphs = passes.capture(self._shared, self._warmup, self._allow_unused)
@@ -359,6 +357,7 @@ class _GraphKey(NamedTuple):
 
     spec: Spec
     wants_grad: tuple[Wants, ...]  # per leaf of the input
+    places: tuple[int, ...]  # per leaf
     settings: Settings
 
 

@@ -1,4 +1,4 @@
-"""What a graph must know of the leaves of an input: which require grad, and of which autocast keeps a cast."""
+"""What a graph must know of the leaves of an input: what autograd and autocast want of them, and where they begin."""
 
 import enum
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.inputs import is_plain
+from .._capture.inputs import Spec, StaticInputs, is_plain
+from .._capture.placement import empty_like, place_of
 from .._torch.tree import TreeSpec, tree_unflatten
 
 
@@ -56,3 +57,23 @@ def detached(leaves: Sequence[Any], tree: TreeSpec) -> tuple[tuple[Any, ...], di
     plain = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(plain, tree)
     return args, kwargs
+
+
+def places_of(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Return the `place_of` each leaf. Kernels may compute otherwise for a tensor that begins at another one."""
+    return tuple([place_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves])
+
+
+def static_inputs(spec: Spec, leaves: Sequence[Any]) -> StaticInputs:
+    """Return buffers that lie in memory as these leaves do, and have their values.
+
+    Args:
+        spec: the layout of the leaves.
+        leaves: of an input.
+    """
+    with torch.inference_mode(False):
+        buffers = [empty_like(leaf, place_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+    inputs = StaticInputs(spec, leaves, buffers)
+    with torch.no_grad():
+        inputs.copy_(leaves)
+    return inputs

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._capture.containers import holds_tensors
 from .._capture.inputs import Spec, flatten, is_plain, read_batch
+from .._capture.placement import is_dense, place_of
 from .._capture.preflight import Preflight
 from .._errors import InputMismatch
 from .._torch.autograd import (
@@ -31,7 +32,7 @@ from .._torch.tensors import storage_address
 from .._torch.tree import tensors_in, tree_flatten
 from .._undo import Undo, replace
 from .._user_line import wraps_operations
-from .input_leaves import Wants, detached, wanted_by
+from .input_leaves import Wants, detached, places_of, wanted_by
 from .passes import CONSTANTS, replace_forward
 
 wraps_operations(__file__)
@@ -48,11 +49,13 @@ class Layout(NamedTuple):
     Attributes:
         spec: of the input.
         wants_grad: what each leaf wants.
+        places: where each leaf begins.
         grad_mode: whether autograd records the call.
     """
 
     spec: Spec
     wants_grad: tuple[Wants, ...]
+    places: tuple[int, ...]
     grad_mode: bool
 
 
@@ -61,6 +64,7 @@ class GradientLayout(NamedTuple):
 
     stride: tuple[int, ...]
     dtype: torch.dtype
+    place: int
 
 
 @dataclass(eq=False)
@@ -216,7 +220,7 @@ class Survey:
         try:
             leaves, tree = flatten(args, kwargs)
             spec, _ = read_batch(*detached(leaves, tree), self._device)
-            call.layout = Layout(spec, wanted_by(leaves), torch.is_grad_enabled())
+            call.layout = Layout(spec, wanted_by(leaves), places_of(leaves), torch.is_grad_enabled())
             if Wants.GRADIENT_AND_CAST in call.layout.wants_grad:
                 call.problems[_KEPT_CAST] = None
         except InputMismatch as error:
@@ -236,7 +240,7 @@ class Survey:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                if not is_plain(leaf) or leaf.device != self._device or not _is_dense(leaf):
+                if not is_plain(leaf) or leaf.device != self._device or not is_dense(leaf):
                     call.problems["an output is no dense tensor on the device"] = None
             elif type(leaf) not in CONSTANTS:
                 call.problems[f"it returns a {type(leaf).__name__}"] = None
@@ -254,13 +258,14 @@ class Survey:
                 self._note_gradient(call, tensor)
 
     def _note_gradient(self, call: ModuleCall, output: Tensor) -> None:
-        place = len(call.gradients)
+        number = len(call.gradients)
         call.gradients.append(None)
 
         def note(gradient: Tensor) -> None:
-            call.gradients[place] = GradientLayout(gradient.stride(), gradient.dtype)
             if type(gradient) is not Tensor or gradient.layout is not torch.strided:
                 call.problems["the gradient of an output is no plain tensor"] = None
+                return
+            call.gradients[number] = GradientLayout(gradient.stride(), gradient.dtype, place_of(gradient))
 
         output.register_hook(note)
 
@@ -404,11 +409,6 @@ def _key(node: Any) -> int:
 
 def _edge(edge: Any) -> _Edge:
     return _key(edge.node), edge.output_nr
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a copy has the same strides."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _entry(op: Any, args: Any, kwargs: Any) -> Any:

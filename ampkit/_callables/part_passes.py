@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._capture.graph import CudaGraph, Graph, Pool, capture_stream
 from .._capture.inputs import StaticInputs
-from .._capture.placement import once
+from .._capture.placement import empty_like, once, place_of
 from .._capture.timing import Shares
 from .._errors import CaptureError
 from .._torch.autograd import graph_nodes
@@ -276,8 +276,8 @@ def _static(result: Tensor, layout: GradientLayout | None) -> Tensor | None:
     """Return memory for the gradient of an output; None if it gets no gradient."""
     if layout is None:
         return None
-    stride, dtype = layout
-    static = torch.empty_strided(result.shape, stride, dtype=dtype, device=result.device)
+    stride, dtype, place = layout
+    static = empty_like(torch.empty_strided(result.shape, stride, dtype=dtype, device=result.device), place)
     once(static).zero_()
     return static
 
@@ -285,4 +285,4 @@ def _static(result: Tensor, layout: GradientLayout | None) -> Tensor | None:
 def _fits(static: Tensor | None, grad: Tensor | None) -> bool:
     if static is None or grad is None:
         return static is grad
-    return static.stride() == grad.stride() and static.dtype is grad.dtype
+    return static.stride() == grad.stride() and static.dtype is grad.dtype and place_of(static) == place_of(grad)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .._capture.graph import describe_failure
-from .._capture.inputs import BatchReader, StaticInputs, flatten
+from .._capture.inputs import BatchReader, flatten
 from .._capture.timing import Shares
 from .._capture.watch import Walk, autocast
 from .._errors import CaptureError, InputMismatch
@@ -20,7 +20,7 @@ from .._torch.modules import has_global_hooks, hook_tables
 from .._torch.settings import settings
 from .._undo import Undo
 from .autograd_node import PENDING
-from .input_leaves import detached, wanted_by
+from .input_leaves import detached, places_of, static_inputs, wanted_by
 from .module_choice import Choice
 from .module_runs import ModuleRuns
 from .module_survey import Layout, ModuleCall
@@ -187,9 +187,10 @@ class _Part:
             spec, _ = self._reader.read(*detached(leaves, tree))
         except InputMismatch as error:
             return str(error)
-        if (spec, wanted_by(leaves)) != (self._layout.spec, self._layout.wants_grad):
+        now = Layout(spec, wanted_by(leaves), places_of(leaves), torch.is_grad_enabled())
+        if now[:-1] != self._layout[:-1]:
             return "its input has another layout"
-        if torch.is_grad_enabled() != self._layout.grad_mode:
+        if now != self._layout:
             return "it is called with gradients in some steps, and without in others"
         if self._graphs is None:
             return ""
@@ -211,12 +212,9 @@ class _Part:
             undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
 
     def _record(self, original: Callable[..., Any], leaves: list[Any]) -> GraphedPart:
-        spec, wants_grad, grad_mode = self._layout
-        inputs = StaticInputs(spec, leaves)
-        with torch.no_grad():
-            inputs.copy_(leaves)
-        given = original, self.call.module, inputs, wants_grad, self._memory.device, self.call.gradients
-        passes = PartPasses(*given, grad_mode=grad_mode)
+        layout, inputs = self._layout, static_inputs(self._layout.spec, leaves)
+        given = original, self.call.module, inputs, layout.wants_grad, self._memory.device, self.call.gradients
+        passes = PartPasses(*given, grad_mode=layout.grad_mode)
         with undone(list(self.call.module.modules()), self._memory.device) as rebound:
             graphs = passes.capture(self._memory, _WARM_UP)
             if names := rebound():

@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES, assert_same, deterministic
+from split_harness import Block, assert_same_as_eager
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.placement import is_aligned
+from ampkit._capture.placement import is_aligned, place_of
 
 Engine = tuple[str, str]
 LossFn = Callable[..., Tensor]
 ROWS, WIDTH = 5, 13  # 260 bytes of float32: a slice in nine of ten begins where torch would allocate nothing
 STEPS = 12
+begins: list[int] = []  # of the inputs of `Noted`
 
 
 def slices(device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -123,3 +125,77 @@ def test_scans_of_odd_rows(engine: Engine, verify: int) -> None:
         losses = step.scan(stack).loss
         assert_same((losses, weights), (one_by_one, expected), "(losses, weights)")
         assert step.report().launches
+
+
+class Slices(nn.Module):
+    """Modules around a line: their inputs, outputs and the gradients of outputs are slices at odd addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(WIDTH), Noted(WIDTH), Rest()
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.detach().sum().item() > 1e9:
+            hidden = hidden * 2
+        both = torch.cat([self.second(hidden[1:]), self.third(hidden)])
+        return self.head(both)
+
+
+class Noted(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        begins.append(place_of(x))
+        return super().forward(x)
+
+
+class Rest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)[1:]
+
+
+@pytest.mark.usefixtures("untimed")
+@pytest.mark.parametrize("policy", [None, "float16"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_modules_around_a_line(engine: Engine, policy: str | None) -> None:
+    """R4: modules that are captured one by one leave the bits of eager ones, wherever their tensors begin."""
+
+    def train(graph: str) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = Slices().to(engine[0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = ampkit.graphed_step(sums, model, optimizer, policy=policy, max_norm=1.0, graph=graph)
+        losses = [step(batch).loss for batch in slices(engine[0])]
+        return step, (losses, list(model.parameters()))
+
+    begins.clear()
+    report = assert_same_as_eager(engine, train).report()
+    assert set(begins) == {WIDTH * 4}  # eager, in the capture, and in emulated replays
+    assert [part.module for part in report.parts] == ["first", "second", "third"]
+    assert all(part.replays == report.in_parts and not part.eager for part in report.parts), str(report)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_graphed_module_gets_slices(engine: Engine) -> None:
+    """G6: a module of make_graphed_callables has the bits of the module, for a slice at each kind of address."""
+    results = []
+    with deterministic():
+        for graph in ("off", engine[1]):
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7), nn.Flatten(0), nn.LayerNorm(7 * ROWS))
+            module.to(engine[0])
+            sample = torch.randn(ROWS, WIDTH, device=engine[0], requires_grad=True)
+            graphed = ampkit.make_graphed_callables(module, (sample,), graph=graph)
+            found = []
+            for batch in slices(engine[0]):
+                out = graphed(batch.requires_grad_())
+                out.square().sum().backward()
+                found.append(out.detach())
+            results.append((found, [parameter.grad for parameter in module.parameters()]))
+    assert_same(results[1], results[0], "graphed and not")
+    assert graphed.forward.replays == STEPS
+    assert graphed.forward.captures > 2

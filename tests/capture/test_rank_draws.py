@@ -3,32 +3,17 @@
 What trains runs in processes of its own, one per rank (rank_draws.py). One start of the ranks does many cases.
 """
 
-from typing import Any
-
-import ddp_train
 import pytest
 import rank_draws
+from rank_cases import Rows, cases_of
 
 from ampkit._capture.ranks import WARMUP_DDP
 
 FAST = ("own", "dropped alike, fsdp", "rare layerdrop")
 OTHERS = tuple(name for name in rank_draws.CASES if name not in FAST)
-Rows = list[dict[str, Any]]  # of one case, one per rank
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(rank_draws.__file__, "cpu", FAST, 240)
-
-
-@pytest.fixture(scope="module")
-def others_on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(rank_draws.__file__, "cpu", OTHERS, 500)
-
-
-@pytest.fixture(scope="module")
-def on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(rank_draws.__file__, "cuda", tuple(rank_draws.CASES), 400)
+on_cpu = cases_of(rank_draws.__file__, "cpu", FAST, 240)
+others_on_cpu = cases_of(rank_draws.__file__, "cpu", OTHERS, 500)
+on_gpus = cases_of(rank_draws.__file__, "cuda", rank_draws.CASES, 400)
 
 
 def check(name: str, rows: Rows, device: str = "cpu") -> None:

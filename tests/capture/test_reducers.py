@@ -13,6 +13,7 @@ import ddp_train
 import pytest
 import torch
 import torch.distributed as dist
+from rank_cases import Rows, cases_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -28,35 +29,14 @@ from ampkit._torch import reducer as torch_reducer
 CPU = torch.device("cpu")
 FAST = ("plain", "static, unused", "wrapped hook", "accumulate", "float16 as torch", "PowerSGD", "second step")
 COMPILED = tuple(name for name, case in ddp_cases.CASES.items() if case.compile)
-ON_CPU = tuple(name for name, case in ddp_cases.CASES.items() if not case.gpu and name not in COMPILED)
-Rows = list[dict[str, Any]]  # of one case, one per rank
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(ddp_cases.__file__, "cpu", FAST, 180)
-
-
-@pytest.fixture(scope="module")
-def others_on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(ddp_cases.__file__, "cpu", tuple(name for name in ON_CPU if name not in FAST), 300)
-
-
-@pytest.fixture(scope="module")
-def compiled_on_cpu() -> dict[str, Rows]:
-    names = tuple(name for name in COMPILED if not ddp_cases.CASES[name].gpu)
-    return ddp_train.launch_cases(ddp_cases.__file__, "cpu", names, 400)
-
-
-@pytest.fixture(scope="module")
-def on_gpus() -> dict[str, Rows]:
-    names = tuple(name for name in ddp_cases.CASES if name not in COMPILED)
-    return ddp_train.launch_cases(ddp_cases.__file__, "cuda", names, 300)
-
-
-@pytest.fixture(scope="module")
-def compiled_on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(ddp_cases.__file__, "cuda", COMPILED, 500)
+COMPILED_ON_CPU = tuple(name for name in COMPILED if not ddp_cases.CASES[name].gpu)
+UNCOMPILED = tuple(name for name in ddp_cases.CASES if name not in COMPILED)
+OTHERS = tuple(name for name in UNCOMPILED if not ddp_cases.CASES[name].gpu and name not in FAST)
+on_cpu = cases_of(ddp_cases.__file__, "cpu", FAST, 180)
+others_on_cpu = cases_of(ddp_cases.__file__, "cpu", OTHERS, 300)
+compiled_on_cpu = cases_of(ddp_cases.__file__, "cpu", COMPILED_ON_CPU, 400)
+on_gpus = cases_of(ddp_cases.__file__, "cuda", UNCOMPILED, 300)
+compiled_on_gpus = cases_of(ddp_cases.__file__, "cuda", COMPILED, 500)
 
 
 def check(name: str, rows: Rows, device: str = "cpu") -> None:
@@ -91,7 +71,7 @@ def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> No
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in ON_CPU if name not in FAST])
+@pytest.mark.parametrize("case", OTHERS)
 def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
     """L4: arguments of DDP, communication hooks, policies, a model that was trained before, one that is evaluated."""
     check(case, others_on_cpu[case])
@@ -100,7 +80,7 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in ddp_cases.CASES if name not in COMPILED])
+@pytest.mark.parametrize("case", UNCOMPILED)
 def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
     """L4: the same with NCCL in the graph, for models that were made on the default stream."""
     check(case, on_gpus[case], "cuda")
@@ -126,7 +106,7 @@ def check_compiled(name: str, rows: Rows, device: str = "cpu") -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in COMPILED if not ddp_cases.CASES[name].gpu])
+@pytest.mark.parametrize("case", COMPILED_ON_CPU)
 def test_compiled(compiled_on_cpu: dict[str, Rows], case: str) -> None:
     """R11, L4: the bits of the compiled step under DDP, whose buckets are exchanged within the compiled backward."""
     check_compiled(case, compiled_on_cpu[case])

@@ -3,32 +3,17 @@
 What trains runs in processes of its own, one per rank (lightning_fsdp.py). One start of the ranks does many cases.
 """
 
-from typing import Any
-
-import ddp_train
 import lightning_fsdp
 import pytest
+from rank_cases import Rows, cases_of
 
 pytestmark = pytest.mark.slow
 
-Rows = list[dict[str, Any]]  # of one case, one per rank
 RESUMED = tuple(name for name, case in lightning_fsdp.CASES.items() if case.resume[0])
 OTHERS = tuple(name for name in lightning_fsdp.CASES if name not in RESUMED)
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(lightning_fsdp.__file__, "cpu", OTHERS, 500)
-
-
-@pytest.fixture(scope="module")
-def resumed_on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(lightning_fsdp.__file__, "cpu", RESUMED, 300)
-
-
-@pytest.fixture(scope="module")
-def on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(lightning_fsdp.__file__, "cuda", tuple(lightning_fsdp.CASES), 500)
+on_cpu = cases_of(lightning_fsdp.__file__, "cpu", OTHERS, 500)
+resumed_on_cpu = cases_of(lightning_fsdp.__file__, "cpu", RESUMED, 300)
+on_gpus = cases_of(lightning_fsdp.__file__, "cuda", lightning_fsdp.CASES, 500)
 
 
 def check(case: str, rows: Rows) -> None:

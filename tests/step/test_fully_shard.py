@@ -15,6 +15,7 @@ import fsdp_train
 import pytest
 import torch
 import torch.distributed as dist
+from rank_cases import Rows, cases_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -35,32 +36,13 @@ LOOKED_AT = tuple(
 )
 FAST = ("float32", "float16", "accumulate float16", "evaluation")
 OTHERS = tuple(name for name in fsdp_train.CASES if name not in (*FAST, *LOOKED_AT))
-Rows = list[dict[str, Any]]  # of one case, one per rank
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_train.__file__, "cpu", FAST, 180)
-
-
-@pytest.fixture(scope="module")
-def others_on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_train.__file__, "cpu", OTHERS, 400)
-
-
-@pytest.fixture(scope="module")
-def looked_at_on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_train.__file__, "cpu", LOOKED_AT, 300)
-
-
-@pytest.fixture(scope="module")
-def on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", (*FAST, *OTHERS), 400)
-
-
-@pytest.fixture(scope="module")
-def looked_at_on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", LOOKED_AT, 300)
+on_cpu = cases_of(fsdp_train.__file__, "cpu", FAST, 180)
+others_on_cpu = cases_of(fsdp_train.__file__, "cpu", OTHERS, 400)
+looked_at_on_cpu = cases_of(fsdp_train.__file__, "cpu", LOOKED_AT, 300)
+four_on_cpu = cases_of(fsdp_train.__file__, "cpu", fsdp_train.FOUR_RANKS, 400, ranks=4)
+on_gpus = cases_of(fsdp_train.__file__, "cuda", (*FAST, *OTHERS), 400)
+looked_at_on_gpus = cases_of(fsdp_train.__file__, "cuda", LOOKED_AT, 300)
+four_on_gpus = cases_of(fsdp_train.__file__, "cuda", fsdp_train.FOUR_RANKS, 240, ranks=4)
 
 
 def check(case: str, rows: Rows, device: str = "cpu") -> None:
@@ -131,16 +113,6 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 def test_what_looks_at_steps(looked_at_on_cpu: dict[str, Rows], case: str) -> None:
     """R12: `verify` finds what a graph would not do, on shards too; `numerics`; functions under `ampkit.graphed`."""
     check(case, looked_at_on_cpu[case])
-
-
-@pytest.fixture(scope="module")
-def four_on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_train.__file__, "cpu", tuple(fsdp_train.FOUR_RANKS), 400, ranks=4)
-
-
-@pytest.fixture(scope="module")
-def four_on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_train.__file__, "cuda", tuple(fsdp_train.FOUR_RANKS), 240, ranks=4)
 
 
 @pytest.mark.ranks

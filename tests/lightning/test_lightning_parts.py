@@ -13,15 +13,9 @@ from torch.nn import functional as F
 
 import ampkit
 
-pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
+pytestmark = [pytest.mark.usefixtures("untimed"), *(pytest.mark.filterwarnings(text) for text in QUIET)]
 
 Engine = tuple[str, str]
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models are small: where a GPU shows them to be slower in parts, they stay in parts all the same."""
-    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
 
 
 class Reads(Net):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES, assert_same, deterministic, training_state
+from split_harness import WIDTH, Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -16,21 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit
 
+pytestmark = pytest.mark.usefixtures("untimed")
+
 Engine = tuple[str, str]
-WIDTH = 16
-
-
-class Block(nn.Module):
-    """Eight kernels or more. Its input is used twice, and the weight of `first` too."""
-
-    def __init__(self, inputs: int = WIDTH) -> None:
-        super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm(inputs), nn.Linear(inputs, inputs), nn.Linear(inputs, inputs)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(F.gelu(self.first(self.norm(x))))
-        return x + self.dropout(torch.tanh(self.second(F.gelu(hidden))))
 
 
 class Reads(nn.Module):
@@ -326,12 +315,6 @@ def compared(engine: Engine, make: Callable[[], nn.Module], calls: int = 13, **o
         for i, found in enumerate(run.steps(range(calls), overflows)):
             assert_same(found, expected[i], f"call {i}")
     return run.step
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models are small: where a GPU shows them to be slower in parts, they stay in parts all the same."""
-    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

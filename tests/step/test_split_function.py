@@ -8,33 +8,16 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES, assert_same, bits, deterministic
+from split_harness import WIDTH, Block
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 import ampkit
 
+pytestmark = pytest.mark.usefixtures("untimed")
+
 Engine = tuple[str, str]
-WIDTH = 16
-
-
-class Block(nn.Module):
-    """Eight kernels or more. Its input is used twice, and the weight of `first` too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(F.gelu(self.first(self.norm(x))))
-        return x + self.dropout(torch.tanh(self.second(F.gelu(hidden))))
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models are small: where a GPU shows them to be slower in parts, they stay in parts all the same."""
-    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
 
 
 class Nets:

@@ -21,11 +21,10 @@ SEEDS = {device: range(int(COUNT or usual)) for device, usual in (("cpu", 24), (
 QUICK = {"cpu": range(4), "cuda": range(40)}  # the seeds that are not slow
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize(("seed", "device"), setups.seed_params(SEEDS, QUICK))
-def test_random_setups(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_setups(seed: int, device: str) -> None:
     """R3, R4: outputs and state behind each call have the bits of eager calls; each call is counted once."""
-    # Where a GPU shows these small models to be slower in parts, they stay in parts all the same.
-    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
     setup = split_setups.draw_split(seed, device)
     try:
         with deterministic(), warnings.catch_warnings():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES, assert_same, deterministic, training_state
-from split_harness import WIDTH, Block
+from split_harness import WIDTH, Block, assert_same_as_eager
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -451,16 +451,14 @@ def change_neighbours(name: str, run: Run) -> None:
 @pytest.mark.parametrize("name", ["hook", "hook on the whole", "forward", "another layer", "one more", "mode"])
 def test_neighbours_that_change(engine: Engine, name: str) -> None:
     """R4: the bits are those of eager steps after each change of the layers, and of the `nn.Sequential`."""
-    history: list[Any] = []
-    with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        for graph in ("off", engine[1]):
-            run = Run((engine[0], graph), Flat, policy="float16", max_norm=1.0)
-            found = list(run.steps(range(9)))
-            change_neighbours(name, run)
-            history.append([*found, *run.steps(range(9, 20), overflows=(10, 18))])
-    assert_same(*history)
-    report = run.step.report()
+
+    def train(graph: str) -> tuple[Run, list[Any]]:
+        run = Run((engine[0], graph), Flat, policy="float16", max_norm=1.0)
+        found = list(run.steps(range(9)))
+        change_neighbours(name, run)
+        return run, [*found, *run.steps(range(9, 20), overflows=(10, 18))]
+
+    report = assert_same_as_eager(engine, train).step.report()
     assert report.outcome == ("eager" if name in ("hook", "forward") else "in parts"), str(report)
 
 
@@ -707,17 +705,14 @@ def change_of(name: str, run: Run) -> None:
 @pytest.mark.parametrize("name", ["mode", "freeze", "replace", "hook", "forward", "moved", "resume"])
 def test_what_changes_between_calls_is_followed(engine: Engine, name: str) -> None:
     """R4: the parts are given up, or made anew, and the bits are those of eager steps."""
-    history: list[Any] = []
-    with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        for graph in ("off", engine[1]):
-            run = Run((engine[0], graph), Reads, policy="float16", max_norm=1.0)
-            found = list(run.steps(range(8)))
-            change_of(name, run)
-            found += run.steps(range(8, 17), overflows=(9, 15))
-            history.append(found)
-    assert_same(*history)
-    report = run.step.report()
+
+    def train(graph: str) -> tuple[Run, list[Any]]:
+        run = Run((engine[0], graph), Reads, policy="float16", max_norm=1.0)
+        found = list(run.steps(range(8)))
+        change_of(name, run)
+        return run, [*found, *run.steps(range(8, 17), overflows=(9, 15))]
+
+    report = assert_same_as_eager(engine, train).step.report()
     again = name not in ("hook", "forward")
     assert report.in_parts >= (6 if again else 3), str(report)
     assert report.outcome == ("in parts" if again else "eager"), str(report)
@@ -726,20 +721,18 @@ def test_what_changes_between_calls_is_followed(engine: Engine, name: str) -> No
 @pytest.mark.parametrize("engine", ENGINES)
 def test_hooks_on_all_modules(engine: Engine) -> None:
     """R4: while there are some, steps are eager, because a replay would not call them for the modules inside."""
-    history: list[Any] = []
-    with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        for graph in ("off", engine[1]):
-            run = Run((engine[0], graph), Flat)
-            found = list(run.steps(range(9)))
-            hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 0.5)
-            try:
-                found += run.steps(range(9, 12))
-            finally:
-                hook.remove()
-            history.append([*found, *run.steps(range(12, 15))])
-    assert_same(*history)
-    report = run.step.report()
+
+    def train(graph: str) -> tuple[Run, list[Any]]:
+        run = Run((engine[0], graph), Flat)
+        found = list(run.steps(range(9)))
+        hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 0.5)
+        try:
+            found += run.steps(range(9, 12))
+        finally:
+            hook.remove()
+        return run, [*found, *run.steps(range(12, 15))]
+
+    report = assert_same_as_eager(engine, train).step.report()
     assert report.eager["there are hooks on all modules"] == 3
     assert report.in_parts == 6
 
@@ -747,17 +740,12 @@ def test_hooks_on_all_modules(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_shape_has_its_own_split(engine: Engine) -> None:
     """R4: within max_graphs."""
-    history: list[Any] = []
-    with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        for graph in ("off", engine[1]):
-            run = Run((engine[0], graph), Reads, max_graphs=2)
-            found = []
-            for i in range(24):
-                found += run.steps(range(i, i + 1), size=4 + i % 3)
-            history.append(found)
-    assert_same(*history)
-    report = run.step.report()
+
+    def train(graph: str) -> tuple[Run, list[Any]]:
+        run = Run((engine[0], graph), Reads, max_graphs=2)
+        return run, [out for i in range(24) for out in run.steps(range(i, i + 1), size=4 + i % 3)]
+
+    report = assert_same_as_eager(engine, train).step.report()
     assert len(report.parts) == 4
     assert "max_graphs=2 layouts are done in parts already" in str(report)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES, assert_same, bits, deterministic
-from split_harness import WIDTH, Block
+from split_harness import WIDTH, Block, assert_same_as_eager
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -285,30 +285,27 @@ def test_an_optimizer_that_calls_a_closure(engine: Engine) -> None:
 def test_an_error_in_the_middle(engine: Engine) -> None:
     """R4, R6: a call that raises behind a captured forward leaves later calls right."""
 
-    def train(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:
+    def generate(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:
         hidden = nets.gen(real)
         if hidden.detach().isnan().any().item():
             raise ArithmeticError("not a number")
         nets.updated(nets.opt_g, nets.disc(hidden).mean())
         return hidden
 
-    history = []
-    with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        for graph in ("off", engine[1]):
-            nets = Nets(engine)
-            called, found = graphed(nets, train, graph), []
-            nets.gen[1].eval()  # so that the statistics stay numbers
-            for i in range(14):
-                real, noise = batch(engine[0], i)
-                if i in (7, 10):
-                    with pytest.raises(ArithmeticError, match="not a number"):
-                        called(real * float("nan"), noise, noise)
-                found.append((called(real, noise, noise), nets.state()))
-                assert all(param.grad is None for param in nets.gen.parameters())
-            history.append(found)
-    assert_same(*history)
-    assert called.report().in_parts >= 9
+    def train(graph: str) -> tuple[Any, list[Any]]:
+        nets = Nets(engine)
+        called, found = graphed(nets, generate, graph), []
+        nets.gen[1].eval()  # so that the statistics stay numbers
+        for i in range(14):
+            real, noise = batch(engine[0], i)
+            if i in (7, 10):
+                with pytest.raises(ArithmeticError, match="not a number"):
+                    called(real * float("nan"), noise, noise)
+            found.append((called(real, noise, noise), nets.state()))
+            assert all(param.grad is None for param in nets.gen.parameters())
+        return called, found
+
+    assert assert_same_as_eager(engine, train).report().in_parts >= 9
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -327,22 +324,15 @@ def test_two_functions_share_the_models(engine: Engine) -> None:
         nets.updated(nets.opt_g, loss * (1.0 if loss.item() > 0 else 2.0))
         return loss
 
-    history = []
-    with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
-        for graph in ("off", engine[1]):
-            nets = Nets(engine)
-            functions = [graphed(nets, train, graph) for train in (train_d, train_g)]
-            history.append(
-                [
-                    (
-                        [function(*batch(engine[0], i), torch.ones((), device=engine[0])) for function in functions],
-                        nets.state(),
-                    )
-                    for i in range(10)
-                ]
-            )
-    assert_same(*history)
+    def train(graph: str) -> tuple[list[Any], list[Any]]:
+        nets, found = Nets(engine), []
+        functions = [graphed(nets, function, graph) for function in (train_d, train_g)]
+        for i in range(10):
+            boost = torch.ones((), device=engine[0])
+            found.append(([function(*batch(engine[0], i), boost) for function in functions], nets.state()))
+        return functions, found
+
+    functions = assert_same_as_eager(engine, train)
     assert [len(function.report().parts) for function in functions] == [3, 2]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._capture.capture_query import captures, noting_questions
 from .._capture.graph import describe_failure
-from .._capture.inputs import Spec, StaticInputs, flatten, is_plain, read_batch
+from .._capture.inputs import Spec, StaticInputs, flatten, read_batch
 from .._capture.ranks import several_processes
 from .._capture.state import Generation, Settings, TrainingState
 from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
@@ -22,12 +22,13 @@ from .._torch.autograd import in_backward
 from .._torch.compile import cudagraphs_of_its_own
 from .._torch.modes import modes
 from .._torch.modules import has_legacy_backward_hooks, hook_tables
-from .._torch.tree import TreeSpec, tree_unflatten
+from .._torch.tree import TreeSpec
 from .._undo import Undo, call
 from .._user_line import users_level
 from .arguments import LEGACY_HOOK, check_options, device_of, parse
 from .autograd_node import PENDING, GraphedPasses
-from .passes import Passes, UnusedError, Wants, undone, wanted_by
+from .input_leaves import Wants, detached, wanted_by
+from .passes import Passes, UnusedError, undone
 from .shared_memory import SharedMemory, shared_memory_of
 
 _MAX_CAPTURES = 32  # per callable; otherwise an input with a new shape or constant in each call is always captured
@@ -268,9 +269,7 @@ class GraphedCallable:
     def _key(self, leaves: list[Any], tree: TreeSpec, is_sample: bool) -> "_GraphKey":
         """Return what decides which graph a call replays. Drop all graphs if the module has other tensors by now."""
         wants_grad = wanted_by(leaves, samples=is_sample)
-        plain = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(plain, tree)
-        spec, _ = read_batch(args, kwargs, self._shared.device)
+        spec, _ = read_batch(*detached(leaves, tree), self._shared.device)
         now, before = self._state.generation(), self._generation
         if before is None or before.walk != now.walk or before.addresses != now.addresses:
             if before is not None and any(self._graphs.values()):

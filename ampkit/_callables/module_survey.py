@@ -28,10 +28,11 @@ from .._torch.autograd import (
 from .._torch.modules import has_global_hooks, hook_tables, module_tables
 from .._torch.operators import LIFT_FRESH, written_arguments
 from .._torch.tensors import storage_address
-from .._torch.tree import tensors_in, tree_flatten, tree_unflatten
+from .._torch.tree import tensors_in, tree_flatten
 from .._undo import Undo, replace
 from .._user_line import wraps_operations
-from .passes import CONSTANTS, Wants, replace_forward, wanted_by
+from .input_leaves import Wants, detached, wanted_by
+from .passes import CONSTANTS, replace_forward
 
 wraps_operations(__file__)
 
@@ -212,8 +213,9 @@ class Survey:
 
     def _look_at_inputs(self, call: ModuleCall, args: Any, kwargs: Any, params: list[Any]) -> None:
         try:
-            leaves, _ = flatten(args, kwargs)
-            call.layout = layout_of(args, kwargs, self._device)
+            leaves, tree = flatten(args, kwargs)
+            spec, _ = read_batch(*detached(leaves, tree), self._device)
+            call.layout = Layout(spec, wanted_by(leaves), torch.is_grad_enabled())
             if Wants.GRADIENT_AND_CAST in call.layout.wants_grad:
                 call.problems["a leaf that requires grad is passed to it under autocast, which keeps a cast of it"] = (
                     None
@@ -387,15 +389,6 @@ def advice_on(thing: object) -> str:
     # transformers makes a cache of keys and values in each forward, in training too, unless it is told not to.
     is_cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(thing).__mro__)
     return ". Pass use_cache=False to the model: training needs no cache" if is_cache else ""
-
-
-def layout_of(args: Any, kwargs: Any, device: torch.device) -> Layout:
-    """Return the layout of the arguments of a call. Raise an `InputMismatch` if a graph cannot take them."""
-    leaves, tree = flatten(args, kwargs)
-    wants_grad = wanted_by(leaves)
-    detached = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
-    args, kwargs = tree_unflatten(detached, tree)
-    return Layout(read_batch(args, kwargs, device)[0], wants_grad, torch.is_grad_enabled())
 
 
 # -------------------------------------------------------------------------------------------------------- what is equal

@@ -16,8 +16,9 @@ from .._torch.autograd import graph_nodes
 from .._torch.tensors import version
 from .._undo import Undo
 from .autograd_node import GraphedPasses
+from .input_leaves import Wants
 from .module_survey import GradientLayout
-from .passes import Passes, Wants
+from .passes import Passes
 from .shared_memory import SharedMemory
 
 

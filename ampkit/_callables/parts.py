@@ -7,10 +7,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._capture.graph import describe_failure
-from .._capture.inputs import BatchReader, StaticInputs, flatten, is_plain
+from .._capture.inputs import BatchReader, StaticInputs, flatten
 from .._capture.timing import Shares
 from .._capture.watch import Walk, autocast
 from .._errors import CaptureError, InputMismatch
@@ -18,14 +18,14 @@ from .._torch.autograd import in_backward, packs_saved_tensors
 from .._torch.modes import function_modes, modes
 from .._torch.modules import has_global_hooks, hook_tables
 from .._torch.settings import settings
-from .._torch.tree import tree_unflatten
 from .._undo import Undo
 from .autograd_node import PENDING
+from .input_leaves import detached, wanted_by
 from .module_choice import Choice
 from .module_runs import ModuleRuns
 from .module_survey import Layout, ModuleCall
 from .part_passes import GraphedPart, PartMemory, PartPasses
-from .passes import Passes, replace_forward, undone, wanted_by
+from .passes import Passes, replace_forward, undone
 
 _WARM_UP = 2  # passes before a capture
 
@@ -183,14 +183,11 @@ class _Part:
         return original(*args, **kwargs)
 
     def _why_eager(self, leaves: list[Any], tree: Any) -> str:
-        detached = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
-        wants_grad = wanted_by(leaves)
-        args, kwargs = tree_unflatten(detached, tree)
         try:
-            spec, _ = self._reader.read(args, kwargs)
+            spec, _ = self._reader.read(*detached(leaves, tree))
         except InputMismatch as error:
             return str(error)
-        if (spec, wants_grad) != (self._layout.spec, self._layout.wants_grad):
+        if (spec, wanted_by(leaves)) != (self._layout.spec, self._layout.wants_grad):
             return "its input has another layout"
         if torch.is_grad_enabled() != self._layout.grad_mode:
             return "it is called with gradients in some steps, and without in others"

@@ -1,0 +1,58 @@
+"""What a graph must know of the leaves of an input: which require grad, and of which autocast keeps a cast."""
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture.inputs import is_plain
+from .._torch.tree import TreeSpec, tree_unflatten
+
+
+class Wants(enum.IntEnum):
+    """Whether a leaf of an input requires grad, and whether autocast keeps a cast of it."""
+
+    NOTHING = 0
+    GRADIENT = 1
+    GRADIENT_AND_CAST = 2
+
+
+def wanted_by(leaves: Sequence[Any], *, samples: bool = False) -> tuple[Wants, ...]:
+    """Return what each leaf of an input wants.
+
+    Autocast casts a tensor anew for each operation that needs it in low precision, and the gradients of these casts are
+    added in float32. But of leaves of autograd's that require grad it keeps one cast for all operations, so that these
+    gradients are added in low precision (aten/src/ATen/autocast_mode.cpp, `cached_cast`).
+
+    Args:
+        leaves: of an input.
+        samples: whether other tensors will take their places, which come out of other modules.
+    """
+    tensors = (leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves)
+    kept = not samples and torch.is_autocast_cache_enabled()
+    return tuple([Wants.NOTHING if tensor is None else _wants(tensor, kept) for tensor in tensors])
+
+
+def _wants(tensor: Tensor, kept: bool) -> Wants:
+    kept = kept and tensor.is_leaf and tensor.dtype is torch.float32 and not tensor._is_view()
+    return Wants.GRADIENT_AND_CAST if kept and torch.is_autocast_enabled(tensor.device.type) else Wants.GRADIENT
+
+
+def as_input(tensor: Tensor, wants: Wants) -> Tensor:
+    """Return a leaf of autograd's in the memory of this one. Autocast keeps casts of it only if that is wanted."""
+    if wants is not Wants.GRADIENT:
+        return tensor
+    with torch.no_grad():
+        return tensor.view_as(tensor)  # of views autocast keeps none
+
+
+def detached(leaves: Sequence[Any], tree: TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments with these leaves, as `read_batch` takes them.
+
+    It refuses tensors that require grad, so they are detached.
+    """
+    plain = [leaf.detach() if isinstance(leaf, Tensor) and is_plain(leaf) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(plain, tree)
+    return args, kwargs

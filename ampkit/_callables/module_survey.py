@@ -38,6 +38,7 @@ wraps_operations(__file__)
 
 OUTPUT_SHARES = "an output shares memory with another one, or with an input, a parameter or a buffer"
 WRITES = "it writes to a tensor that is no buffer of it"
+_KEPT_CAST = "a leaf that requires grad is passed to it under autocast, which keeps a cast of it"
 _Edge = tuple[int, int]  # what stands for an autograd node, and which of its outputs
 
 
@@ -217,9 +218,7 @@ class Survey:
             spec, _ = read_batch(*detached(leaves, tree), self._device)
             call.layout = Layout(spec, wanted_by(leaves), torch.is_grad_enabled())
             if Wants.GRADIENT_AND_CAST in call.layout.wants_grad:
-                call.problems["a leaf that requires grad is passed to it under autocast, which keeps a cast of it"] = (
-                    None
-                )
+                call.problems[_KEPT_CAST] = None
         except InputMismatch as error:
             leaves = tree_flatten((args, kwargs))[0]
             call.problems[_hidden(leaves) or f"its input: {error}"] = None

@@ -198,6 +198,27 @@ def test_a_call_that_is_differentiated_twice_stays_eager(engine: Engine) -> None
     assert "captured by itself: modules[0], modules[1] (2 calls in a step)" in report.split
 
 
+def at_leaves(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:
+    """Train the generator on how the discriminator's score depends on points, of which autocast keeps one cast."""
+    points = nets.gen(real).detach().requires_grad_()
+    with torch.autocast(nets.device, torch.bfloat16):
+        score = nets.disc(points).mean()
+    (slope,) = torch.autograd.grad(score, points)
+    loss = (nets.gen(noise) * slope).mean() * (1.0 if score.item() > 0 else 2.0)
+    nets.updated(nets.opt_g, loss)
+    return loss
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_call_with_a_leaf_of_which_autocast_keeps_a_cast_stays_eager(engine: Engine) -> None:
+    """R4: autocast would use the cast outside of the module too. Layers behind the first one are captured."""
+    report, _ = compared(engine, at_leaves)
+    captured = [("modules[0]", 0), ("modules[0]", 1), ("modules[1][1:3]", 0)]
+    assert counts(report) == dict.fromkeys(captured, report.in_parts)
+    why = "a leaf that requires grad is passed to it under autocast, which keeps a cast of it"
+    assert f"eager: modules[1]: {why}" in str(report)
+
+
 def reads_first(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor, *, change: str) -> Tensor:
     """Change the discriminator for one call, in steps where the host reads infinity."""
     hidden = nets.gen(real)

@@ -56,7 +56,9 @@ def make_graphed_callables(
             `forward`, so its hooks run around the graph, whether they are registered before or after.
         sample_args: the arguments of a call: a tuple of trees of tensors and hashable constants; for a tuple of
             callables a tuple of such tuples. Their values do not matter. Layout, constants, `requires_grad`, autocast
-            and the modes of submodules decide which graph a call replays.
+            and the modes of submodules decide which graph a call replays. So does whether autocast keeps a cast of an
+            input: with its cache on, it keeps one of each float32 leaf tensor that requires grad. A sample counts as
+            the output of another module, of which autocast keeps none.
         num_warmup_iters: forward and backward passes before a capture, at least two.
         allow_unused_input: whether an input or parameter that requires grad may have no part in any output. It gets no
             gradient.

@@ -38,7 +38,39 @@ def add_bench(commands: Any) -> None:
         "line on standard error says so. After Ctrl-C or an error, the figures so far are printed and written.",
     )
     _add_subject(bench.add_argument_group("what to train"))
-    how = bench.add_argument_group("how to measure")
+    _add_measurement(bench.add_argument_group("how to measure"))
+    _add_results(bench.add_argument_group("results"))
+    bench.set_defaults(run=_run_bench, parser=bench)
+
+
+def _add_subject(what: Any) -> None:
+    what.add_argument(
+        "--model",
+        nargs="+",
+        metavar="MODEL",
+        help=f"{', '.join(CASES)}; or module:function, a function that takes the batch size or nothing and returns "
+        f"{RETURNED}; default: resnet18-cifar",
+    )
+    sizes = what.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "-b",
+        "--batch",
+        "--batch-size",
+        nargs="+",
+        type=_positive,
+        metavar="N",
+        help="batch sizes; default: 64, of mlp-small 256",
+    )
+    sizes.add_argument("--sweep", action="store_true", help="batch sizes 8, 16, ... 1024, as far as memory suffices")
+    what.add_argument("--policy", type=policy, help="dtypes, see ampkit.Policy; default: float16, on a CPU bfloat16")
+    what.add_argument(
+        "--input",
+        choices=INPUTS,
+        help=f"{'; '.join(f'{name}: {text}' for name, text in INPUTS.items())}; default: prefetch",
+    )
+
+
+def _add_measurement(how: Any) -> None:
     which = how.add_mutually_exclusive_group()
     which.add_argument(
         "--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"some of {', '.join(VARIANTS)}"
@@ -72,35 +104,6 @@ def add_bench(commands: Any) -> None:
         type=_positive,
         metavar="STEPS",
         help="measure no times; compare the losses of this many steps, eager and captured",
-    )
-    _add_results(bench.add_argument_group("results"))
-    bench.set_defaults(run=_run_bench, parser=bench)
-
-
-def _add_subject(what: Any) -> None:
-    what.add_argument(
-        "--model",
-        nargs="+",
-        metavar="MODEL",
-        help=f"{', '.join(CASES)}; or module:function, a function that takes the batch size or nothing and returns "
-        f"{RETURNED}; default: resnet18-cifar",
-    )
-    sizes = what.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "-b",
-        "--batch",
-        "--batch-size",
-        nargs="+",
-        type=_positive,
-        metavar="N",
-        help="batch sizes; default: 64, of mlp-small 256",
-    )
-    sizes.add_argument("--sweep", action="store_true", help="batch sizes 8, 16, ... 1024, as far as memory suffices")
-    what.add_argument("--policy", type=policy, help="dtypes, see ampkit.Policy; default: float16, on a CPU bfloat16")
-    what.add_argument(
-        "--input",
-        choices=INPUTS,
-        help=f"{'; '.join(f'{name}: {text}' for name, text in INPUTS.items())}; default: prefetch",
     )
 
 

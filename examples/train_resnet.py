@@ -446,6 +446,16 @@ class Training(NamedTuple):
     policy: ampkit.Policy
 
 
+def make_training(args: argparse.Namespace, data: Data, steps_per_epoch: int) -> Training:
+    model = make_model(args, data)
+    shard(args, model)
+    optimizer = make_optimizer(args, model)
+    scheduler = make_scheduler(args, optimizer, steps_per_epoch)
+    policy = ampkit.Policy.parse(args.policy)
+    scaler = ampkit.GradScaler(torch.device(args.device).type, enabled=policy.needs_scaling)
+    return Training(model, optimizer, scheduler, scaler, policy)
+
+
 def make_step(args: argparse.Namespace, training: Training) -> ampkit.GraphedStep:
     """Return the training step: forward, backward, unscale, clip, optimizer, loss scale, learning rate."""
 
@@ -695,13 +705,7 @@ def main(argv: list[str] | None = None) -> None:
     if len(train_loader) == 0:
         raise SystemExit(f"--batch-size {args.batch_size}: there are only {len(data.train)} training images.")
 
-    model = make_model(args, data)
-    shard(args, model)
-    optimizer = make_optimizer(args, model)
-    scheduler = make_scheduler(args, optimizer, len(train_loader))
-    policy = ampkit.Policy.parse(args.policy)
-    scaler = ampkit.GradScaler(torch.device(args.device).type, enabled=policy.needs_scaling)
-    training = Training(model, optimizer, scheduler, scaler, policy)
+    training = make_training(args, data, len(train_loader))
     history = load_checkpoint(args, training) if args.resume else []
     step = make_step(args, training)
 
@@ -718,7 +722,7 @@ def main(argv: list[str] | None = None) -> None:
                 flush=True,
             )
 
-    weights = weights_sha256(model)
+    weights = weights_sha256(training.model)
     if args.rank == 0:
         plot_curves(args, training, history)
         report = step.report()

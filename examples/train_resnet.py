@@ -527,7 +527,7 @@ def evaluate(args: argparse.Namespace, training: Training, loader: DataLoader[An
         totals += torch.stack([loss, (logits.argmax(1) == labels).sum()])
     most = math.ceil(math.ceil(len(loader.dataset) / args.processes) / args.batch_size)  # batches of any process
     for _ in range(most - len(loader) if args.strategy == "fsdp" else 0):
-        training.model(images)  # each call gathers parameters, so all processes must make as many
+        training.model(images.to(training.policy.params))  # it gathers parameters, which all processes must do as often
     loss, accuracy = (total / len(loader.dataset) for total in sum_over_processes(totals).tolist())
     return {"test_loss": loss, "test_accuracy": accuracy}
 

@@ -396,6 +396,14 @@ def test_torchrun_with_shards(train: Any, tmp_path: Path) -> None:
     assert (copies["epochs"], alone["epochs"]) == (2, 2)
 
 
+@pytest.mark.slow
+def test_torchrun_with_shards_of_bfloat16_parameters(tmp_path: Path) -> None:
+    """R12: one process has fewer test batches than the other, and repeats its last one in the parameters' dtype."""
+    summary = in_two_processes("--strategy", "fsdp", "--policy", "bf16-true", output=tmp_path / "run", graph="emulate")
+    assert (summary["epochs"], summary["graph"]["replays"]) == (2, 2 * (256 // (2 * 16)) - 3)
+    assert round(summary["accuracy"] * 65) == pytest.approx(summary["accuracy"] * 65)  # of 65 images
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from ddp_train import ENDS, KEPT, end, join, launch
+from rank_script import differences
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -388,23 +389,6 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     for step in (*reference.steps, *job.steps):
         step.close()
     return row
-
-
-def differences(left: Job, right: Job) -> list[str]:
-    """Return the names of what differs in any bit."""
-    first, second = left.state(), right.state()
-    names = [name for name in first if name not in second or not same(first[name], second[name])]
-    for call, (a, b) in enumerate(zip(left.outputs, right.outputs, strict=True)):
-        # torch's loop returns the loss alone if there is no norm.
-        names += [f"output {i} of call {call}" for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)]
-    if left.watch is not None and right.watch is not None:
-        names += ["numerics"] if repr(left.watch.report().rows) != repr(right.watch.report().rows) else []
-    return names
-
-
-def same(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors have the same bits, except those of nan."""
-    return left.dtype is right.dtype and torch.equal(left.cpu().nan_to_num(0.5), right.cpu().nan_to_num(0.5))
 
 
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:

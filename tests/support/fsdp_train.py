@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_train import ENDS, KEPT, digest, end, join
+from rank_script import differences
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -582,23 +583,6 @@ def gradients(job: Job) -> list[Any]:
     """Return how many values the gradient of each parameter was seen to have, the largest, and what is not finite."""
     rows = [] if job.watch is None else job.watch.report().rows
     return [(row.name, row.count, row.largest, row.nonfinite) for row in rows if row.what == "gradient"]
-
-
-def differences(left: Job, right: Job) -> list[str]:
-    """Return the names of what differs in any bit."""
-    first, second = left.state(), right.state()
-    names = [name for name in first if name not in second or not same(first[name], second[name])]
-    for call, (a, b) in enumerate(zip(left.outputs, right.outputs, strict=True)):
-        # torch's loop returns the loss alone if there is no norm.
-        names += [f"output {i} of call {call}" for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)]
-    if left.watch is not None and right.watch is not None:
-        names += ["numerics"] if repr(left.watch.report().rows) != repr(right.watch.report().rows) else []
-    return names
-
-
-def same(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors have the same bits, except those of nan."""
-    return left.dtype is right.dtype and torch.equal(left.cpu().nan_to_num(0.5), right.cpu().nan_to_num(0.5))
 
 
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from harness import deterministic
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_harness import RATE, HooksAmidAStep, loader, precision
+from rank_script import same_bits
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -324,9 +325,7 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
 
 
 def same(left: Any, right: Any) -> bool:
-    if not isinstance(left, Tensor):
-        return bool(left == right)
-    return left.dtype is right.dtype and torch.equal(left.cpu().nan_to_num(0.5), right.cpu().nan_to_num(0.5))
+    return same_bits(left, right) if isinstance(left, Tensor) else bool(left == right)
 
 
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:

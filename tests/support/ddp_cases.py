@@ -7,21 +7,20 @@ Without RANK in its environment the script starts the ranks itself. It also runs
 """
 
 import argparse
-import faulthandler
 import json
 import os
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from ddp_train import ENDS, KEPT, end, join, launch
-from rank_script import differences
+from ddp_train import ENDS, KEPT, launch
+from rank_script import differences, rows_of, run_rank
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -392,9 +391,9 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
 
 
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return a row for each case by its name. An error of one case does not keep the others from being tried."""
-    rows: dict[str, Any] = {}
-    for name in args.cases or [name for name, case in CASES.items() if device.type == "cuda" or not case.gpu]:
+    """Return a row for each case by its name."""
+
+    def row(name: str) -> dict[str, Any]:
         # Without deterministic algorithms, emulated replays that count differ like kernels that make noise.
         torch.use_deterministic_algorithms(True, warn_only=CASES[name].event != "differs")
         if CASES[name].event == "fails":
@@ -403,14 +402,10 @@ def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any
             torch_compile.inductor = lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
         else:
             torch_compile.inductor = INDUCTOR
-        try:
-            rows[name] = compare(CASES[name], device, "auto" if device.type == "cuda" else "emulate")
-        except Exception as error:  # whatever it is, it is the finding
-            traceback.print_exc()
-            rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
-        shown = {key: value for key, value in rows[name].items() if value and key != "weights"}
-        print(f"rank {dist.get_rank()}, {name}: {json.dumps(shown)[:900]}", flush=True)
-    return rows
+        return compare(CASES[name], device, "auto" if device.type == "cuda" else "emulate")
+
+    names = args.cases or [name for name, case in CASES.items() if device.type == "cuda" or not case.gpu]
+    return rows_of(names, row, hidden=["weights"])
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -434,16 +429,7 @@ def main(argv: Sequence[str]) -> int:
             for name, result in row.items():
                 print(f"rank {rank}, {name}: {json.dumps({k: v for k, v in result.items() if v and k != 'weights'})}")
         return 0
-    faulthandler.dump_traceback_later(max(1.0, args.timeout - 5))  # where it hangs, if it does
-    device = join(args.device)
-    try:
-        rows = compare_all(args, device)
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)  # an interpreter that ends right after it joined sometimes aborts, as gloo's threads still run
-    faulthandler.cancel_dump_traceback_later()
-    print(json.dumps(rows), flush=True)
-    end(args.end)
+    run_rank(partial(compare_all, args), args.device, args.timeout, args.end)
     return 0
 
 

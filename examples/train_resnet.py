@@ -675,12 +675,14 @@ def summarize(
         "weights_sha256": weights,
         "model": args.model,
         "dataset": args.dataset,
+        "optimizer": args.opt,
         "policy": str(training.policy),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
         "epochs": len(history),
         "batch_size": args.batch_size,
         "processes": args.processes,
+        "strategy": args.strategy if args.processes > 1 else None,
         "seed": args.seed,
         "seconds": round(seconds, 1),
         "curves": str(Path(args.output_dir) / "curves.png"),
@@ -703,7 +705,9 @@ def main(argv: list[str] | None = None) -> None:
     train_loader = make_loader(data.train, args, train=True)
     test_loader = make_loader(data.test, args, train=False)
     if len(train_loader) == 0:
-        raise SystemExit(f"--batch-size {args.batch_size}: there are only {len(data.train)} training images.")
+        share = " in each process" if args.processes > 1 else ""
+        count = len(train_loader.sampler)
+        raise SystemExit(f"--batch-size {args.batch_size}: there are only {count} training images{share}.")
 
     training = make_training(args, data, len(train_loader))
     history = load_checkpoint(args, training) if args.resume else []

@@ -15,6 +15,7 @@ from .._capture.ranks import Ranks
 from .._capture.report import Report
 from .._capture.shards import free_whole_parameters, refuse_sharded
 from .._capture.sparse_gradients import why_not_dense
+from .._capture.state import TrainingState
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
@@ -183,15 +184,7 @@ def graphed_step(
         optimizer=place,
         watching=step.watching,
         untimed=1 if compile is None else 2,
-        splitter=StepSplitter(
-            step,
-            model.named_modules,
-            CapturedUpdate(step, state, options, ranks, device, "graphed_step"),
-            options,
-            ranks,
-            device,
-            why_never=why_not_compiled_in_parts(compile),
-        ),
+        splitter=_splitter(step, state, model, options, compile),
     )
     return GraphedStep(step, engine, optimizer, accumulate, scheduler, buckets)
 
@@ -411,6 +404,15 @@ class GraphedStep:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _splitter(
+    step: TrainingStep, state: TrainingState, model: nn.Module, options: Options, compile: str | None
+) -> StepSplitter:
+    """Return what does the step in parts where it cannot be captured as a whole."""
+    ranks, device, why_never = step.ranks, step.device, why_not_compiled_in_parts(compile)
+    update = CapturedUpdate(step, state, options, ranks, device, "graphed_step")
+    return StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never)
 
 
 def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:

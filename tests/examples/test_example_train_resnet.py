@@ -89,6 +89,7 @@ def test_last_line_is_the_summary_file(train: Any, tmp_path: Path) -> None:
     assert summary["skipped_steps"] == 0
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     assert (summary["model"], summary["policy"]) == ("resnet8", "params=float32,compute=float32,output=float32")
+    assert (summary["processes"], summary["strategy"], summary["optimizer"]) == (1, None, "sgd")
 
 
 def test_the_progress_bar_shows_images_per_second(
@@ -236,6 +237,14 @@ def test_batch_larger_than_the_data_is_explained(train: Any) -> None:
     """A batch size that leaves no full batch is an error, not a run of no steps."""
     with pytest.raises(SystemExit, match=f"--batch-size 512: there are only {IMAGES} training images"):
         train("-b", "512")
+
+
+@pytest.mark.slow
+def test_a_batch_larger_than_the_share_of_a_process_is_explained(tmp_path: Path) -> None:
+    """Under torchrun each process has a part of the images, which is what the message counts."""
+    failed = run_script("--device", "cpu", "-b", "1000", output=tmp_path / "run", processes=2)
+    assert failed.returncode != 0
+    assert "--batch-size 1000: there are only 718 training images in each process." in failed.stderr
 
 
 @pytest.mark.parametrize(("image_size", "stride"), [(32, 1), (224, 2)])
@@ -401,6 +410,7 @@ def test_torchrun_with_shards_of_bfloat16_parameters(tmp_path: Path) -> None:
     """R12: one process has fewer test batches than the other, and repeats its last one in the parameters' dtype."""
     summary = in_two_processes("--strategy", "fsdp", "--policy", "bf16-true", output=tmp_path / "run", graph="emulate")
     assert (summary["epochs"], summary["graph"]["replays"]) == (2, 2 * (256 // (2 * 16)) - 3)
+    assert (summary["processes"], summary["strategy"], summary["optimizer"]) == (2, "fsdp", "adamw")
     assert round(summary["accuracy"] * 65) == pytest.approx(summary["accuracy"] * 65)  # of 65 images
 
 

@@ -22,7 +22,20 @@ from harness import (
     make_net,
     training_state,
 )
-from stacks import SCHEDULES, Blend, Engine, Momentum, Run, of_singles, sgd, stack, two_rates
+from stacks import (
+    SCHEDULES,
+    Blend,
+    Engine,
+    Momentum,
+    Run,
+    of_singles,
+    sgd,
+    stack,
+    steps_eagerly,
+    two_rates,
+    with_constants,
+    writes_to_its_batch,
+)
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.optim import lr_scheduler
@@ -257,19 +270,8 @@ def test_without_graphs(graph: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_optimizer_behind_the_graphs(engine: Engine) -> None:
     """`on_failure="parts"`: forward and backward of each call are a graph, and the optimizer steps behind it."""
-
-    class Eager(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            torch.stack([param.sum() for group in self.param_groups for param in group["params"]]).sum().item()
-            return super().step(closure)
-
-    def optimizer(params: Any) -> torch.optim.Optimizer:
-        made = Eager(params, lr=0.05)
-        made.register_step_post_hook(lambda *_: None)
-        return made
-
     with pytest.warns(ampkit.CaptureWarning, match="hook"):
-        run = check(engine, (20, 5), optimizer=optimizer, on_failure="parts")
+        run = check(engine, (20, 5), optimizer=steps_eagerly, on_failure="parts")
     assert (run.step.report().launches, run.step.replays) == (0, 22)
 
 
@@ -316,13 +318,8 @@ def test_buckets_and_numerics(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_batch_that_is_changed_in_place(engine: Engine) -> None:
     """Calls that write to their batch are made one by one, and the stack has what they wrote."""
-
-    def writes(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Any:
-        boost.mul_(2.0)
-        return boosted_loss(model, images, labels, boost)
-
     batches = make_batches(engine[0], [4] * 12)
-    run = Run(engine, loss_fn=writes)
+    run = Run(engine, loss_fn=writes_to_its_batch)
     images, labels, boost = stack(batches)
     run.step.scan(images, labels, boost)
     run.step.scan(images, labels, boost)
@@ -470,17 +467,12 @@ def test_what_is_no_stack(engine: Engine, graph: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_constants_and_shared_tensors(engine: Engine) -> None:
     """What is no tensor goes to every call. What all calls share has no memory of its own in the stack."""
-
-    def loss_fn(model: nn.Module, batch: dict[str, Any], weight: Tensor, twice: bool) -> Any:
-        loss, aux = boosted_loss(model, *batch["data"], weight)
-        return (2 * loss if twice else loss), {**aux, "none": None}
-
     batches = [batch[:2] for batch in make_batches(engine[0], [4] * 40)]
     weight = torch.tensor(1.5, device=engine[0])
     with deterministic():
         states: list[Any] = []
         for scans in (False, True):
-            run = Run(engine, engine[1] if scans else "off", loss_fn=loss_fn)
+            run = Run(engine, engine[1] if scans else "off", loss_fn=with_constants)
             for part in (batches[:20], batches[20:]):
                 if scans:
                     out = run.step.scan({"data": stack(part)}, weight.expand(20), twice=True)

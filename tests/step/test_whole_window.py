@@ -20,7 +20,20 @@ from harness import (
     make_net,
     training_state,
 )
-from stacks import SCHEDULES, Blend, Engine, Momentum, Run, of_singles, sgd, stack, two_rates
+from stacks import (
+    SCHEDULES,
+    Blend,
+    Engine,
+    Momentum,
+    Run,
+    of_singles,
+    sgd,
+    stack,
+    steps_eagerly,
+    two_rates,
+    with_constants,
+    writes_to_its_batch,
+)
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
@@ -212,23 +225,12 @@ def test_a_scheduler_that_is_not_torchs(engine: Engine) -> None:
 @pytest.mark.filterwarnings("ignore:GradScaler.step.* has step hooks:ampkit.AmpkitWarning")
 def test_an_optimizer_behind_the_graphs(engine: Engine, policy: str) -> None:
     """`on_failure="parts"`: all forwards and backwards are one launch, and the optimizer steps behind it."""
-
-    class Eager(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            torch.stack([param.sum() for group in self.param_groups for param in group["params"]]).sum().item()
-            return super().step(closure)
-
-    def optimizer(params: Any) -> torch.optim.Optimizer:
-        made = Eager(params, lr=0.05)
-        made.register_step_post_hook(lambda *_: None)
-        return made
-
     with pytest.warns(ampkit.CaptureWarning, match="hook"):
         run = check(
             engine,
             [3] * 8,
             (19,) if policy == "float16" else (),
-            optimizer=optimizer,
+            optimizer=steps_eagerly,
             on_failure="parts",
             accumulate=3,
             policy=policy,
@@ -317,12 +319,7 @@ def test_numerics(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_batch_that_is_changed_in_place(engine: Engine) -> None:
     """Calls that write to their batch are made one by one, and the stack has what they wrote."""
-
-    def writes(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Any:
-        boost.mul_(2.0)
-        return boosted_loss(model, images, labels, boost)
-
-    run = Run(engine, loss_fn=writes, accumulate=2)
+    run = Run(engine, loss_fn=writes_to_its_batch, accumulate=2)
     images, labels, boost = stack(make_batches(engine[0], [4] * 2))
     for _ in range(7):
         run.step.window(images, labels, boost)
@@ -333,17 +330,12 @@ def test_a_batch_that_is_changed_in_place(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_constants_and_shared_tensors(engine: Engine) -> None:
     """What is no tensor goes to every call. What all calls share has no memory of its own in the stack."""
-
-    def loss_fn(model: nn.Module, batch: dict[str, Any], weight: Tensor, twice: bool) -> Any:
-        loss, aux = boosted_loss(model, *batch["data"], weight)
-        return (2 * loss if twice else loss), {**aux, "none": None}
-
     batches = [batch[:2] for batch in make_batches(engine[0], [4] * 18)]
     weight = torch.tensor(1.5, device=engine[0])
     with deterministic():
         states: list[Any] = []
         for together in (False, True):
-            run = Run(engine, engine[1] if together else "off", loss_fn=loss_fn, accumulate=3)
+            run = Run(engine, engine[1] if together else "off", loss_fn=with_constants, accumulate=3)
             outs = []
             for i in range(0, 18, 3):
                 part = batches[i : i + 3]

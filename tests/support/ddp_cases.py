@@ -7,20 +7,20 @@ Without RANK in its environment the script starts the ranks itself. It also runs
 """
 
 import argparse
-import faulthandler
 import json
 import os
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from ddp_train import ENDS, KEPT, end, join, launch
+from ddp_train import ENDS, KEPT, launch
+from rank_script import differences, rows_of, run_rank
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -390,27 +390,10 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     return row
 
 
-def differences(left: Job, right: Job) -> list[str]:
-    """Return the names of what differs in any bit."""
-    first, second = left.state(), right.state()
-    names = [name for name in first if name not in second or not same(first[name], second[name])]
-    for call, (a, b) in enumerate(zip(left.outputs, right.outputs, strict=True)):
-        # torch's loop returns the loss alone if there is no norm.
-        names += [f"output {i} of call {call}" for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)]
-    if left.watch is not None and right.watch is not None:
-        names += ["numerics"] if repr(left.watch.report().rows) != repr(right.watch.report().rows) else []
-    return names
-
-
-def same(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors have the same bits, except those of nan."""
-    return left.dtype is right.dtype and torch.equal(left.cpu().nan_to_num(0.5), right.cpu().nan_to_num(0.5))
-
-
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return a row for each case by its name. An error of one case does not keep the others from being tried."""
-    rows: dict[str, Any] = {}
-    for name in args.cases or [name for name, case in CASES.items() if device.type == "cuda" or not case.gpu]:
+    """Return a row for each case by its name."""
+
+    def row(name: str) -> dict[str, Any]:
         # Without deterministic algorithms, emulated replays that count differ like kernels that make noise.
         torch.use_deterministic_algorithms(True, warn_only=CASES[name].event != "differs")
         if CASES[name].event == "fails":
@@ -419,14 +402,10 @@ def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any
             torch_compile.inductor = lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
         else:
             torch_compile.inductor = INDUCTOR
-        try:
-            rows[name] = compare(CASES[name], device, "auto" if device.type == "cuda" else "emulate")
-        except Exception as error:  # whatever it is, it is the finding
-            traceback.print_exc()
-            rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
-        shown = {key: value for key, value in rows[name].items() if value and key != "weights"}
-        print(f"rank {dist.get_rank()}, {name}: {json.dumps(shown)[:900]}", flush=True)
-    return rows
+        return compare(CASES[name], device, "auto" if device.type == "cuda" else "emulate")
+
+    names = args.cases or [name for name, case in CASES.items() if device.type == "cuda" or not case.gpu]
+    return rows_of(names, row, hidden=["weights"])
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -450,16 +429,7 @@ def main(argv: Sequence[str]) -> int:
             for name, result in row.items():
                 print(f"rank {rank}, {name}: {json.dumps({k: v for k, v in result.items() if v and k != 'weights'})}")
         return 0
-    faulthandler.dump_traceback_later(max(1.0, args.timeout - 5))  # where it hangs, if it does
-    device = join(args.device)
-    try:
-        rows = compare_all(args, device)
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)  # an interpreter that ends right after it joined sometimes aborts, as gloo's threads still run
-    faulthandler.cancel_dump_traceback_later()
-    print(json.dumps(rows), flush=True)
-    end(args.end)
+    run_rank(partial(compare_all, args), args.device, args.timeout, args.end)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Training under DistributedDataParallel, one process per rank, for test_distributed.py: what was trained, and the end.
+"""Training under DistributedDataParallel, one process per rank, for test_ranks.py: what was trained, and the end.
 
     python tests/support/ddp_train.py --device cuda --model resnet50 --policy float16 --time  two ranks, rows as JSON
     python tests/support/ddp_train.py --loop 20 --end all  as many jobs, one after another

@@ -8,25 +8,24 @@ Without RANK in its environment the script starts the ranks itself. It also runs
 """
 
 import argparse
-import faulthandler
 import gc
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_train import ENDS, KEPT, digest, end, join
+from ddp_train import ENDS, KEPT, digest
+from rank_script import differences, rows_of, run_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -584,41 +583,15 @@ def gradients(job: Job) -> list[Any]:
     return [(row.name, row.count, row.largest, row.nonfinite) for row in rows if row.what == "gradient"]
 
 
-def differences(left: Job, right: Job) -> list[str]:
-    """Return the names of what differs in any bit."""
-    first, second = left.state(), right.state()
-    names = [name for name in first if name not in second or not same(first[name], second[name])]
-    for call, (a, b) in enumerate(zip(left.outputs, right.outputs, strict=True)):
-        # torch's loop returns the loss alone if there is no norm.
-        names += [f"output {i} of call {call}" for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)]
-    if left.watch is not None and right.watch is not None:
-        names += ["numerics"] if repr(left.watch.report().rows) != repr(right.watch.report().rows) else []
-    return names
-
-
-def same(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors have the same bits, except those of nan."""
-    return left.dtype is right.dtype and torch.equal(left.cpu().nan_to_num(0.5), right.cpu().nan_to_num(0.5))
-
-
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return a row for each case by its name. An error of one case does not keep the others from being tried."""
-    rows: dict[str, Any] = {}
-    for name in args.cases or CASES:
+    """Return a row for each case by its name."""
+
+    def row(name: str) -> dict[str, Any]:
         # Without deterministic algorithms, emulated replays that count differ like kernels that make noise.
         torch.use_deterministic_algorithms(True, warn_only=not name.startswith("verify"))
-        try:
-            rows[name] = compare({**CASES, **FOUR_RANKS}[name], device, args.graph)
-        except Exception as error:  # whatever it is, it is the finding
-            traceback.print_exc()
-            rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
-        print(f"rank {dist.get_rank()}, {name}: {shortened(rows[name])}", flush=True)
-    return rows
+        return compare({**CASES, **FOUR_RANKS}[name], device, args.graph)
 
-
-def shortened(row: dict[str, Any]) -> str:
-    kept = {key: value for key, value in row.items() if value and key not in ("norms", "eager", "gradients", "memory")}
-    return json.dumps(kept)[:900]
+    return rows_of(args.cases or CASES, row, hidden=["norms", "eager", "gradients", "memory"])
 
 
 # --------------------------------------------------------------------------------------------------------------- timing
@@ -713,17 +686,8 @@ def main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
     if "RANK" not in os.environ:
         return start(argv, args.ranks, args.timeout)
-    faulthandler.dump_traceback_later(max(1.0, args.timeout - 5))  # where it hangs, if it does
-    device = join(args.device)
-    try:
-        work = timed if args.time else save_all if args.save else load_all if args.load else compare_all
-        rows = work(args, device)
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)  # an interpreter that ends right after it joined sometimes aborts, as gloo's threads still run
-    faulthandler.cancel_dump_traceback_later()
-    print(json.dumps(rows), flush=True)
-    end(args.end)
+    work = timed if args.time else save_all if args.save else load_all if args.load else compare_all
+    run_rank(partial(work, args), args.device, args.timeout, args.end)
     return 0
 
 

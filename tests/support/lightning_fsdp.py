@@ -7,28 +7,28 @@ Without RANK in its environment the script starts the ranks itself. It also runs
 """
 
 import argparse
-import faulthandler
 import json
 import logging
 import os
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from ddp_train import ENDS, end, join, launch
+from ddp_train import ENDS, launch
 from fsdp_train import Block, local
 from harness import deterministic
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_harness import RATE, HooksAmidAStep, loader, precision
+from rank_script import rows_of, run_rank, same_bits
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -324,23 +324,12 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
 
 
 def same(left: Any, right: Any) -> bool:
-    if not isinstance(left, Tensor):
-        return bool(left == right)
-    return left.dtype is right.dtype and torch.equal(left.cpu().nan_to_num(0.5), right.cpu().nan_to_num(0.5))
+    return same_bits(left, right) if isinstance(left, Tensor) else bool(left == right)
 
 
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return a row for each case by its name. An error of one case does not keep the others from being tried."""
-    rows: dict[str, Any] = {}
-    for name in args.cases or CASES:
-        try:
-            rows[name] = compare(CASES[name], device, args.graph)
-        except Exception as error:  # whatever it is, it is the finding
-            traceback.print_exc()
-            rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
-        kept = {key: value for key, value in rows[name].items() if value}
-        print(f"rank {dist.get_rank()}, {name}: {json.dumps(kept)[:900]}", flush=True)
-    return rows
+    """Return a row for each case by its name."""
+    return rows_of(args.cases or CASES, lambda name: compare(CASES[name], device, args.graph))
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -363,15 +352,10 @@ def main(argv: Sequence[str]) -> None:
     if "RANK" not in os.environ:
         print(json.dumps(launch(*argv, timeout=args.timeout, script=__file__), indent=1))
         return
-    faulthandler.dump_traceback_later(max(1.0, args.timeout - 5))  # where it hangs, if it does
     os.environ["NODE_RANK"] = "0"
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    device = join(args.device)
-    rows = compare_all(args, device)
-    faulthandler.cancel_dump_traceback_later()
-    print(json.dumps(rows), flush=True)
-    end(args.end)
+    run_rank(partial(compare_all, args), args.device, args.timeout, args.end)
 
 
 if __name__ == "__main__":

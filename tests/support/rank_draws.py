@@ -5,19 +5,18 @@ python tests/support/rank_draws.py --device cpu --cases own "own, fsdp"  some of
 """
 
 import argparse
-import faulthandler
 import json
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import ddp_train
 import torch
 import torch.distributed as dist
 from ddp_train import KEPT, launch
+from rank_script import rows_of, run_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -155,6 +154,12 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     return row
 
 
+def compare_all(names: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """Return a row for each of these cases by its name."""
+    graph = "auto" if device.type == "cuda" else "emulate"
+    return rows_of(names, lambda name: compare(CASES[name], device, graph), hidden=["weights"])
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -166,19 +171,8 @@ def main(argv: Sequence[str]) -> int:
             for name, result in row.items():
                 print(f"rank {rank}, {name}: {json.dumps(result)}")
         return 0
-    faulthandler.dump_traceback_later(max(1.0, args.timeout - 5))  # where it hangs, if it does
-    device = ddp_train.join(args.device)
     torch.use_deterministic_algorithms(True)
-    rows: dict[str, Any] = {}
-    for name in args.cases:
-        try:
-            rows[name] = compare(CASES[name], device, "auto" if device.type == "cuda" else "emulate")
-        except Exception as error:  # whatever it is, it is the finding
-            traceback.print_exc()
-            rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
-    faulthandler.cancel_dump_traceback_later()
-    print(json.dumps(rows), flush=True)
-    ddp_train.end("destroy")
+    run_rank(partial(compare_all, args.cases), args.device, args.timeout, "destroy")
     return 0
 
 

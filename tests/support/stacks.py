@@ -110,6 +110,21 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True)
 
 
+class _Eager(torch.optim.SGD):
+    """Reads a number on the host."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.stack([param.sum() for group in self.param_groups for param in group["params"]]).sum().item()
+        return super().step(closure)
+
+
+def steps_eagerly(params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that no graph can hold, and that has a hook."""
+    made = _Eager(params, lr=0.05)
+    made.register_step_post_hook(lambda *_: None)
+    return made
+
+
 def two_rates(device: str) -> Callable[[Any], torch.optim.Optimizer]:
     """Return what makes an optimizer of two groups. The rate of the first is a tensor on this device."""
 
@@ -119,3 +134,14 @@ def two_rates(device: str) -> Callable[[Any], torch.optim.Optimizer]:
         return torch.optim.AdamW(groups, fused=True)
 
     return optimizer
+
+
+def with_constants(model: nn.Module, batch: dict[str, Any], weight: Tensor, twice: bool) -> Any:
+    """Return a loss of inputs of which some are no tensors, and an aux with a None."""
+    loss, aux = boosted_loss(model, *batch["data"], weight)
+    return (2 * loss if twice else loss), {**aux, "none": None}
+
+
+def writes_to_its_batch(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Any:
+    boost.mul_(2.0)
+    return boosted_loss(model, images, labels, boost)

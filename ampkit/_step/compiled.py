@@ -7,18 +7,13 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_choice
 from .._capture.inputs import read_batch
 from .._capture.layouts import MAX_LAYOUTS
-from .._capture.options import Options
-from .._capture.reducers import why_not_compiled
-from .._capture.shards import is_sharded
 from .._capture.snapshot import Snapshot
 from .._capture.state import TrainingState
 from .._errors import AmpkitWarning, CaptureError
@@ -26,7 +21,7 @@ from .._optimizer.compiled_update import CompiledUpdate, why_not_updated
 from .._optimizer.preparation import Prepared
 from .._optimizer.step_kind import why_not_capturable
 from .._text import ProgressBar, dtype_name
-from .._torch.compile import Compiler, GraphBreak, compiled_part, notice_compiled_code
+from .._torch.compile import Compiler, GraphBreak, notice_compiled_code
 from .._torch.tensors import versions
 from .._user_line import innermost_users_line, users_level
 from .compiled_ddp import compiled_around, is_of_wrapper
@@ -34,7 +29,6 @@ from .compiled_writes import GOES_ON, CompiledWrites, why_failed
 from .training_step import PartOfStep, Phase, TrainingStep
 from .working_weights import LOW, WorkingWeights, cast_gradients
 
-COMPILE = ("default", "max")
 _COPY = "the working weight of parameter"
 # As torch.compile(options=...) takes them. Combo kernels do small operations that do not depend on each other in one
 # kernel. Graphs of Inductor's own could not be captured in another one.
@@ -49,35 +43,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "max_autotune_gemm_backends": "ATEN,TRITON",
     },
 }
-
-
-def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object, observer: object) -> None:
-    """Raise an error unless a step of this model and loss can be compiled, or is not to be.
-
-    Raises:
-        ValueError: `compile` has an impossible value; or model or loss are compiled already.
-        NotImplementedError: the model is a `DistributedDataParallel` or under `fully_shard`, or a step is observed.
-    """
-    if compile is None:
-        return
-    check_choice(where, "compile", compile, COMPILE)
-    if part := compiled_part(model, loss_fn):
-        raise ValueError(
-            f"{where}(compile={compile!r}): {part} is compiled already. Pass it as it was before torch.compile, or "
-            "compile=None."
-        )
-    if problem := why_not_compiled(model):
-        raise NotImplementedError(f"{where}(compile={compile!r}): {problem} Or pass compile=None.")
-    if is_sharded(model):
-        raise NotImplementedError(
-            f"{where}(compile={compile!r}): a model whose parameters fully_shard has split is not compiled. Pass "
-            "compile=None, and compile its blocks before fully_shard: block.compile()."
-        )
-    if observer is not None:
-        raise NotImplementedError(
-            f"{where}(compile={compile!r}, numerics=...): compiled code has no modules whose outputs could be "
-            "measured. Pass compile=None while you measure."
-        )
 
 
 class CompiledTrainingStep(TrainingStep):
@@ -116,7 +81,7 @@ class CompiledTrainingStep(TrainingStep):
         self._generators = generators
         self.compiler = Compiler(_OPTIONS[compile])
         self._seconds = 0.0
-        self._layouts: dict[Hashable, _Layout] = {}
+        self._layouts: dict[Hashable, Layout] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}
         self._known: list[nn.Parameter] = []
         self._seeds: dict[torch.dtype, Tensor] = {}
@@ -124,9 +89,9 @@ class CompiledTrainingStep(TrainingStep):
         self._update = CompiledUpdate(self._optimizer, self.scaler, self.groups, self._max_norm, self.compiler)
         self._why_update_not = self._why_not_updated()
         self._writes = CompiledWrites(self.compiler, self._where, raises=raises)
-        self._failed = ""  # why the update cannot be compiled, with `raises`
+        self._failed = ""  # what could not be compiled, with `raises`: what the next call raises
         self._constant: set[int] = set()  # ids of the parameters that the last call without compiled code left alone
-        self._layout: _Layout | None = None  # of the call that runs; None for a call that is not compiled
+        self._layout: Layout | None = None  # of the call that runs; None for a call that is not compiled
         self._leaves: list[Any] = []  # of the batch of the call that runs
         self._said: set[str] = set()
 
@@ -149,9 +114,8 @@ class CompiledTrainingStep(TrainingStep):
 
     def compiled(self) -> dict[str, Any]:
         """Return the fields of the report that say what was compiled."""
-        done = sum(layout.ready for layout in self._layouts.values())
         problems = [layout.problem for layout in self._layouts.values() if layout.problem]
-        lines = [f"compiled: forward and backward, for {done} layout(s) of the batch"] if done else []
+        lines = self._compiled_passes([layout for layout in self._layouts.values() if layout.ready])
         lines += [f"compiled: update ({self._update.text()})"] if self._update.used else []
         problems += [f"update, since {self._why_update_not}"] if self._why_update_not else []
         problems += [f"working weights, since {self._writes.problem}"] if self._writes.problem else []
@@ -159,6 +123,10 @@ class CompiledTrainingStep(TrainingStep):
         lines += [f"not compiled: {problem}" for problem in problems]
         lines += [f"graph break: {text}" for layout in self._layouts.values() for text in layout.breaks]
         return {"compile_s": round(self._seconds, 3), "compiled": tuple(dict.fromkeys(lines))}
+
+    def _compiled_passes(self, done: "list[Layout]") -> list[str]:
+        """Return the lines of the report on forward and backward of the layouts that were compiled."""
+        return [f"compiled: forward and backward, for {len(done)} layout(s) of the batch"] if done else []
 
     # ------------------------------------------------------------------------------------------------- one call
 
@@ -175,7 +143,7 @@ class CompiledTrainingStep(TrainingStep):
         if key not in self._layouts:
             if len(self._layouts) == MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = _Layout(self._new_weights())
+            self._layouts[key] = Layout(self._new_weights())
         layout = self._layouts[key]
         if phase not in layout.phases:
             return self._first_call(layout, phase, args, kwargs, steps=steps)
@@ -192,7 +160,7 @@ class CompiledTrainingStep(TrainingStep):
         return WorkingWeights(self._model, self._copies, self._writes.writer(), averaging=averaging)
 
     def _first_call(
-        self, layout: "_Layout", phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool
+        self, layout: "Layout", phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool
     ) -> PartOfStep:
         self._working = layout.weights
         with super().watching() if not layout.phases else nullcontext():
@@ -230,9 +198,9 @@ class CompiledTrainingStep(TrainingStep):
             return super()._call_loss(args, kwargs)
         return self._compiled_loss(layout)(self._loss_fn, self._model, args, kwargs)
 
-    def _compiled_loss(self, layout: "_Layout") -> Callable[..., Any]:
+    def _compiled_loss(self, layout: "Layout") -> Callable[..., Any]:
         if layout.call is None:
-            layout.call = compiled_around(_loss, self.ranks.wrappers, self.compiler)
+            layout.call = compiled_around(call_loss, self.ranks.wrappers, self.compiler)
         return layout.call
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -246,14 +214,18 @@ class CompiledTrainingStep(TrainingStep):
         if layout.problem:
             return super()._forward_and_backward(args, kwargs)
         if layout.ready:
-            return self._compiled_pass(args, kwargs)
+            return self._compiled_pass(layout, args, kwargs)
+        return self._compile(layout, args, kwargs)
+
+    def _compile(self, layout: "Layout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Do forward and backward as compiled code for the first time."""
         start = time.perf_counter()
         restore, bar = self._restorer(layout), ProgressBar(1)
         try:
             bar.show(f"{self._where}: compiling forward and backward")
             # Another rank may be in a call that compiles nothing.
             with self.compiler.noting_breaks() as breaks, self.ranks.reducers.alone(self._share_in_place()):
-                outputs = self._compiled_pass(args, kwargs)
+                outputs = self._compiled_pass(layout, args, kwargs)
         except Exception as error:
             return self._uncompiled(layout, error, restore, args, kwargs)
         finally:
@@ -266,9 +238,9 @@ class CompiledTrainingStep(TrainingStep):
             return outputs
         del outputs
         restore()
-        return self._compiled_pass(args, kwargs)
+        return self._compiled_pass(layout, args, kwargs)
 
-    def _restorer(self, layout: "_Layout") -> Callable[[], None]:
+    def _restorer(self, layout: "Layout") -> Callable[[], None]:
         """Return a function that puts back all that forward and backward change."""
         state = TrainingState({"model": self._model}, [], None, own=self.gradients)
         constant = layout.constant.union(map(id, self._copies.values()))  # each call begins by writing the copies
@@ -286,7 +258,7 @@ class CompiledTrainingStep(TrainingStep):
         """Return the size of the parameters in place, working weights among them, as a share of the masters' size."""
         return sum(param.nbytes for param in self._model.parameters()) / sum(param.nbytes for param in self._known)
 
-    def _compiled_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _compiled_pass(self, layout: "Layout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
         loss.backward(self._seed(loss.dtype))
         return loss, aux
@@ -306,7 +278,7 @@ class CompiledTrainingStep(TrainingStep):
 
     def _uncompiled(
         self,
-        layout: "_Layout",
+        layout: "Layout",
         error: Exception,
         restore: Callable[[], None],
         args: tuple[Any, ...],
@@ -362,7 +334,7 @@ class CompiledTrainingStep(TrainingStep):
                 self._update.run(update)
             except Exception as error:  # the whole function is compiled before it runs, so that nothing has changed
                 self._why_update_not = why_failed(error)
-                self._say_no_update()
+                self._say_problem(f"update, since {self._why_update_not}")
                 return False
             finally:
                 bar.clear()
@@ -371,16 +343,17 @@ class CompiledTrainingStep(TrainingStep):
             self._say_time("update", time.perf_counter() - start)
         return True
 
-    def _say_no_update(self) -> None:
-        text = f"not compiled: update, since {self._why_update_not}."
-        if self._raises:  # in the next call, because a part of this one is done
+    def _say_problem(self, problem: str) -> None:
+        """Say that a part is not compiled, of which the call that runs has done some already."""
+        text = f"not compiled: {problem}."
+        if self._raises:  # in the next call
             self._failed = f"{self._where}: {text}"
         else:
             self._warn(f"{text} {GOES_ON}")
 
     # --------------------------------------------------------------------------------------------------- messages
 
-    def _say_breaks(self, layout: "_Layout", breaks: list[GraphBreak]) -> None:
+    def _say_breaks(self, layout: "Layout", breaks: list[GraphBreak]) -> None:
         for found in itertools.filterfalse(is_of_wrapper, breaks):
             line = innermost_users_line(found.places)
             layout.breaks.append(f"{line} - {found.reason}" if line else found.reason)
@@ -400,7 +373,7 @@ class CompiledTrainingStep(TrainingStep):
             warnings.warn(f"{self._where}: {text}", AmpkitWarning, stacklevel=users_level())
 
 
-class _Layout:
+class Layout:
     """What is known of one layout of the batch.
 
     Attributes:
@@ -423,23 +396,5 @@ class _Layout:
         self.breaks: list[str] = []
 
 
-def _loss(loss_fn: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_loss(loss_fn: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return loss_fn(model, *args, **kwargs)
-
-
-_COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal
-
-
-def step_maker(compile: str | None, options: Options) -> Callable[..., TrainingStep]:
-    """Return what makes the step."""
-    if compile is None:
-        return TrainingStep
-    raises = options.on_failure == "raise"
-    return partial(CompiledTrainingStep, compile=compile, raises=raises, generators=options.generators)
-
-
-def warmup_of(warmup: int, compile: str | None) -> int:
-    """Return how many warm-up calls there are. What is no number above 0 is refused later."""
-    if compile is None or not isinstance(warmup, int) or warmup <= 0:
-        return warmup
-    return max(warmup, _COMPILED_WARMUP)

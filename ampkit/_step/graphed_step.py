@@ -21,7 +21,7 @@ from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .arguments import Scheduler, check_kinds, check_optimizer, device_of, read_max_norm, read_scaler
-from .compiled import check_compile, step_maker, warmup_of
+from .compile_choice import check_compile, step_maker, warmup_of
 from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
@@ -155,7 +155,7 @@ def graphed_step(
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     follow_up, followers = _follow_up(after_step)
-    step = step_maker(compile, options)(
+    step = step_maker(compile, options, sharded=ranks.sharded)(
         loss_fn,
         model,
         optimizer,

@@ -164,6 +164,20 @@ class Compiler:
             return inductor()(graph, inputs, config_patches=self._options)
 
     @contextmanager
+    def for_many(self, modules: int) -> Iterator[None]:
+        """Context in which so many modules may be compiled from the same source, and backward as soon as forward.
+
+        Otherwise dynamo gives up a function that it has compiled 8 times, and AOTAutograd compiles a backward when it
+        is called first. An error would then come from within a backward, of which a part is done.
+        """
+        dynamo: Any = importlib.import_module("torch._dynamo.config")
+        functorch: Any = importlib.import_module("torch._functorch.config")
+        limit = private(dynamo, "recompile_limit")
+        private(functorch, "force_non_lazy_backward_lowering")
+        with dynamo.patch(recompile_limit=limit + 2 * modules), functorch.patch(force_non_lazy_backward_lowering=True):
+            yield
+
+    @contextmanager
     def noting_breaks(self) -> Iterator[list[GraphBreak]]:
         """Context that yields a list, in which the graph breaks of compilations in the context are at its end."""
         dynamo: Any = importlib.import_module("torch._dynamo.output_graph")

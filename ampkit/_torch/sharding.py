@@ -58,6 +58,12 @@ def copy_groups(tensor: Any) -> list[Any]:
     ]
 
 
+def wrapped_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that `fully_shard` has wrapped."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
 class ShardedModules:
     """The modules of a model that `fully_shard` has wrapped, with what they keep from one call to the next.
 
@@ -66,10 +72,9 @@ class ShardedModules:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        wrapped = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-        found = [module for module in model.modules() if isinstance(module, wrapped)]
         # Modules that were wrapped together share a state.
-        states = {id(state): state for state in (private(module, "_get_fsdp_state")() for module in found)}
+        found = (private(module, "_get_fsdp_state")() for module in wrapped_modules(model))
+        states = {id(state): state for state in found}
         self._states: list[Any] = list(states.values())
         self._groups: list[Any] = [group for state in self._states if (group := _group(state)) is not None]
         self._seen: list[Any] = [None] * len(self._groups)  # whether parameters were whole, in `newly_gathered`

@@ -219,16 +219,7 @@ def sharded(case: Case, device: torch.device, seed: int = 3) -> nn.Module:
 
 def wrapped(model: Any, case: Case, device: torch.device) -> nn.Module:
     """Put each block and the whole model under fully_shard."""
-    ranks = dist.get_world_size()
-    if case.copies == 1:
-        mesh = init_device_mesh(device.type, (ranks,))
-    else:
-        shape = (case.copies, ranks // case.copies)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards"))
-    low = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy() if case.dtype is None else low}
-    if case.reshard is not None:
-        options["reshard_after_forward"] = case.reshard
+    options = mesh_options(case, device)
     blocks = list(model.blocks) if isinstance(model, Tied) else [part for part in model if isinstance(part, Block)]
     blocks = blocks or [part for part in model if isinstance(part, nn.Linear)]
     for block in blocks if case.event == "compiled" else ():
@@ -241,6 +232,21 @@ def wrapped(model: Any, case: Case, device: torch.device) -> nn.Module:
         fully_shard([model[-2], model[-1]], **options)
     whole: nn.Module = fully_shard(model, **options)
     return whole
+
+
+def mesh_options(case: Case, device: torch.device) -> dict[str, Any]:
+    """Return what a case passes to fully_shard."""
+    ranks = dist.get_world_size()
+    if case.copies == 1:
+        mesh = init_device_mesh(device.type, (ranks,))
+    else:
+        shape = (case.copies, ranks // case.copies)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards"))
+    low = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy() if case.dtype is None else low}
+    if case.reshard is not None:
+        options["reshard_after_forward"] = case.reshard
+    return options
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -378,6 +384,14 @@ class Job:
                 out = self.step(*batch)
             self.outputs.append([out.loss, out.skipped, *([] if out.grad_norm is None else [out.grad_norm])])
 
+    def evaluate(self, call: int) -> None:
+        """Evaluate the model, which leaves the root's parameters gathered."""
+        x = self.batch(call)[0]
+        self.model.eval()
+        with torch.no_grad():
+            self.outputs.append([self.model(x)])
+        self.model.train()
+
     def _window(self, batch: tuple[Tensor, ...]) -> Any:
         """Do an optimizer step of equal micro-batches. The reference makes a call for each."""
         if self.graph != "off":
@@ -434,12 +448,8 @@ def between(job: Job, call: int) -> Job:
     """Do what the case's event asks for before this call; return the job that goes on."""
     if call != CALLS // 2:
         return job
-    x = job.batch(call)[0]
-    if job.case.event == "evaluation":  # leaves the root's parameters gathered
-        job.model.eval()
-        with torch.no_grad():
-            job.outputs.append([job.model(x)])
-        job.model.train()
+    if job.case.event == "evaluation":
+        job.evaluate(call)
     if job.case.event == "state dict":
         before = job.model.state_dict()
         job.model.load_state_dict({name: tensor.clone() for name, tensor in before.items()})

@@ -347,7 +347,7 @@ class CompiledTrainingStep(TrainingStep):
         """Say that a part is not compiled, of which the call that runs has done some already."""
         text = f"not compiled: {problem}."
         if self._raises:  # in the next call
-            self._failed = f"{self._where}: {text}"
+            self._failed = self._failed or f"{self._where}: {text}"
         else:
             self._warn(f"{text} {GOES_ON}")
 

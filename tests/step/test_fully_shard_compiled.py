@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ddp_train
 import fsdp_compiled
 import pytest
 import torch
 import torch.distributed as dist
 from harness import marked_line
+from rank_cases import Rows, cases_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,29 +29,13 @@ FAST = ("stem", "all fails")
 ON_CPU = tuple(name for name in fsdp_compiled.CASES if name not in fsdp_compiled.ON_GPUS_ALONE)
 # On GPUs Inductor compiles, so that all cases in one start of the ranks would take too long.
 FIRST_HALF, SECOND_HALF = tuple(fsdp_compiled.CASES)[::2], tuple(fsdp_compiled.CASES)[1::2]
-Rows = list[dict[str, Any]]  # of one case, one per rank
 IN_NET = ["stem", "blocks.0", "blocks.1", "blocks.2", "head"]  # what is compiled of fsdp_compiled.Net, beside the loss
 
 
-@pytest.fixture(scope="module")
-def on_cpu() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_compiled.__file__, "cpu", FAST, 240)
-
-
-@pytest.fixture(scope="module")
-def others_on_cpu() -> dict[str, Rows]:
-    names = tuple(name for name in ON_CPU if name not in FAST)
-    return ddp_train.launch_cases(fsdp_compiled.__file__, "cpu", names, 900)
-
-
-@pytest.fixture(scope="module")
-def on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_compiled.__file__, "cuda", FIRST_HALF, 500)
-
-
-@pytest.fixture(scope="module")
-def others_on_gpus() -> dict[str, Rows]:
-    return ddp_train.launch_cases(fsdp_compiled.__file__, "cuda", SECOND_HALF, 500)
+on_cpu = cases_of(fsdp_compiled.__file__, "cpu", FAST, 240)
+others_on_cpu = cases_of(fsdp_compiled.__file__, "cpu", [name for name in ON_CPU if name not in FAST], 900)
+on_gpus = cases_of(fsdp_compiled.__file__, "cuda", FIRST_HALF, 500)
+others_on_gpus = cases_of(fsdp_compiled.__file__, "cuda", SECOND_HALF, 500)
 
 
 def check(name: str, rows: Rows) -> None:

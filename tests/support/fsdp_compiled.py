@@ -7,20 +7,20 @@ Without RANK in its environment the script starts the ranks itself. On the CPU A
 """
 
 import argparse
-import faulthandler
 import json
 import os
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_train import ENDS, KEPT, end, join, launch
-from fsdp_train import CALLS, LOW, Block, Case, Job, Tied, calls, differences, mesh_options
+from ddp_train import ENDS, KEPT, launch
+from fsdp_train import CALLS, LOW, Block, Case, Job, Tied, calls, mesh_options
+from rank_script import differences, rows_of, run_rank
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
@@ -252,20 +252,19 @@ def compiler_of(case: Case, device: torch.device) -> Callable[[], Any]:
 
 
 def compare_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return a row for each case by its name. An error of one case does not keep the others from being tried."""
-    rows: dict[str, Any] = {}
-    for name in args.cases or [name for name in CASES if device.type == "cuda" or name not in ON_GPUS_ALONE]:
+    """Return a row for each case by its name."""
+
+    def row(name: str) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True, warn_only=not CASES[name].verify)
         torch_compile.inductor = compiler_of(CASES[name], device)
         torch._dynamo.reset()
-        try:
-            rows[name] = compare(CASES[name], device, "auto" if device.type == "cuda" else "emulate")
-        except Exception as error:  # whatever it is, it is the finding
-            traceback.print_exc()
-            rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
-        shown = {key: value for key, value in rows[name].items() if value and key != "norms"}
-        print(f"rank {dist.get_rank()}, {name}: {json.dumps(shown)[:900]}", flush=True)
-    return rows
+        return compare(CASES[name], device, "auto" if device.type == "cuda" else "emulate")
+
+    names = args.cases or [name for name in CASES if device.type == "cuda" or name not in ON_GPUS_ALONE]
+    try:
+        return rows_of(names, row, hidden=["norms"])
+    finally:
+        KEPT.clear()
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -289,17 +288,7 @@ def main(argv: Sequence[str]) -> int:
             for name, result in row.items():
                 print(f"rank {rank}, {name}: {json.dumps({k: v for k, v in result.items() if v and k != 'norms'})}")
         return 0
-    faulthandler.dump_traceback_later(max(1.0, args.timeout - 5))  # where it hangs, if it does
-    device = join(args.device)
-    try:
-        rows = compare_all(args, device)
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)  # an interpreter that ends right after it joined sometimes aborts, as gloo's threads still run
-    faulthandler.cancel_dump_traceback_later()
-    print(json.dumps(rows), flush=True)
-    KEPT.clear()
-    end(args.end)
+    run_rank(partial(compare_all, args), args.device, args.timeout, args.end)
     return 0
 
 

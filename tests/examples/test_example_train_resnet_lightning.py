@@ -79,8 +79,15 @@ def test_json_prints_the_summary_file(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--opt", "adamw", "--precision", "bf16-mixed"], ["--accumulate", "3", "--clip-grad", "1000"]],
-    ids=["sgd", "adamw bf16", "accumulate, a clip that is not reached"],
+    [
+        pytest.param([], id="sgd", marks=pytest.mark.slow),
+        pytest.param(["--opt", "adamw", "--precision", "bf16-mixed"], id="adamw bf16"),
+        pytest.param(
+            ["--accumulate", "3", "--clip-grad", "1000"],
+            id="accumulate, a clip that is not reached",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_ampkit_changes_no_bit(
     train: Train, example: ModuleType, monkeypatch: pytest.MonkeyPatch, options: list[str]

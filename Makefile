@@ -19,8 +19,9 @@ endif
 else
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ampkit-installed
-# One thread each, or they wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS)
+# One thread each, or they wait for each other. Each process begins with a part of its own, so that a file's fixtures are
+# made in one of them, and takes tests of another one when it has done these.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 endif
 
 ifeq ($(TORCH),latest)
@@ -29,7 +30,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train train-lightning test test-all test-ranks check lint types docs screenshots dist numbers bench clean
+.PHONY: help train train-lightning test test-all test-ranks test-seeds check lint types docs screenshots dist numbers bench clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s  %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -43,11 +44,14 @@ train-lightning: $(READY)  ## the same by a Lightning Trainer; options in ARGS
 test: $(READY)  ## run the tests but for the slow ones; TORCH=latest: on the newest torch; without a GPU, skip its tests
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(READY)  ## run all tests but those of test-ranks
-	$(PYTEST) -m "not ranks" $(ARGS)
+test-all: $(READY)  ## run all tests but those of test-ranks and test-seeds
+	$(PYTEST) -m "not ranks and not seeds" $(ARGS)
 
-test-ranks: $(READY)  ## run more cases of several processes on the CPU; takes 15 minutes
+test-ranks: $(READY)  ## run more cases of several processes on the CPU
 	$(PYTEST) -m ranks $(ARGS)
+
+test-seeds: $(READY)  ## run more random training set-ups
+	$(PYTEST) -m seeds $(ARGS)
 
 check: lint types test-all docs  ## lint, types, all tests and docs: what CI runs
 

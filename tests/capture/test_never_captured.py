@@ -707,7 +707,7 @@ def test_a_trainer_that_is_to_fail(what: str, tmp_path: Path) -> None:
 def test_two_ranks_end_together(first: int) -> None:
     """R9: a number that varies on rank 1 alone raises on both ranks in the same call, and neither waits for ever."""
     options = ["--device", "cpu", "--model", "mlp", "--graph", "emulate", "--calls", "150", "--on-failure", "raise"]
-    rows = [row["emulate"] for row in ddp_train.launch(*options, "--varies-from", str(first), timeout=60)]
+    rows = [row["emulate"] for row in ddp_train.launch(*options, "--varies-from", str(first), timeout=60, forked=True)]
     assert [len(row["losses"]) for row in rows] == [first + 31] * 2
     assert rows[0]["parameters"] == rows[1]["parameters"]
     assert "another rank found that its step cannot be captured" in rows[0]["raised"]
@@ -718,7 +718,7 @@ def test_two_ranks_end_together(first: int) -> None:
 def test_two_ranks_go_on() -> None:
     """R9: without on_failure="raise" rank 1 warns, and both train on with equal weights."""
     options = ["--device", "cpu", "--model", "mlp", "--graph", "emulate", "--calls", "60"]
-    rows = [row["emulate"] for row in ddp_train.launch(*options, "--varies-from", "10", timeout=60)]
+    rows = [row["emulate"] for row in ddp_train.launch(*options, "--varies-from", "10", timeout=60, forked=True)]
     assert rows[0]["parameters"] == rows[1]["parameters"]
     assert rows[0]["messages"] == []
     assert [re.findall(r"batch\[\d\] kept changing", message) for message in rows[1]["messages"]] == [

@@ -5,13 +5,12 @@ the test run.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ddp_train
+import forks
 import gloo_ends
 import pytest
 import torch
@@ -23,8 +22,12 @@ from torch.distributed.fsdp import fully_shard
 import ampkit
 from ampkit._capture.ranks import WARMUP_DDP
 
-CPU = ["--device", "cpu"]
 Rows = list[dict[str, Any]]  # one per rank
+
+
+def launch(*options: str, forked: bool = True, timeout: float = 120) -> Rows:
+    """Train on two ranks on the CPU."""
+    return ddp_train.launch("--device", "cpu", *options, forked=forked, timeout=timeout)
 
 
 def runs(rows: Rows, graph: str) -> Rows:
@@ -59,7 +62,8 @@ OVERFLOWS = ["--policy", "float16", "--overflows", "1", "9"]
 )
 def test_ranks_train_the_bits_of_eager(options: list[str], accumulate: int) -> None:
     """L4: over windows and overflows, weights are equal on both ranks, and all state is that of eager DDP."""
-    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--accumulate", str(accumulate), *options)
+    options = ["--graph", "emulate", "off", "--accumulate", str(accumulate), *options]
+    rows = launch(*options, forked=accumulate > 1)  # one with processes as users start them
     for run in assert_equal_runs(rows, "emulate"):
         assert (run["captures"], run["replays"]) == (accumulate, 18 - 3 * accumulate)
         assert run["skipped"] == (2 if "float16" in options else 0)
@@ -70,14 +74,14 @@ def test_ranks_train_the_bits_of_eager(options: list[str], accumulate: int) -> N
 @pytest.mark.parametrize("options", [OVERFLOWS], ids=["overflows"])  # a short window below has the rest
 def test_equals_ddp_written_with_torch(options: list[str]) -> None:
     """L4: without clipping, which ampkit does in the optimizer's kernel, the bits are those of torch's DDP loop."""
-    rows = ddp_train.launch(*CPU, "--graph", "emulate", "torch", *options)
+    rows = launch("--graph", "emulate", "torch", *options)
     assert_equal_runs(rows, "emulate", "torch")
 
 
 @pytest.mark.slow
 def test_a_short_window_is_reduced() -> None:
     """`flush` averages over the ranks what the micro-batches before it left to each: the weights stay equal."""
-    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "torch", "--accumulate", "3", "--calls", "17", "--flush")
+    rows = launch("--graph", "emulate", "off", "torch", "--accumulate", "3", "--calls", "17", "--flush")
     assert_equal_runs(rows, "emulate")
     assert_equal_runs(rows, "emulate", "torch")
 
@@ -93,7 +97,7 @@ WINDOWS = {
 @pytest.mark.parametrize("case", WINDOWS)
 def test_windows(case: str) -> None:
     """R12: `window` makes an optimizer step one launch on each rank, with one reduction, as N calls do."""
-    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--windows", *WINDOWS[case])
+    rows = launch("--graph", "emulate", "off", "--windows", *WINDOWS[case])
     short = case != "plain"
     for run in assert_equal_runs(rows, "emulate"):
         assert (run["captures"], run["launches"], run["replays"]) == (4, 6, 3 + 2 * short)
@@ -105,9 +109,7 @@ def test_windows(case: str) -> None:
 def test_windows_of_another_size_on_one_rank() -> None:
     """R12: where one rank has a graph and the other makes its calls one by one, they communicate alike."""
     odd = [str(call) for window in (2, 10, 11, 34, 35) for call in (2 * window, 2 * window + 1)]
-    rows = ddp_train.launch(
-        *CPU, "--graph", "emulate", "off", "--windows", "--accumulate", "2", "--calls", "80", "--odd-calls", *odd
-    )
+    rows = launch("--graph", "emulate", "off", "--windows", "--accumulate", "2", "--calls", "80", "--odd-calls", *odd)
     first, second = assert_equal_runs(rows, "emulate")
     assert first["launches"] == 40 - 5 - 2  # 10 and 11 with a vote: all make the calls one by one
     assert second["launches"] == first["launches"] - 2  # 34 and 35 without: this rank alone
@@ -119,7 +121,7 @@ def test_one_rank_cannot_capture() -> None:
     """L4: a blocking line on rank 1 keeps both ranks eager; rank 1 names the line, rank 0 says that it was another."""
     source = Path(ddp_train.__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(source, start=1) if text.endswith("# BLOCKS"))
-    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--failing-rank", "1")
+    rows = launch("--graph", "emulate", "off", "--failing-rank", "1")
     first, second = assert_equal_runs(rows, "emulate")
     for run in (first, second):
         assert run["replays"] == run["captures"] == 0
@@ -137,7 +139,7 @@ def test_one_rank_cannot_capture() -> None:
 )
 def test_a_batch_of_another_size_on_one_rank(calls: list[str]) -> None:
     """L4: a short batch on rank 1 alone, before or after the capture, neither hangs nor changes a bit."""
-    rows = ddp_train.launch(*CPU, "--graph", "emulate", "off", "--odd-calls", *calls, timeout=45)
+    rows = launch("--graph", "emulate", "off", "--odd-calls", *calls, timeout=45)
     assert all(run["replays"] > 0 for run in assert_equal_runs(rows, "emulate"))
 
 
@@ -145,7 +147,7 @@ def test_a_batch_of_another_size_on_one_rank(calls: list[str]) -> None:
 @pytest.mark.parametrize("how", ["imported", "nothing"])
 def test_a_job_ends(how: str) -> None:
     """L4: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
-    for row in ddp_train.launch(*CPU, "--model", "mlp", "--graph", "emulate", "--end", how):
+    for row in launch("--model", "mlp", "--graph", "emulate", "--end", how, forked=False):
         assert row["emulate"]["replays"] == 15
 
 
@@ -165,8 +167,7 @@ def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:
 
     In the second, gloo's threads still want Python's lock when the process group goes: of three such jobs one hung.
     """
-    command = [sys.executable, gloo_ends.__file__, "--jobs", jobs, "--how", *how, *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    run = forks.run([gloo_ends.__file__, "--jobs", jobs, "--how", *how, *options], timeout=400)
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     assert run.stdout.endswith(f"{jobs} of {jobs} jobs ended with exit code 0 on both ranks\n")
 
@@ -175,9 +176,9 @@ def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:
 def test_a_job_that_fails_or_hangs_is_seen() -> None:
     """The tests above would notice a rank that ends with an error, and one that does not end in time."""
     with pytest.raises(ddp_train.JobError, match=r"(?s)rank 0: exit 1\n.*Policy.*rank 1: exit 1\n"):
-        ddp_train.launch(*CPU, "--policy", "float8")
+        launch("--policy", "float8")
     with pytest.raises(ddp_train.JobError, match="rank 0: exit -9"):
-        ddp_train.launch(*CPU, timeout=0.1)
+        launch(timeout=0.1, forked=False)
 
 
 # ------------------------------------------------------------------------------------------------------- on two GPUs

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ddp_train
 import pytest
 import torch
 from matplotlib.image import imread
@@ -20,6 +21,9 @@ from torchvision.transforms.functional import to_pil_image
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_resnet.py"
+PATHS = [str(ROOT), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(PATHS), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+MODULES = ("torchvision", "sklearn.datasets", "matplotlib.pyplot")  # that the script imports
 IMAGES = 128  # for training, of `example`: two steps an epoch
 
 
@@ -274,13 +278,19 @@ def run_script(
     *options: str, output: Path, before: str = "", processes: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the script in a process of its own, or by torchrun in several, after the statements `before`."""
-    paths = [str(ROOT), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    output.mkdir(exist_ok=True)
-    (output / "run.py").write_text(f"import sys, train_resnet\n{before}\ntrain_resnet.main(sys.argv[1:])\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    command = [sys.executable, *torchrun, str(output / "run.py"), "--json", "--output-dir", str(output), *options]
+    script = written(output, before)
+    command = [sys.executable, *torchrun, script, "--json", "--output-dir", str(output), *options]
+    environment = {**os.environ, **ENVIRONMENT}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+def written(output: Path, before: str) -> str:
+    """Write what runs the script after the statements `before` to a folder, and return its path."""
+    output.mkdir(exist_ok=True)
+    path = output / "run.py"
+    path.write_text(f"import sys, train_resnet\n{before}\ntrain_resnet.main(sys.argv[1:])\n")
+    return str(path)
 
 
 def summary_of(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -326,8 +336,10 @@ train_resnet.save_checkpoint = save_and_stop
         assert parts[name] == whole[name], name
 
 
-def in_two_processes(*options: str, output: Path, graph: str) -> dict[str, Any]:
-    """Run two epochs by torchrun on the CPU, on 256 training digits of random brightness and 65 test digits.
+def in_two_processes(*options: str, output: Path, graph: str, forked: bool = True) -> dict[str, Any]:
+    """Run two epochs on the CPU, on 256 training digits of random brightness and 65 test digits.
+
+    The processes are forks of one that has imported torch, with the environment of torchrun, or torchrun starts them.
 
     The checkpoint of the first epoch is kept as first.pth.
     """
@@ -351,14 +363,20 @@ train_resnet.ampkit.graphed_step = lambda *args, **kwargs: graphed_step(*args, *
 train_resnet.save_checkpoint = save_and_keep
 """
     options = ("--device", "cpu", "-j", "0", "-b", "16", "--epochs", "2", *options)
-    return summary_of(run_script(*options, output=output, before=before, processes=2))
+    if not forked:
+        return summary_of(run_script(*options, output=output, before=before, processes=2))
+    script, options = written(output, before), ("--json", "--output-dir", str(output), *options)
+    more = {**ENVIRONMENT, **ddp_train.as_torchrun()}
+    first, second = ddp_train.launch(*options, script=script, forked=True, modules=MODULES, more=more)
+    assert second == {}  # one JSON line, of the first
+    return first
 
 
 @pytest.mark.slow
 def test_torchrun(example: ModuleType, train: Any, tmp_path: Path) -> None:
     """Two processes: one JSON line, over all images, of the model that is saved; the second epoch alone, resumed with
     a graph and by as many processes, has the bits of both without; one process goes on from it too."""
-    whole = in_two_processes(output=tmp_path / "whole", graph="off")
+    whole = in_two_processes(output=tmp_path / "whole", graph="off", forked=False)
     assert whole["processes"] == 2
     assert sum(whole["graph"]["eager"].values()) == 2 * (256 // (2 * 16))
     end, first = (torch.load(tmp_path / "whole" / name, weights_only=True) for name in ("checkpoint.pth", "first.pth"))
@@ -394,7 +412,7 @@ def test_torchrun_with_shards(train: Any, tmp_path: Path) -> None:
     shards = ["--strategy", "fsdp"]
     whole = in_two_processes(*shards, output=tmp_path / "whole", graph="off")
     resume = ["--opt", "adamw", "--resume", str(tmp_path / "whole" / "first.pth")]
-    resumed = in_two_processes(*shards, *resume, output=tmp_path / "resumed", graph="emulate")
+    resumed = in_two_processes(*shards, *resume, output=tmp_path / "resumed", graph="emulate", forked=False)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["graph"]["replays"] == 256 // (2 * 16) - 3
     end, again = (torch.load(summary["checkpoint"], weights_only=True)["history"] for summary in (whole, resumed))

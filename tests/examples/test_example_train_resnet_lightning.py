@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ddp_train
 import pytest
 import torch
 from lightning_harness import QUIET, _silent  # noqa: F401  # the second is a fixture
@@ -21,6 +22,7 @@ from ampkit.lightning import AmpkitCallback
 pytestmark = [pytest.mark.filterwarnings(text) for text in [*QUIET, "ignore:.*seems to be inactive"]]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+MODULES = ("lightning.pytorch", "torchvision", "sklearn.datasets", "matplotlib.pyplot")  # that the script imports
 Train = Callable[..., tuple[dict[str, Any], list[str]]]
 
 
@@ -77,8 +79,15 @@ def test_json_prints_the_summary_file(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--opt", "adamw", "--precision", "bf16-mixed"], ["--accumulate", "3", "--clip-grad", "1000"]],
-    ids=["sgd", "adamw bf16", "accumulate, a clip that is not reached"],
+    [
+        pytest.param([], id="sgd", marks=pytest.mark.slow),
+        pytest.param(["--opt", "adamw", "--precision", "bf16-mixed"], id="adamw bf16"),
+        pytest.param(
+            ["--accumulate", "3", "--clip-grad", "1000"],
+            id="accumulate, a clip that is not reached",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_ampkit_changes_no_bit(
     train: Train, example: ModuleType, monkeypatch: pytest.MonkeyPatch, options: list[str]
@@ -130,50 +139,60 @@ def test_help_shows_every_default(example: ModuleType, capsys: pytest.CaptureFix
     assert "--no-ampkit train without ampkit (default: False)" in text
 
 
-def by_torchrun(*options: str, output: Path, graph: str) -> dict[str, Any]:
-    """Train 256 digits in two processes that torchrun starts. Return the summary."""
+def in_two_processes(*options: str, output: Path, graph: str, forked: bool = False) -> dict[str, Any]:
+    """Train 256 digits in two processes, which torchrun starts unless they are forked. Return the summary.
+
+    The checkpoint of each epoch is kept.
+    """
     output.mkdir()
-    (output / "run.py").write_text(f"""
+    script = output / "run.py"
+    script.write_text(f"""
 import sys, train_resnet, train_resnet_lightning as example
 from torch.utils.data import Subset
-digits, AmpkitCallback = train_resnet.digits, example.AmpkitCallback
+digits, AmpkitCallback, ModelCheckpoint = train_resnet.digits, example.AmpkitCallback, example.ModelCheckpoint
 def few_digits(path):
     data = digits(path)
     return data._replace(train=Subset(data.train, range(256)), test=Subset(data.test, range(64)))
 train_resnet.digits = few_digits
 example.AmpkitCallback = lambda graph: AmpkitCallback(graph="{graph}", on_failure="raise")
+example.ModelCheckpoint = lambda *args, **kwargs: ModelCheckpoint(*args, **kwargs, save_top_k=-1)
 example.main(sys.argv[1:])
 """)
     path = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(output / "run.py"), "--json", "--deterministic", "--output-dir", str(output), "-b", "16", *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    more = {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    options = ("--json", "--deterministic", "--output-dir", str(output), "-b", "16", *options)
+    if forked:
+        more |= ddp_train.as_torchrun()
+        return ddp_train.launch(*options, script=str(script), timeout=240, forked=True, modules=MODULES, more=more)[0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run([*command, *options], env={**os.environ, **more}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     summary: dict[str, Any] = json.loads(done.stdout)
     return summary
 
 
-def check_by_torchrun(tmp_path: Path, strategy: str, device: str, graph: str) -> None:
+def check_two_processes(tmp_path: Path, strategy: str, device: str, graph: str) -> None:
     """Assert that a run with graphs, and one that is resumed, have the weights of one without."""
     options = ["--strategy", strategy, "--opt", "adamw", "--lr", str(2.0**-10), "--lr-scheduler", "none"]
-    options += ["--device", device]
-    off = by_torchrun(*options, "--epochs", "2", output=tmp_path / "off", graph="off")
-    on = by_torchrun(*options, "--epochs", "2", output=tmp_path / "on", graph=graph)
+    options += ["--device", device, "--epochs", "2"]
+    forked = device == "cpu"  # all but one: what differs for those of torchrun is the start
+    off = in_two_processes(*options, output=tmp_path / "off", graph="off", forked=forked)
+    on = in_two_processes(*options, output=tmp_path / "on", graph=graph)
     assert on["weights_sha256"] == off["weights_sha256"]
     assert off["graph"]["replays"] == 0
     assert on["graph"]["replays"] > 8
-    first = by_torchrun(*options, "--epochs", "1", output=tmp_path / "first", graph=graph)
-    resume = ["--epochs", "2", "--resume", first["checkpoint"]]
-    resumed = by_torchrun(*options, *resume, output=tmp_path / "resumed", graph=graph)
+    (first,) = (tmp_path / "on").glob("epoch=0-*.ckpt")
+    options += ["--resume", str(first)]
+    resumed = in_two_processes(*options, output=tmp_path / "resumed", graph=graph, forked=forked)
     assert resumed["weights_sha256"] == off["weights_sha256"]
+    assert resumed["epochs"] == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_torchrun(tmp_path: Path, strategy: str) -> None:
     """L4, R12: two processes by DistributedDataParallel or fully_shard, with and without graphs, and resumed."""
-    check_by_torchrun(tmp_path, strategy, "cpu", "emulate")
+    check_two_processes(tmp_path, strategy, "cpu", "emulate")
 
 
 @pytest.mark.cuda
@@ -182,7 +201,7 @@ def test_torchrun(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_torchrun_on_two_gpus(tmp_path: Path, strategy: str) -> None:
     """L4, R12: the same with NCCL's collectives in the graph: 16-mixed under DDP, bf16-mixed under fully_shard."""
-    check_by_torchrun(tmp_path, strategy, "cuda", "auto")
+    check_two_processes(tmp_path, strategy, "cuda", "auto")
 
 
 def test_shards_need_several_processes(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

@@ -485,6 +485,7 @@ def group_lives(group: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_bench(tmp_path: Path) -> None:
     """A signal in the second table: the row of the first is printed and written, without a traceback; code 130."""
     file = tmp_path / "out.json"

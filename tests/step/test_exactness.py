@@ -25,7 +25,7 @@ def cases(by_hand: bool) -> list[Any]:
         pytest.param(
             setup,
             id=f"{device}-seed{setup.seed}",
-            marks=[*needs[device], *([] if setup.seed in QUICK[device] else [pytest.mark.slow])],
+            marks=[*needs[device], *setups.marks_of(setup.seed, seeds, QUICK[device])],
         )
         for device, seeds in SEEDS.items()
         for setup in (draw(seed, device) for seed in seeds)

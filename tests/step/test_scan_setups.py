@@ -22,7 +22,7 @@ ON_CUDA = range(int(os.environ.get("AMPKIT_SCAN_SETUPS", "40")))
 SEEDS = {"cpu": range(60), "cuda": ON_CUDA}
 WINDOW_SEEDS = {"cpu": range(1000, 1052), "cuda": [1000 + seed for seed in ON_CUDA]}
 # The seeds that are not slow.
-QUICK = {"cpu": [*range(10), *range(1000, 1005)], "cuda": [*range(40), *range(1000, 1016)]}
+QUICK = {"cpu": [*range(5), *range(1000, 1005)], "cuda": [*range(40), *range(1000, 1016)]}
 
 
 def history_of_singles(setup: setups.Setup, pieces: Sequence[scan_setups.Piece]) -> list[Any]:

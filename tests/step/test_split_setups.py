@@ -18,7 +18,7 @@ import ampkit
 # 24 on a CPU and 40 on a GPU, unless another number is asked for.
 COUNT = os.environ.get("AMPKIT_SPLIT_SETUPS")
 SEEDS = {device: range(int(COUNT or usual)) for device, usual in (("cpu", 24), ("cuda", 40))}
-QUICK = {"cpu": range(4), "cuda": range(40)}  # the seeds that are not slow
+QUICK = {"cpu": range(2), "cuda": range(40)}  # the seeds that are not slow
 
 
 @pytest.mark.usefixtures("untimed")

@@ -17,14 +17,17 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import forks
 import torch
 import torch.distributed as dist
 from harness import Net, training_state
+from ports import free_port
 from torch import Tensor, nn
 from torch.distributed import destroy_process_group  # as a script imports it, before ampkit can know
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,15 +47,33 @@ class JobError(Exception):
     """A rank failed, or the job did not end in time."""
 
 
-def launch(*options: str, ranks: int = 2, timeout: float = 120, script: str = __file__) -> list[dict[str, Any]]:
+def launch(
+    *options: str,
+    ranks: int = 2,
+    timeout: float = 120,
+    script: str = __file__,
+    forked: bool = False,
+    modules: Sequence[str] = (),
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
     """Run a script, this one, with `options` once per rank. Return the JSON row that each printed last, in order.
+
+    A rank that printed none has an empty row.
+
+    Args:
+        options: the arguments of each rank.
+        ranks: how many.
+        timeout: seconds until those that have not ended are killed.
+        script: what each runs.
+        forked: whether ranks are forks of a process that has imported torch, which is no process for a GPU.
+        modules: what the process that is forked has imported besides.
+        more: what is added to their environment.
 
     Raises:
         JobError: a rank did not exit with 0, or none of it did in time; with the end of what they wrote.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, script, *options]
-        processes = []
+        processes: list[subprocess.Popen[bytes] | forks.Fork] = []
         for rank in range(ranks):
             environment = {
                 **os.environ,
@@ -62,8 +83,14 @@ def launch(*options: str, ranks: int = 2, timeout: float = 120, script: str = __
                 "STORE": f"{folder}/store",
                 "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
                 "PYTHONPATH": str(Path(__file__).parents[2]),
+                **more,
             }
-            with open(f"{folder}/{rank}.out", "w") as out, open(f"{folder}/{rank}.err", "w") as err:
+            files = f"{folder}/{rank}.out", f"{folder}/{rank}.err"
+            if forked:
+                processes.append(forks.Fork(forks.Script([script, *options], environment, *files, modules)))
+                continue
+            with open(files[0], "w") as out, open(files[1], "w") as err:
+                command = [sys.executable, script, *options]
                 processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
         try:
             _wait(processes, timeout)
@@ -80,7 +107,19 @@ def launch(*options: str, ranks: int = 2, timeout: float = 120, script: str = __
             ends = "\n".join(f"--- rank {rank}: exit {codes[rank]}\n{written[rank]}" for rank in range(ranks))
             raise JobError(f"{' '.join(options)}\n{ends}")
         printed = [Path(f"{folder}/{rank}.out").read_text().splitlines() for rank in range(ranks)]
-        return [json.loads(next(line for line in reversed(lines) if line.startswith("{"))) for lines in printed]
+        return [json.loads(next((line for line in reversed(lines) if line.startswith("{")), "{}")) for lines in printed]
+
+
+def as_torchrun() -> dict[str, str]:
+    """Return what torchrun adds to the environment of two ranks, where the first of them has the store."""
+    elastic = {"RUN_ID": "test", "RESTART_COUNT": "0", "MAX_RESTARTS": "0", "USE_AGENT_STORE": "False"}
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        **{f"TORCHELASTIC_{name}": value for name, value in elastic.items()},
+    }
 
 
 def launch_cases(
@@ -92,7 +131,7 @@ def launch_cases(
     return {case: [row[case] for row in rows] for case in cases}
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> None:
+def _wait(processes: "list[subprocess.Popen[bytes] | forks.Fork]", timeout: float) -> None:
     """Wait until all have ended, one has failed (and the others had 15 s to follow), or the time is up."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and None in (codes := [process.poll() for process in processes]):

@@ -105,6 +105,7 @@ def main() -> int:
     parser.add_argument("--how", choices=HOW, nargs="+", default=HOW)
     parser.add_argument("--slow-release", action="store_true", help="make sure that gloo waits for Python's lock")
     args = parser.parse_args()
+    gc.freeze()  # or each rank would look through torch's half a million objects, when it collects and at its end
     ends: Counter[tuple[str, bool]] = Counter()
     with busy(args.busy):
         for k in range(args.jobs):

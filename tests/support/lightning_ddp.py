@@ -10,13 +10,11 @@ import hashlib
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
+import ddp_train
 import lightning.pytorch as pl
 import torch
 from harness import bits, deterministic
@@ -27,51 +25,15 @@ from ampkit._capture.job_end import keep_process_group
 from ampkit.lightning import AmpkitCallback
 
 
-class JobError(Exception):
-    """A rank failed, or the job did not end in time."""
-
-
-def launch(*options: str, ranks: int = 2, timeout: float = 120) -> list[dict[str, Any]]:
-    """Run this script with `options` once per rank, and return the JSON row that each printed last, in order of rank.
+def launch(*options: str) -> list[dict[str, Any]]:
+    """Run this script with `options` on two ranks, and return the JSON row that each printed last, in order.
 
     Raises:
         JobError: a rank did not exit with 0, or none of it did in time; with the end of what they wrote.
     """
-    port = free_port()
-    processes = []
-    for rank in range(ranks):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),  # ampkit may not be installed
-            "LOCAL_RANK": str(rank),
-            "NODE_RANK": "0",
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        }
-        command = [sys.executable, str(Path(__file__)), *options]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
-    try:
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-    except subprocess.TimeoutExpired as error:
-        written = []
-        for rank, process in enumerate(processes):
-            code = process.poll()
-            if code is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            written.append(f"rank {rank}, {code=}:\n{process.communicate()[1][-3000:]}")
-        raise JobError("\n".join([f"{options}: not over after {timeout} s", *written])) from error
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    for process, (_, err) in zip(processes, outputs, strict=True):
-        if process.returncode:
-            raise JobError(f"{options}: a rank ended with {process.returncode}\n{err[-3000:]}")
-    return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
+    more = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    on_cpu = "cuda" not in options
+    return ddp_train.launch(*options, script=__file__, forked=on_cpu, modules=["lightning.pytorch"], more=more)
 
 
 def checksum(module: torch.nn.Module) -> str:

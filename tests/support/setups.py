@@ -518,6 +518,14 @@ def count(setup: Setup, report: ampkit.Report) -> None:
         values[setup.device][axis][value] += 1
 
 
+def marks_of(seed: int, seeds: Sequence[int], quick: Collection[int]) -> list[pytest.MarkDecorator]:
+    """Return the marks of a seed: slow if it is not quick, and seeds if it is in the second half of those."""
+    if seed in quick:
+        return []
+    slow = [other for other in seeds if other not in quick]
+    return [pytest.mark.slow, *([pytest.mark.seeds] if slow.index(seed) >= len(slow) // 2 else [])]
+
+
 def seed_params(seeds: Mapping[str, Sequence[int]], quick: Mapping[str, Collection[int]]) -> list[Any]:
     """Return a parameter (seed, device) for each seed of each device, with the marks it needs.
 
@@ -532,7 +540,7 @@ def seed_params(seeds: Mapping[str, Sequence[int]], quick: Mapping[str, Collecti
             id=f"{device}-seed{seed}",
             marks=[
                 *([pytest.mark.cuda] if device == "cuda" else []),
-                *([] if seed in quick[device] else [pytest.mark.slow]),
+                *marks_of(seed, of_device, quick[device]),
             ],
         )
         for device, of_device in seeds.items()

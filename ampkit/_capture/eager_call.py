@@ -14,7 +14,7 @@ from .._torch.tree import tree_unflatten
 from .._undo import Undo
 from .inputs import Spec, path
 from .placement import is_aligned, own_copy
-from .spans import span
+from .spans import Spans, span
 
 _R = TypeVar("_R")
 
@@ -52,6 +52,7 @@ def call_aligned(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     leaves: list[Any],
+    changing: Callable[[], Spans],
 ) -> _R:
     """Return `call(args, kwargs, leaves)`, with aligned copies in place of tensors that are not aligned.
 
@@ -65,6 +66,8 @@ def call_aligned(
         args: of the call.
         kwargs: of the call.
         leaves: of these.
+        changing: gives the memory of the state that the call may change. A tensor that lies there is passed as it is,
+            for an eager call sees the change; and a graph, which does not, will refuse it.
 
     Raises:
         InputMismatch: the call has changed such a tensor in place, and another one of the batch shares memory with it,
@@ -73,6 +76,9 @@ def call_aligned(
     Aliasing: what the call changes in place is copied back. Sync: none.
     """
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not is_aligned(leaf)]
+    if places:
+        state = changing()
+        places = [i for i in places if not state.at(*span(leaves[i]))]
     if not places:
         return call(args, kwargs, leaves)
     given, own = leaves, list(leaves)

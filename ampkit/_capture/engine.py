@@ -25,6 +25,7 @@ from .kernel_names import KernelNames
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
 from .options import Options
+from .overlaps import may_change
 from .pool import growing_segments
 from .ranks import Ranks
 from .report import Report
@@ -152,7 +153,8 @@ class Engine:
         start = self._mark_start() if self._starts_to_mark else None
         spec, leaves = self._reader.read(args, kwargs)  # raises the same errors with and without graphs
         if self.fallback.refused or captures.recorded:
-            return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves)
+            changing = partial(may_change, self._state, None)
+            return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves, changing)
         if self._watch.present() is not self._surroundings.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._surroundings.number)
@@ -167,7 +169,14 @@ class Engine:
             if self._unverified or captured.timing.replay.wanted:
                 return self._watched_replay(captured, phase, leaves, start)
             return captured.replay(leaves)
-        return call_aligned(partial(self._call_without_graph, key, start), spec, args, kwargs, leaves)
+        return call_aligned(
+            partial(self._call_without_graph, key, start),
+            spec,
+            args,
+            kwargs,
+            leaves,
+            lambda: may_change(self._state, self._layout(key).writes),
+        )
 
     def _call_without_graph(
         self, key: Key, start: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]

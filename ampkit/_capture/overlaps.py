@@ -15,9 +15,14 @@ from .state import TrainingState
 
 
 class Writes:
-    """Which tensors of the state the calls of one layout change, by path."""
+    """Which tensors of the state the calls of one layout change, by path.
+
+    Attributes:
+        known: whether a call was noted.
+    """
 
     def __init__(self) -> None:
+        self.known: bool = False
         self._paths: set[str] = set()
         self._copies: list[_FlagCopy] = []
 
@@ -39,6 +44,7 @@ class Writes:
                     differs = (values.pop(path) != bits(tensor)).any()
                     flags.setdefault(tensor.device, {})[path] = differs
             self._copies += [_FlagCopy(found, device) for device, found in flags.items()]
+        self.known = True
 
     def paths(self) -> set[str]:
         """Return the paths of the tensors that the calls have changed so far. Waits for the device."""
@@ -79,11 +85,27 @@ def keep_apart(inputs: StaticInputs, state: TrainingState, changed: set[str]) ->
         state: what the step may change. It keeps its addresses as long as the graph may be replayed.
         changed: the paths of what the step changes, as far as that is known.
     """
+    inputs.keep_apart(_written(state, changed), Spans(_memory(state)))
+
+
+def may_change(state: TrainingState, writes: Writes | None) -> Spans:
+    """Return the memory of the state that an eager call may change: all, unless calls like it were noted.
+
+    Args:
+        state: what the step may change.
+        writes: what is known of such calls. None if calls of several layouts are meant.
+
+    Sync: waits for the device if what a call has changed was not asked for before.
+    """
+    return _written(state, writes.paths()) if writes is not None and writes.known else Spans(_memory(state))
+
+
+def _written(state: TrainingState, changed: set[str]) -> Spans:
     tensors = _memory(state)
     stepped = {param for optimizer in state.optimizers for group in optimizer.param_groups for param in group["params"]}
     # `Writes` does not find what an optimizer changes through `.data`.
     written = {path for path, tensor in tensors.items() if tensor in stepped and tensor.requires_grad} | changed
-    inputs.keep_apart(Spans({path: tensor for path, tensor in tensors.items() if path in written}), Spans(tensors))
+    return Spans({path: tensor for path, tensor in tensors.items() if path in written})
 
 
 def _memory(state: TrainingState) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ class GraphReport(NamedTuple):
     """One graph that is alive.
 
     Attributes:
-        layout: the input it serves.
+        layout: the input it serves; with `accumulate`, also which micro-batch of an optimizer step.
         bytes: device memory that came with it: what the pool grew by in its capture, and its input buffers. Graphs
             share a pool, so a graph adds little if it fits into what others have taken.
         replays: how often it was replayed.

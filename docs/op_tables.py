@@ -32,8 +32,8 @@ $ pip install --upgrade torch
 $ python -m ampkit ops --device cuda --diff before.json
 ```
 
-The last command prints the operations whose rule changed, with the `Policy(ops=...)` that keeps the old rules, and
-exits with code 1 if there are any, with 0 if there are none, and with 2 if the tables cannot be compared.
+The last command prints the operations whose rule changed, and the `Policy(ops=...)` that keeps the old rules. Its exit
+code is 0 if no rule changed, 1 if some did, and 2 if the tables cannot be compared.
 
 The names are ATen's: `sum.dim_IntList` is `torch.sum(x, dim)`, what stands behind the dot tells overloads apart.
 """

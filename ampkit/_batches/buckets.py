@@ -85,9 +85,9 @@ class Buckets:
             kwargs: keyword arguments of a step, with values of the same kinds.
 
         Raises:
-            InputMismatch: the batch has no tensor with a batch size, a tensor that no step takes, or an argument with
-                the name of the mask; or `pad` names a path that is not in the batch, or a number that the dtype of the
-                tensor does not have.
+            InputMismatch: the batch has no tensor with a batch size. It has a tensor that no step takes, or an argument
+                with the name of the mask. `pad` names a path that is not in the batch, or gives a tensor a number that
+                its dtype does not have.
 
         Sync: none. Aliasing: padded tensors, and those with gaps in memory (`tokens[:, :-1]`), are copies without gaps
         in the same order of dimensions (channels_last stays so); all others are the caller's.

@@ -176,7 +176,10 @@ class _Transfer:
         if not holds_tensors(thing):
             return thing
         if any(thing is outer for outer in self._within):
-            raise AmpkitError(f"prefetch: batch {self._i}: a {_kind(thing)} contains itself, so it cannot be copied.")
+            raise AmpkitError(
+                f"prefetch: batch {self._i}: a {_kind(thing)} contains itself, so it cannot be "
+                "copied. Leave that reference out of the batch."
+            )
         self._within.append(thing)
         try:
             # A PackedSequence is a named tuple with parts that must stay on the host. Its own `to` knows which.
@@ -215,7 +218,10 @@ class _Transfer:
             )
         made = thing.to(self._device)
         if made is None:
-            raise AmpkitError(f"prefetch: batch {self._i}: {_kind(thing)}.to(device) returned None, not an object.")
+            raise AmpkitError(
+                f"prefetch: batch {self._i}: {_kind(thing)}.to(device) returned None, not an "
+                "object. Have it return the moved object."
+            )
         return made
 
 
@@ -239,5 +245,6 @@ def _indexed(given: "torch.device | str") -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cuda", "cpu"):
-        warnings.warn(f"prefetch: batches are copied to {device} without overlap.", AmpkitWarning, stacklevel=3)
+        text = f"prefetch: batches are copied to {device} without overlap, which only CUDA devices have here."
+        warnings.warn(text, AmpkitWarning, stacklevel=3)
     return device

@@ -248,7 +248,10 @@ class Passes:
 
     def _check_same(self, known: tuple[Any, ...]) -> None:
         if self._signature() != known:
-            raise CaptureError("it returned something else each time that it was called with the same input.")
+            raise CaptureError(
+                "it returned something else each time that it was called with the same input. Have it return "
+                "tensors of the same shapes and dtypes in each call, and no values that Python counts."
+            )
 
     def _find_users(self) -> list[set[int]]:
         numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}

@@ -356,8 +356,9 @@ class Preflight(TorchDispatchMode):
         for name, read in HOST_SOURCES.items():
             before, self._drawn[name] = self._drawn[name], read()
             if before is not None and before != self._drawn[name]:
-                where = "here or just before" + (" or in another thread" if threading.active_count() > 1 else "")
-                what = f"draws from {name}, {where}, which a graph would freeze"
+                thread = ", or in another thread" * (threading.active_count() > 1)
+                where = f"here or in a line that ran just before{thread}"
+                what = f"draws from {name}, {where}, and a graph would freeze the number"
                 self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._user_line() or SourceLocation())
         named, self._sets_next = self._sets_next, False
         if self._generator_watch.was_set() and not named:

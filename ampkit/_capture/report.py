@@ -8,7 +8,7 @@ class GraphReport(NamedTuple):
     """One graph that is alive.
 
     Attributes:
-        layout: the input it serves.
+        layout: the input it serves; with `accumulate`, also which micro-batch of an optimizer step.
         bytes: device memory that came with it: what the pool grew by in its capture, and its input buffers. Graphs
             share a pool, so a graph adds little if it fits into what others have taken.
         replays: how often it was replayed.
@@ -58,10 +58,11 @@ class Report:
             of `replays` and `eager`.
         parts: the modules that are captured one by one, see `PartReport`.
         updates: graphs of the update of the parameters that are alive, in a step that is done in parts.
-        shares: how the time of a step in parts is shared, by the path of a captured module (all its calls, forward and
-            backward), "the update of the parameters", and "eager" for the rest. It is the time on the device, where the
-            rest has the time in which the device waits for Python. Three calls were measured, of the layout with the
-            most calls; empty if there was none. With emulated graphs it is the time of an eager step.
+        shares: which share of the time of a step in parts each part takes. The keys are the path of a captured module
+            (all its calls, forward and backward), "the update of the parameters", and "eager" for the rest. The time
+            is that of the device; "eager" includes the time in which the device waits for Python. Three calls of the
+            layout with the most calls were measured. It is empty if there was none. With emulated graphs it is the
+            time of an eager step.
         split: in words, what is captured one by one, and why the rest is not; empty where nothing is to be.
         emulated: whether there is no graph (`graph="emulate"`): a replay calls the step again, and is not faster.
     """

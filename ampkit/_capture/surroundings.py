@@ -87,7 +87,7 @@ class Surroundings:
             return None
         if replaced:
             self._replacements, self._replaced = self._replacements + 1, replaced
-            return Change(outdates, replaced, replaced, {replaced: MEMORY_ADVICE})
+            return Change(outdates, replaced, replaced, {replaced: memory_advice(replaced)})
         old, new = before.settings, now.settings
         changed = old.changed(new)
         advice = {name: text for name in changed if (text := setting_advice(name))}
@@ -112,5 +112,13 @@ def setting_advice(name: str) -> str:
     return "Of a param group, only lr may change without a new graph." if "param_groups[" in name else ""
 
 
-MEMORY_ADVICE = "Graphs stay valid if memory is written to in place instead (copy_, add_)."
+def memory_advice(replaced: str) -> str:
+    """Return what to write instead of replacing this memory of the state, named as `Generation.replaced_in` does."""
+    if "param group" in replaced:
+        return "Give the optimizer all of its parameters before the first call."
+    if "load_state_dict" in replaced:
+        return "Load a checkpoint before the first call."
+    return "Graphs stay valid if memory is written to in place instead (copy_, add_)."
+
+
 _MAX_SETTINGS = 32  # OneCycleLR's momentum makes one per call

@@ -11,7 +11,7 @@ from .._text import value_text
 from .._torch.tree import TreeSpec
 from .inputs import Constant, Spec, TensorSpec, paths
 from .state import GRADIENTS, MODES
-from .surroundings import MEMORY_ADVICE, CallSettings, setting_advice
+from .surroundings import CallSettings, memory_advice, setting_advice
 
 
 class Key(NamedTuple):
@@ -20,7 +20,7 @@ class Key(NamedTuple):
     Attributes:
         spec: the layout of the input.
         phase: says which of several things the function does, see `TrainingStep`. It is None, or a hashable object
-            whose `parts()` are `Part`s.
+            whose `parts()` are `Part`s, and whose `words` say in a report what it does ("" if there is one thing only).
         settings: a number that stands for the settings of the call. No other settings ever get it.
         outcomes: what the host has read of its draws in the call; None if it does not draw, see `HostDraws`.
         joint: a number that stands for the outcomes on all ranks, see `Ranks.joint`; 0 with one rank.
@@ -34,8 +34,10 @@ class Key(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The layout of the input, and the outcomes, in words."""
-        return str(self.spec) if self.outcomes is None else f"{self.spec}; {outcomes_text(self.outcomes)}"
+        """The layout of the input, what the function does with it, and the outcomes, in words."""
+        phase = "" if self.phase is None else self.phase.words
+        outcomes = "" if self.outcomes is None else outcomes_text(self.outcomes)
+        return "; ".join(filter(None, (str(self.spec), phase, outcomes)))
 
 
 def outcomes_text(outcomes: tuple[Any, ...]) -> str:
@@ -222,7 +224,7 @@ class Variation:
         yield Part(
             call_settings.replaced,
             call_settings.replacements,
-            MEMORY_ADVICE,
+            memory_advice(call_settings.replaced),
             f"{call_settings.replaced} again and again",
         )
 

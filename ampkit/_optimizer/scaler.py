@@ -202,7 +202,10 @@ class GradScaler(DeviceScale):
             self._scaled_step.undecided = False
             state = self._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.STEPPED:
-                raise RuntimeError("GradScaler.step: step() has already been called since the last update().")
+                raise RuntimeError(
+                    "GradScaler.step: step() has already been called since the last update(). Call update() once after "
+                    "the steps of all optimizers, before any of them steps again."
+                )
             grads = gradients(optimizer)
             if not grads and not scales_in_kernel(optimizer) and not supports_amp_scaling(optimizer):
                 raise ValueError(f"GradScaler.step({type(optimizer).__name__}): {_NO_GRADIENT}")

@@ -1,5 +1,6 @@
 """Checks of the arguments that `graphed_step` gets."""
 
+import inspect
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +105,24 @@ def check_kinds(model: object, loss_fn: object, accumulate: object, buckets: obj
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
+    if isinstance(buckets, Buckets) and not _takes(loss_fn, buckets.mask):
+        raise ValueError(
+            f"graphed_step(buckets=...): loss_fn has no argument {buckets.mask!r}, by which it gets the mask of real "
+            f"samples. Write loss_fn(model, ..., *, {buckets.mask}), and leave out the padding: "
+            f"(losses * {buckets.mask}).sum() / {buckets.mask}.sum()."
+        )
     if numerics is not None and not isinstance(numerics, Observer):
         expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
         raise wrong("graphed_step", "numerics", numerics, expected)
+
+
+def _takes(fn: Any, name: str) -> bool:
+    """Return whether a function takes this keyword argument, as far as its signature says so."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # some functions of C have none
+        return True
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = parameters.get(name)
+    by_keyword = named is not None and named.kind in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD)
+    return takes_all or by_keyword

@@ -99,7 +99,7 @@ def graphed_step(
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
             takes up to eleven steps, and a tensor may differ by ten times as much as it does between replays. With one
-            process, the first launches of `scan` and `window`, just as many, are compared too. Under
+            process, as many of the first launches of `scan` and `window` are compared too. Under
             `DistributedDataParallel` and `fully_shard` all ranks compare in the same calls.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
@@ -119,8 +119,8 @@ def graphed_step(
         capturing: the answer that your code, or a library such as transformers, gets from
             `torch.cuda.is_current_stream_capturing()`. True or False: this answer, in all calls. "auto": False, as in
             eager training. If the branch for False cannot be captured, one warm-up call tries the branch for True. If
-            that one can be captured, the answer is True from then on, in eager calls too; a warning and the report say
-            from which call. Otherwise the call is undone and made again, so that `loss_fn` runs twice in it. With
+            that one can be captured, the answer is True from then on, in eager calls too. A warning and the report say
+            from which call. If it cannot, the call is undone and made again, so `loss_fn` runs twice in that call. With
             `DistributedDataParallel`, "auto" always answers False.
         annotate: note which module each kernel of a graph belongs to, so that `ampkit.debug.name_kernels` can name the
             kernels of replays in a profiler trace (docs/traces.md). The last warm-up call of each layout then runs
@@ -256,10 +256,10 @@ class GraphedStep:
         if there is no graph for it yet. When a second length below the full one comes, all lengths are captured in that
         call. After that no scan of this layout captures anything, whatever K is.
 
-        Calls are made one by one if nothing is captured, and with `numerics`, several processes, an optimizer that
-        steps behind the graphs, a `loss_fn` that changes its batch in place, a scheduler that is no `LRScheduler` of
-        torch, and around each change of a hyperparameter other than the learning rate. So are calls that complete an
-        open window, and those at the end that do not make up a whole one.
+        In these cases calls are made one by one: nothing is captured; there are `numerics` or several processes; the
+        optimizer steps behind the graphs; `loss_fn` changes its batch in place; the scheduler is no `LRScheduler` of
+        torch; a hyperparameter other than the learning rate changes; a call completes an open window, or is one of
+        the last, which do not make up a whole window.
 
         Args:
             *args: trees of tensors of shape (K, ...) on the model's device, and of hashable constants that all K calls

@@ -78,6 +78,14 @@ class Phase(NamedTuple):
     observed: bool = False
     others: tuple[Part, ...] = ()
 
+    @property
+    def words(self) -> str:
+        """Which micro-batch of its window the call has, and whether it is measured; "" for an ordinary step."""
+        place = "" if self.last and not self.accumulated else "last" if self.last else "a middle"
+        place = "first" if not (self.last or self.accumulated) else place
+        micro_batch = f"{place} micro-batch" if place else ""
+        return ", ".join(filter(None, (micro_batch, "with numerics" * self.observed)))
+
     def parts(self) -> list[Part]:
         """Return what messages name if it varies from call to call: `last` and `observed` have two values only."""
         name = "the set of parameters with gradients from earlier micro-batches"

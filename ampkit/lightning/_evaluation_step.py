@@ -29,6 +29,11 @@ class EvaluationPhase(NamedTuple):
 
     others: tuple[Part, ...]
 
+    @property
+    def words(self) -> str:
+        """What a report says of the phase: nothing, since each method has a report of its own."""
+        return ""
+
     def parts(self) -> list[Part]:
         """Return what messages name if it varies from call to call."""
         return list(self.others)

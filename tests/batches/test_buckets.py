@@ -10,6 +10,7 @@ from harness import DEVICES, no_sync
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ampkit
 from ampkit import InputMismatch
 from ampkit._batches.buckets import Buckets
 from ampkit._capture.inputs import read_batch
@@ -228,6 +229,24 @@ def test_the_order_of_dimensions_in_memory_is_kept(size: int) -> None:
     (sequence,), _ = Buckets((4,), length=(8,)).pad_batch((LAYOUTS["time first"](size),), {})
     assert sequence.shape == (4, 8, 5)
     assert sequence.stride() == (5, 20, 1)
+
+
+def test_a_loss_function_that_takes_no_mask_is_refused() -> None:
+    """A loss_fn that could not be called with the mask is an error that says what to write, before the first step."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def make(loss_fn: Any, mask: str = "mask") -> None:
+        buckets = Buckets((4,), mask=mask)
+        ampkit.graphed_step(loss_fn, model, optimizer, graph="off", buckets=buckets).close()
+
+    with pytest.raises(ValueError, match=r"no argument 'mask'.*Write loss_fn\(model, \.\.\., \*, mask\)"):
+        make(lambda model, x: model(x).sum())
+    with pytest.raises(ValueError, match="no argument 'real'"):
+        make(lambda model, x, mask: model(x).sum(), mask="real")
+    make(lambda model, x, mask: model(x).sum())
+    make(lambda model, x, *, real: model(x).sum(), mask="real")
+    make(lambda model, *x, **more: model(*x).sum())
 
 
 def test_a_tensor_that_fits_is_not_copied() -> None:

@@ -198,3 +198,18 @@ def test_closing_within_a_window(engine: Engine) -> None:
             assert step.captures == (6 if close else 3)
             histories.append(training_state(model, optimizer, step.scaler))
     assert_same(*histories)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_report_says_which_micro_batch_a_graph_has(engine: Engine) -> None:
+    """Graphs of one layout differ in the micro-batch that they are for, and the report tells them apart."""
+    step, _, _ = make(engine, accumulate=3)
+    for batch in make_batches(engine[0], [8] * 15):
+        step(*batch)
+    words = {graph.layout.rpartition("; ")[2] for graph in step.report().per_graph}
+    assert words == {"first micro-batch", "a middle micro-batch", "last micro-batch"}
+
+    ordinary, _, _ = make(engine)
+    for batch in make_batches(engine[0], [8] * 5):
+        ordinary(*batch)
+    assert [";" in graph.layout for graph in ordinary.report().per_graph] == [False]

@@ -140,7 +140,7 @@ class Figures:
         try:
             figures = json.loads(text)
             if figures.pop("schema") != _SCHEMA:
-                raise FiguresError("the file is of another version of ampkit.")
+                raise FiguresError("the file is of another version of ampkit. Measure again, with --json FILE.")
             notes, results = figures.pop("notes"), figures.pop("results")
             figures.pop("null_regions", None)  # computed from the results
             figures.setdefault("input", "prefetch")  # files of November 2026 lack it

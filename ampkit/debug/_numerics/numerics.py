@@ -183,7 +183,10 @@ class Numerics:
             )
         devices = {param.device for param in self._model.parameters()}
         if len(devices) != 1:
-            raise ValueError(f"numerics(model): expected parameters on one device, found them on {len(devices)}.")
+            raise ValueError(
+                f"numerics(model): expected parameters on one device, found them on {len(devices)}. Use "
+                "model.to(device)."
+            )
         self._allocate(devices.pop())
         self._begin_in_loop()
         return self

@@ -194,7 +194,8 @@ class Look:
         self._lists = lists
         self._lengths = list(map(len, lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
-        self._identities = _identities(self._objects)
+        self._read_identities = _identities_of(len(self._objects))
+        self._identities = self._read_identities(self._objects)
         self.addresses = walk.addresses()
         self.gradients = gradient_addresses(walk.tensors) if finds_gradients else []
         self._settings = self._read_settings()
@@ -206,7 +207,8 @@ class Look:
         except KeyError:  # an entry of a param group is gone
             return False
         return (
-            _identities(objects) == self._identities
+            len(objects) == len(self._objects)
+            and self._read_identities(objects) == self._identities
             and self.walk.addresses() == self.addresses
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
@@ -214,7 +216,9 @@ class Look:
         )
 
     def _read_settings(self) -> list[Any]:
-        return [*[read() for read in PLAIN_READERS], *[int(read()) for read in ENUM_READERS]]
+        found = [read() for read in PLAIN_READERS]
+        found += [number(read()) for read, number in ENUM_READERS]
+        return found
 
     def _read_objects(self) -> tuple[Any, ...]:
         walk = self.walk
@@ -367,20 +371,27 @@ def _ids(objects: tuple[Any, ...]) -> bytes:
     return b"".join([id(found).to_bytes(_POINTER, sys.byteorder) for found in objects])
 
 
-def _pointers(objects: tuple[Any, ...]) -> bytes:
-    """Return what `_ids` does, in a fraction of the time: in CPython a tuple is an array of them."""
-    return ctypes.string_at(id(objects) + _HEAD, _POINTER * len(objects))
+def _pointers_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
+    """Return what does as `_ids` for that many objects, in less time: in CPython a tuple is an array of them."""
+    at = (ctypes.c_char * (_POINTER * count)).from_address
+    return lambda objects: at(id(objects) + _HEAD).raw
 
 
 def _reads_tuples() -> bool:
-    """Return whether `_pointers` works in this interpreter."""
+    """Return whether `_pointers_of` works in this interpreter."""
     tuples: list[tuple[Any, ...]] = [(), (None,), (True, _ids, "", 1.5), tuple(map(object.__class__, range(100)))]
-    return sys.implementation.name == "cpython" and all(_pointers(objects) == _ids(objects) for objects in tuples)
+    reads = (_pointers_of(len(objects))(objects) == _ids(objects) for objects in tuples)  # in CPython only
+    return sys.implementation.name == "cpython" and all(reads)
+
+
+def _identities_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
+    """Return a function that returns the identities of the objects in a tuple of that length."""
+    return _pointers_of(count) if _READS_TUPLES else _ids
 
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _HEAD = tuple.__basicsize__  # bytes in front of the items
-_identities = _pointers if _reads_tuples() else _ids
+_READS_TUPLES = _reads_tuples()
 _NOT_FILLED = object()
 _NUMBERS = frozenset((float, int, type(None)))
 # The attributes of an optimizer that are looked at by themselves, or that torch and ampkit set for a step.

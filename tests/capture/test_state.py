@@ -365,7 +365,7 @@ def changes() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]]
 def test_a_call_sees_each_change(what: str, by_id: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls compare identities in one piece of memory, or one by one where the interpreter does not keep them so."""
     if by_id:
-        monkeypatch.setattr(_watch, "_identities", _watch._ids)
+        monkeypatch.setattr(_watch, "_READS_TUPLES", False)
     model = make_net("cpu")
     head = list(model.head.parameters())
     body = [param for param in model.parameters() if not any(param is other for other in head)]
@@ -385,5 +385,5 @@ def test_a_call_sees_each_change(what: str, by_id: bool, monkeypatch: pytest.Mon
 def test_addresses_in_a_tuple_are_identities() -> None:
     """In CPython the quick way is taken, and gives what `id` gives."""
     objects = (None, True, 1.5, [], *map(object.__new__, [object] * 50))
-    assert _watch._pointers(objects) == _watch._ids(objects)
-    assert _watch._identities is _watch._pointers
+    assert _watch._identities_of(len(objects))(objects) == _watch._ids(objects)
+    assert _watch._READS_TUPLES

@@ -273,7 +273,7 @@ class GraphedCallable:
         wants_grad = wanted_by(leaves, samples=is_sample)
         spec, _ = read_batch(*detached(leaves, tree), self._shared.device)
         now, before = self._state.generation(), self._generation
-        if before is None or before.walk != now.walk or before.addresses != now.addresses:
+        if before is None or _tensors_of(before) != _tensors_of(now):
             if before is not None and any(self._graphs.values()):
                 self._warn(f"{before.replaced_in(now)}. Each such change takes a new capture.")
             self._graphs = {}  # an autograd node keeps the graphs that its backward pass still needs
@@ -350,6 +350,10 @@ class GraphedCallable:
         if message not in self._warned:
             self._warned.add(message)
             _warn(message)
+
+
+def _tensors_of(generation: Generation) -> tuple[Any, ...]:
+    return generation.walk, generation.addresses, generation.layouts
 
 
 class _GraphKey(NamedTuple):

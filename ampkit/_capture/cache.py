@@ -1,17 +1,18 @@
 """The graphs of one step: which one is replayed for which key, how many are kept, what each costs and saves."""
 
+import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch.streams import is_capturing, raw_stream
 from .._torch.tensors import untracked
-from .._torch.tree import tree_flatten, tree_unflatten
+from .._torch.tree import TreeSpec, tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
 from .inputs import Spec, StaticInputs
 from .report import GraphReport
@@ -105,11 +106,11 @@ class Outputs:
     """
 
     def __init__(self, tree: Any, *, gathers: bool = True) -> None:
-        self._tensors: list[Tensor] = []
-        self._rebuilt = rebuild(tree, self._tensors)
+        self._tree = Rebuilt(tree)
+        self._tensors = self._tree.tensors
         self._places: list[tuple[torch.dtype, int] | None] = []  # of each tensor in the block, counted in its dtype
-        # Copies of the block to come, and the tensors in each of them.
-        self._rows: list[tuple[Tensor, Sequence[Any]]] = []
+        # Copies of the block to come, and the numbers in each of them: the tree, if it has no other tensors.
+        self._rows: list[tuple[Tensor, Any]] = []
         self._stream = -1  # that these were allocated on
         self._count = 1  # how many rows are to be allocated
         self._block = self._gathered() if gathers else None
@@ -123,7 +124,7 @@ class Outputs:
         counter.
         """
         if self._block is None:
-            return self._rebuilt(map(Tensor.clone, self._tensors))
+            return self._tree.of(map(Tensor.clone, self._tensors))
         # Torch's allocator takes freed memory to be in use on the stream that it was allocated on.
         if self._index is not None and raw_stream(self._index) != self._stream:
             self._rows, self._count = [], 1
@@ -132,9 +133,9 @@ class Outputs:
         row, numbers = self._rows.pop()
         row.copy_(self._block)
         if self._gathers_all:
-            return self._rebuilt(iter(numbers))
+            return numbers
         pairs = zip(numbers, self._tensors, strict=True)
-        return self._rebuilt(tensor.clone() if number is None else number for number, tensor in pairs)
+        return self._tree.of(tensor.clone() if number is None else number for number, tensor in pairs)
 
     def _gathered(self) -> Tensor | None:
         """Return the block of bytes of the numbers, and note where they are. None if there are not two of them."""
@@ -154,8 +155,8 @@ class Outputs:
             torch.cat([self._tensors[i].reshape(1).view(torch.uint8) for i in numbers], out=block[:end])
         return block
 
-    def _more_rows(self, block: Tensor) -> list[tuple[Tensor, Sequence[Any]]]:
-        """Return memory for the next replays: each time a copy of the block, and its numbers as tensors."""
+    def _more_rows(self, block: Tensor) -> list[tuple[Tensor, Any]]:
+        """Return memory for the next replays: each time a copy of the block, and its numbers, see `_rows`."""
         if self._index is not None:
             self._stream = raw_stream(self._index)
         count, self._count = self._count, min(2 * self._count, _ROWS)
@@ -165,7 +166,8 @@ class Outputs:
                 repeat(None, count) if place is None else rows.view(place[0])[:, place[1]].unbind()
                 for place in self._places
             ]
-            return list(zip(rows.unbind(), zip(*columns, strict=True), strict=True))
+            numbers = self._tree.of_columns(columns) if self._gathers_all else zip(*columns, strict=True)
+            return list(zip(rows.unbind(), numbers, strict=True))
 
 
 _ROWS = 32  # with loss, norm and skip in each of them, as many as the least that torch's allocator hands out
@@ -182,33 +184,88 @@ def _is_number(tensor: Tensor) -> bool:
     )
 
 
-Rebuild = Callable[[Iterator[Tensor]], Any]
+class Rebuilt:
+    """Makes a tree again, of other tensors. It makes what `tree_unflatten` would make, in less time.
 
+    A tuple of constants stays the same object: with accumulation there is one that has a number for each parameter.
 
-def rebuild(tree: Any, tensors: list[Tensor]) -> Rebuild:
-    """Return a function that makes the same tree of other tensors. Append the tensors of this tree to `tensors`.
+    Args:
+        tree: to be made again.
 
-    The function makes what `tree_unflatten` would make, in less time. A tuple of constants stays the same object: with
-    accumulation there is one that has a number for each parameter.
+    Attributes:
+        tensors: those of the tree.
     """
-    if isinstance(tree, Tensor):
-        tensors.append(tree)
-        return next
-    if _is_constant(tree):
-        return lambda given: tree
-    kind = type(tree)
+
+    def __init__(self, tree: Any) -> None:
+        self.tensors: list[Tensor] = []
+        self._constants: list[Any] = []
+        containers: list[tuple[Callable[[Sequence[Any]], Any], list[_Place]]] = []
+        self._find(tree, containers)
+        begin = {_TENSOR: 0, _CONSTANT: len(self.tensors), _CONTAINER: len(self.tensors) + len(self._constants)}
+        # How each container is made of what comes before it: tensors, constants, containers inside of it.
+        self._containers = [
+            (make, _getter([begin[kind] + number for kind, number in children])) for make, children in containers
+        ]
+
+    def of(self, tensors: Iterable[Tensor]) -> Any:
+        """Return the tree with these tensors."""
+        made = [*tensors, *self._constants]
+        for make, children in self._containers:
+            made.append(make(children(made)))
+        return made[-1]
+
+    def of_columns(self, columns: Iterable[Iterable[Any]]) -> Iterator[Any]:
+        """Yield trees, each with the next tensor of each column. Functions of C make them all."""
+        made: list[Iterator[Any]] = [*map(iter, columns), *map(repeat, self._constants)]
+        for make, children in self._containers:
+            inside = children(made)
+            made.append(map(make, zip(*inside, strict=False) if inside else repeat(())))
+        return made[-1]
+
+    def _find(self, node: Any, containers: list[Any]) -> "_Place":
+        """Note what a node has in it, and return where it will be."""
+        if isinstance(node, Tensor):
+            self.tensors.append(node)
+            return _Place(_TENSOR, len(self.tensors) - 1)
+        make, children = (None, ()) if _is_constant(node) else _parts(node)
+        if make is None:
+            self._constants.append(node)
+            return _Place(_CONSTANT, len(self._constants) - 1)
+        containers.append((make, [self._find(child, containers) for child in children]))
+        return _Place(_CONTAINER, len(containers) - 1)
+
+
+class _Place(NamedTuple):
+    kind: str
+    number: int
+
+
+_TENSOR, _CONSTANT, _CONTAINER = "tensor", "constant", "container"
+
+
+def _parts(node: Any) -> tuple[Callable[[Sequence[Any]], Any] | None, Sequence[Any]]:
+    """Return what makes a container of its children, and these. None and () if the node is no container."""
+    kind = type(node)
     if kind is dict:
-        keys, values = list(tree), rebuild(list(tree.values()), tensors)
-        return lambda given: dict(zip(keys, values(given), strict=True))
-    if kind is list or kind is tuple or (isinstance(tree, tuple) and hasattr(kind, "_make")):  # a named tuple
-        make = kind if kind in (list, tuple) else partial(tuple.__new__, kind)
-        parts = [(None, child) if _is_constant(child) else (rebuild(child, tensors), None) for child in tree]
-        return lambda given: make([constant if part is None else part(given) for part, constant in parts])
-    leaves, spec = tree_flatten(tree)
-    if len(leaves) == 1 and leaves[0] is tree:
-        return lambda given: tree
-    rebuilt = [rebuild(leaf, tensors) for leaf in leaves]
-    return lambda given: tree_unflatten([part(given) for part in rebuilt], spec)
+        keys = list(node)
+        return lambda values: dict(zip(keys, values, strict=True)), list(node.values())
+    if kind is list or kind is tuple:
+        return kind, node
+    if isinstance(node, tuple) and hasattr(kind, "_make"):  # a named tuple
+        return partial(tuple.__new__, kind), node
+    leaves, spec = tree_flatten(node)
+    return (None, ()) if len(leaves) == 1 and leaves[0] is node else (partial(_unflattened, spec), leaves)
+
+
+def _unflattened(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
+    return tree_unflatten(leaves, spec)
+
+
+def _getter(places: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return what takes the items at these places of a list, as a tuple."""
+    if len(places) < 2:
+        return lambda made: [made[place] for place in places]
+    return operator.itemgetter(*places)
 
 
 def _is_constant(node: Any) -> bool:
@@ -218,9 +275,8 @@ def _is_constant(node: Any) -> bool:
 
 def copied(tree: Any) -> Any:
     """Return a tree with a copy of each tensor."""
-    tensors: list[Tensor] = []
-    rebuilt = rebuild(tree, tensors)
-    return rebuilt(map(Tensor.clone, tensors))
+    rebuilt = Rebuilt(tree)
+    return rebuilt.of(map(Tensor.clone, rebuilt.tensors))
 
 
 _CONSTANTS = frozenset((bool, int, float, str, type(None)))

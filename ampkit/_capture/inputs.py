@@ -288,9 +288,10 @@ class StaticInputs:
         """
         self._written, self._state = written, state
         self.any_changed: bool = any(self.changed)
-        pairs = zip(self._places, self._sizes, self.changed, strict=True)
+        spans = [state if changed else written for changed in self.changed]
+        rows = zip(self._places, self._sizes, spans, strict=True)
         # An empty tensor shares no memory.
-        self._apart = [(i, size, state if changed else written) for i, size, changed in pairs if size]
+        self._apart = [(i, size, others.starts, others.furthest) for i, size, others in rows if size]
 
     def copy_(self, leaves: Sequence[Any]) -> None:
         """Copy a batch of the same spec into the buffers, on the current stream. Sync: none.
@@ -324,10 +325,11 @@ class StaticInputs:
 
         The other tensor may belong to the batch or to the state.
         """
-        for i, size, spans in self._apart:
+        for i, size, starts, furthest in self._apart:
             start = leaves[i].data_ptr()
-            if spans.furthest[bisect_left(spans.starts, start + size)] > start:
-                raise InputMismatch(self._in_state(i, spans.at(start, start + size)))
+            if furthest[bisect_left(starts, start + size)] > start:
+                other = (self._state if self.changed[self._places.index(i)] else self._written).at(start, start + size)
+                raise InputMismatch(self._in_state(i, other))
         if self.any_changed:
             self._refuse_shared_with_another(leaves)
 

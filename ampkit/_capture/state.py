@@ -24,6 +24,7 @@ class Generation(NamedTuple):
     moments: tuple["Objects", ...]  # in each optimizer.state: the parameters, and a dict for each
     walk: "Walk"  # the parameters, buffers and child modules themselves
     addresses: tuple[int, ...]  # of parameters and buffers: `.data =` and module.to() change them
+    layouts: tuple[Any, ...]  # of parameters and buffers: `.data =` may change them at the same address
     sizes: tuple[int, ...]  # parameters per param group
     settings: "Settings"
 
@@ -36,6 +37,7 @@ class Generation(NamedTuple):
             ("the optimizer's state was cleared or replaced", True, _grew(self.moments, new.moments)),
             (self.walk.first_change(new.walk), self.walk, new.walk),
             ("a parameter or buffer was moved to other memory", self.addresses, new.addresses),
+            ("a parameter or buffer got another shape, other strides or another dtype", self.layouts, new.layouts),
         )
         return next((text for text, old, now in words if old != now), "")
 
@@ -184,6 +186,7 @@ def _generation(look: Look) -> Generation:
         moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in look.optimizers]),
         walk=look.walk,
         addresses=tuple(look.addresses),
+        layouts=tuple(look.layouts),
         sizes=tuple([len(group["params"]) for group in groups]),
         settings=Settings(
             modes=tuple(look.walk.flags()),

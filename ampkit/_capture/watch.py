@@ -22,6 +22,7 @@ from .._torch.modules import module_tables
 from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from .._torch.settings import ENUM_READERS, PLAIN_READERS
 from .._torch.sharding import local_shard
+from .._torch.tensors import layout_check
 
 _G = TypeVar("_G")
 
@@ -72,7 +73,8 @@ class Walk:
     Attributes:
         modules: the modules, each once.
         tables: the dictionaries in which they keep parameters, buffers and children.
-        tensors: the parameters and buffers.
+        tensors: the parameters and buffers, each once.
+        is_split: whether one of them is a DTensor.
         training: reads `training` of each module.
     """
 
@@ -90,15 +92,25 @@ class Walk:
         )
         # These keep the objects alive, so that no other object gets the same identity.
         self._objects = Objects(gc.get_referents(*self.tables))
-        self.tensors: list[Tensor] = [found for found in self._objects.objects if isinstance(found, Tensor)]
+        # Each once: a parameter may be registered under two names.
+        self.tensors: list[Tensor] = list(
+            dict.fromkeys(found for found in self._objects.objects if isinstance(found, Tensor))
+        )
         self.training: Callable[[], Iterator[bool]] = _training_of(self.modules)
-        self._is_split = any(local_shard(tensor) is not tensor for tensor in self.tensors)
+        self.is_split: bool = any(local_shard(tensor) is not tensor for tensor in self.tensors)
         self._names = self._paths()  # now, because the tables may change
+
+    def local(self) -> list[Tensor]:
+        """Return the tensors; of a DTensor this process's part. Aliasing: the list may be that of `tensors`."""
+        return list(map(local_shard, self.tensors)) if self.is_split else self.tensors
 
     def addresses(self) -> list[int]:
         """Return where each tensor lies now; of a DTensor, where this process's part of it lies."""
-        tensors = map(local_shard, self.tensors) if self._is_split else self.tensors
-        return list(map(Tensor.data_ptr, tensors))
+        return list(map(Tensor.data_ptr, self.local()))
+
+    def layouts(self) -> list[Any]:
+        """Return shape, strides and dtype of each tensor, which `.data =` can change where the address stays."""
+        return list(map(_layout, self.local()))
 
     def is_current(self) -> bool:
         """Return whether every table still has the very same objects in it."""
@@ -135,6 +147,13 @@ def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:
     return lambda: map(operator.attrgetter("training"), modules)
 
 
+def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
+    try:
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype
+    except RuntimeError:  # a parameter of a lazy module has no shape yet, a sparse buffer has no strides
+        return None
+
+
 class _Group(NamedTuple):
     """A param group, as it is looked at.
 
@@ -165,6 +184,7 @@ class Look:
         walk, optimizers, scaler, held: as given.
         followed: the entries of a param group whose changes graphs follow.
         addresses: of parameters and buffers.
+        layouts: of parameters and buffers.
         gradients: addresses of gradients, [] if there are none.
     """
 
@@ -180,8 +200,13 @@ class Look:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
         self._finds_gradients = finds_gradients
+        self.layouts = walk.layouts()
+        # One call of C in place of several per tensor. It sees no `requires_grad` where gradients are off, and of
+        # DTensors it is given the parts.
+        self._has_layouts = layout_check(walk.local())
+        is_seen = self._has_layouts is not None and torch.is_grad_enabled() and not walk.is_split
         # Torch refuses `requires_grad` for integers, such as the counters of batch norm.
-        self._differentiable = [found for found in walk.tensors if found.is_floating_point() or found.is_complex()]
+        self._differentiable = [] if is_seen else [t for t in walk.tensors if t.is_floating_point() or t.is_complex()]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._groups = [_Group(group, _getter([key for key in group if key not in self.followed])) for group in groups]
         # The params are a list, and betas out of a JSON file, too. What is in them may change in place.
@@ -194,7 +219,8 @@ class Look:
         self._lists = lists
         self._lengths = list(map(len, lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
-        self._identities = _identities(self._objects)
+        self._read_identities = _identities_of(len(self._objects))
+        self._identities = self._read_identities(self._objects)
         self.addresses = walk.addresses()
         self.gradients = gradient_addresses(walk.tensors) if finds_gradients else []
         self._settings = self._read_settings()
@@ -206,15 +232,24 @@ class Look:
         except KeyError:  # an entry of a param group is gone
             return False
         return (
-            _identities(objects) == self._identities
+            len(objects) == len(self._objects)
+            and self._read_identities(objects) == self._identities
             and self.walk.addresses() == self.addresses
+            and self._layouts_are_same()
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
             and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
         )
 
+    def _layouts_are_same(self) -> bool:
+        if self._has_layouts is None:
+            return self.walk.layouts() == self.layouts
+        return self._has_layouts(*self.walk.local())
+
     def _read_settings(self) -> list[Any]:
-        return [*[read() for read in PLAIN_READERS], *[int(read()) for read in ENUM_READERS]]
+        found = [read() for read in PLAIN_READERS]
+        found += [number(read()) for read, number in ENUM_READERS]
+        return found
 
     def _read_objects(self) -> tuple[Any, ...]:
         walk = self.walk
@@ -367,20 +402,27 @@ def _ids(objects: tuple[Any, ...]) -> bytes:
     return b"".join([id(found).to_bytes(_POINTER, sys.byteorder) for found in objects])
 
 
-def _pointers(objects: tuple[Any, ...]) -> bytes:
-    """Return what `_ids` does, in a fraction of the time: in CPython a tuple is an array of them."""
-    return ctypes.string_at(id(objects) + _HEAD, _POINTER * len(objects))
+def _pointers_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
+    """Return what does as `_ids` for that many objects, in less time: in CPython a tuple is an array of them."""
+    at = (ctypes.c_char * (_POINTER * count)).from_address
+    return lambda objects: at(id(objects) + _HEAD).raw
 
 
 def _reads_tuples() -> bool:
-    """Return whether `_pointers` works in this interpreter."""
+    """Return whether `_pointers_of` works in this interpreter."""
     tuples: list[tuple[Any, ...]] = [(), (None,), (True, _ids, "", 1.5), tuple(map(object.__class__, range(100)))]
-    return sys.implementation.name == "cpython" and all(_pointers(objects) == _ids(objects) for objects in tuples)
+    reads = (_pointers_of(len(objects))(objects) == _ids(objects) for objects in tuples)  # in CPython only
+    return sys.implementation.name == "cpython" and all(reads)
+
+
+def _identities_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
+    """Return a function that returns the identities of the objects in a tuple of that length."""
+    return _pointers_of(count) if _READS_TUPLES else _ids
 
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _HEAD = tuple.__basicsize__  # bytes in front of the items
-_identities = _pointers if _reads_tuples() else _ids
+_READS_TUPLES = _reads_tuples()
 _NOT_FILLED = object()
 _NUMBERS = frozenset((float, int, type(None)))
 # The attributes of an optimizer that are looked at by themselves, or that torch and ampkit set for a step.

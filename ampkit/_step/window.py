@@ -66,6 +66,7 @@ class Window:
         self._size = size
         self.count = 0
         self._accumulated: tuple[int, ...] = ()
+        self._phase = Phase(True, ())  # of the last call
         self._observed: bool | None = None  # whether the observer measures in this window; None before it was asked
 
     def run(
@@ -95,7 +96,9 @@ class Window:
         before, failure = (self.count, self._accumulated, self._observed), None
         self._begin()
         try:
-            out, accumulated, prepared = (call or self.call)(args, kwargs, Phase(last, before[1], before[2], parts))
+            if self._phase != (last, before[1], before[2], parts):  # mostly it is that of the call before
+                self._phase = Phase(last, before[1], before[2], parts)
+            out, accumulated, prepared = (call or self.call)(args, kwargs, self._phase)
         except StepDoneError as error:
             (out, accumulated, prepared), failure = error.outputs, error
         except (InputMismatch, CaptureError, NoStepError):

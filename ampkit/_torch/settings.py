@@ -81,12 +81,22 @@ _OPTIONAL_BINDINGS = {
 if torch.version.hip is not None:
     _OPTIONAL_BINDINGS["torch.backends.cuda.preferred_rocm_fa_library()"] = "_get_rocm_fa_preferred_backend"
     _OPTIONAL_BINDINGS["torch.backends.miopen.immediate"] = "_get_miopen_immediate"
+
+
+def _number_of(kind: type) -> Callable[[Any], int]:
+    """Return what reads the number of an enum of this class: the function of C below its `value`, if it is pybind's."""
+    value = vars(kind).get("value")
+    return value.fget if isinstance(value, property) and value.fget is not None else int
+
+
 _read_settings = _settings()
 SETTINGS: tuple[str, ...] = tuple(_read_settings)
 # Every call of a step looks at them all. To compare the enums of torch's C++ code takes longer than to read all other
-# settings, so a caller compares their numbers.
+# settings, so a caller compares their numbers. `int` looks up by name what the second function does.
 _ENUMS = ("torch.backends.cuda.preferred_blas_library()", "torch.backends.cuda.preferred_linalg_library()")
-ENUM_READERS: tuple[Callable[[], Any], ...] = tuple([_read_settings[name] for name in _ENUMS])
+ENUM_READERS: tuple[tuple[Callable[[], Any], Callable[[Any], int]], ...] = tuple(
+    [(_read_settings[name], _number_of(type(_read_settings[name]()))) for name in _ENUMS]
+)
 PLAIN_READERS: tuple[Callable[[], Any], ...] = tuple(
     [read for name, read in _read_settings.items() if name not in _ENUMS]
 )

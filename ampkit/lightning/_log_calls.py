@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._capture.cache import rebuild
+from .._capture.cache import Rebuilt
 from .._errors import AmpkitWarning
 from .._torch.tree import tree_flatten
 from .._undo import Undo
@@ -31,17 +31,16 @@ class Template:
     """A pytree without its tensors, to be filled with those of another replay. A dict key, compared by identity.
 
     Attributes:
-        tensors: those of the pytree, until they are taken.
         filled: `filled(iterator)` returns the pytree with the iterator's tensors at the places of its own.
     """
 
     def __init__(self, tree: Any) -> None:
-        self.tensors: list[Tensor] = []
-        self.filled = rebuild(tree, self.tensors)
+        self._rebuilt = Rebuilt(tree)
+        self.filled = self._rebuilt.of
 
     def take_tensors(self) -> list[Tensor]:
         """Return the tensors and forget them: they are memory of a graph, which the template may outlive."""
-        tensors, self.tensors = self.tensors, []
+        tensors, self._rebuilt.tensors = self._rebuilt.tensors, []
         return tensors
 
     def __repr__(self) -> str:

@@ -59,6 +59,7 @@ NUMBERS: dict[str, Any] = {
     "all sizes": [TRUE, HALF, torch.tensor(0.1), LONG, torch.tensor(0.1, dtype=torch.float64), ONE],
     "one number twice": (TWO, TWO),
     "a view of another": (ONE[0], ONE[1], ONE),
+    "containers of all kinds": {"a": [TWO], "b": (Out(HALF, {}), [], (1, 2)), "c": OrderedDict(d=deque([TRUE, 3]))},
     "not only numbers": (torch.tensor(1j), TWO, torch.zeros(1, 1), torch.tensor(0.2)),
 }
 

@@ -344,6 +344,10 @@ def changes() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]]
     return {
         "other memory": lambda model, _: setattr(model.head.weight, "data", model.head.weight.data.clone()),
         "a buffer's memory": lambda model, _: setattr(model.norm.running_mean, "data", torch.zeros(8)),
+        "strides at the same address": lambda model, _: setattr(
+            model.conv.weight, "data", model.conv.weight.data.transpose(2, 3)
+        ),
+        "a shape at the same address": lambda model, _: setattr(model.norm.bias, "data", model.norm.bias.data[:4]),
         "requires_grad": lambda model, _: model.head.bias.requires_grad_(False),
         "requires_grad of a buffer": lambda model, _: model.norm.running_var.requires_grad_(True),
         "training": lambda model, _: model.norm.eval(),
@@ -361,11 +365,12 @@ def changes() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]]
 
 
 @pytest.mark.parametrize("what", list(changes()))
-@pytest.mark.parametrize("by_id", [False, True], ids=["by addresses", "by id"])
-def test_a_call_sees_each_change(what: str, by_id: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls compare identities in one piece of memory, or one by one where the interpreter does not keep them so."""
-    if by_id:
-        monkeypatch.setattr(_watch, "_identities", _watch._ids)
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["at once", "one by one"])
+def test_a_call_sees_each_change(what: str, one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls compare identities and layouts at once, or one by one where interpreter and torch have no way to do so."""
+    if one_by_one:
+        monkeypatch.setattr(_watch, "_READS_TUPLES", False)
+        monkeypatch.setattr(_watch, "layout_check", lambda tensors: None)
     model = make_net("cpu")
     head = list(model.head.parameters())
     body = [param for param in model.parameters() if not any(param is other for other in head)]
@@ -382,8 +387,32 @@ def test_a_call_sees_each_change(what: str, by_id: bool, monkeypatch: pytest.Mon
     assert state.generation() is after
 
 
+def test_requires_grad_is_seen_where_gradients_are_off() -> None:
+    """The check of layouts then takes all tensors for tensors that require no gradient."""
+    state, model, _ = make()
+    with torch.no_grad():
+        before = state.generation()
+        model.head.bias.requires_grad_(False)
+        after = state.generation()
+    assert before.settings.changes(after.settings) == "train/eval mode or requires_grad changed"
+
+
+def test_another_layout_at_the_same_address_outdates_graphs() -> None:
+    """A graph would go on with the old strides. A parameter with two names is looked at once."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    state = TrainingState({"model": model}, [])
+    before = state.generation()
+    assert state.generation() is before
+    address = model[0].weight.data_ptr()
+    model[0].weight.data = model[0].weight.data.t()
+    assert model[0].weight.data_ptr() == address
+    expected = "a parameter or buffer got another shape, other strides or another dtype"
+    assert before.replaced_in(state.generation()) == expected
+
+
 def test_addresses_in_a_tuple_are_identities() -> None:
     """In CPython the quick way is taken, and gives what `id` gives."""
     objects = (None, True, 1.5, [], *map(object.__new__, [object] * 50))
-    assert _watch._pointers(objects) == _watch._ids(objects)
-    assert _watch._identities is _watch._pointers
+    assert _watch._identities_of(len(objects))(objects) == _watch._ids(objects)
+    assert _watch._READS_TUPLES

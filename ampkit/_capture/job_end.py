@@ -11,14 +11,14 @@ collective, some time after that collective is over:
 - A thread that asks for the lock while the interpreter is being finalized aborts the process ("terminate called without
   an active exception").
 
-So ampkit keeps a reference to the process group of every model, and drops it at exit, after that of the model.
+So ampkit keeps references to the process groups of every model, and drops them at exit, after those of the model. What
+is under `fully_shard`, and meshes of devices, have references of Python's.
 
 The other ranks are told of the end before the graphs are released, which waits for the device, and so perhaps for them.
 """
 
 import atexit
 import functools
-import gc
 import multiprocessing.util
 import sys
 import weakref
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .._torch.distributed import call_before_shutdown
+from .._torch.distributed import call_before_shutdown, drop_groups
 from .heartbeat import end_heartbeats, stop_heartbeats
 from .held_up import last_resort
 
@@ -39,18 +39,14 @@ class Closable(Protocol):
         """Release the graphs."""
 
 
-_models: "weakref.WeakSet[nn.parallel.DistributedDataParallel]" = weakref.WeakSet()
-_groups: list[Any] = []  # the process groups of these models
+_groups: list[tuple["weakref.ref[nn.Module]", list[Any]]] = []  # the process groups of models of several ranks
 _graphs: "weakref.WeakSet[Closable]" = weakref.WeakSet()
 
 
-def keep_process_group(model: nn.parallel.DistributedDataParallel) -> None:
-    """Keep the process group of a model until the process ends. Drop those of models that are gone."""
-    groups = [other.process_group for other in _models]
-    _groups[:] = [group for group in _groups if group in groups]
-    _models.add(model)
-    if model.process_group not in _groups:
-        _groups.append(model.process_group)
+def keep_process_groups(model: nn.Module, groups: list[Any]) -> None:
+    """Keep the process groups of a model until the process ends. Drop those of models that are gone."""
+    _groups[:] = [(other, kept) for other, kept in _groups if other() is not None and other() is not model]
+    _groups.append((weakref.ref(model), groups))
 
 
 def close_before_end(graphs: Closable) -> None:
@@ -99,8 +95,5 @@ def _end() -> None:
         return
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
         torch.distributed.destroy_process_group()  # as the script did not; NCCL's might wait for other processes
-    for thing in gc.get_objects():  # also models without a step of ampkit's, and garbage in cycles
-        if issubclass(type(thing), nn.parallel.DistributedDataParallel):
-            for name in ("logger", "reducer", "process_group"):  # the Reducer has a reference to the group
-                vars(thing).pop(name, None)
+    drop_groups()  # also those of models without a step of ampkit's, and of garbage in cycles
     _groups.clear()

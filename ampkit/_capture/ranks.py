@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._torch.sharding import ShardedModules
 from .._undo import Undo
 from .heartbeat import Heartbeat, heartbeat_of
-from .job_end import Closable, close_before_end, keep_process_group, tell_end
+from .job_end import Closable, close_before_end, keep_process_groups, tell_end
 from .layouts import WARM_UP
 from .reducers import Reducers
 from .shards import shard_groups
@@ -108,7 +108,9 @@ class Ranks:
         self._model = model
         self.several: bool = bool(self._groups())
         for wrapper in self.wrappers:
-            keep_process_group(wrapper)
+            keep_process_groups(wrapper, [wrapper.process_group])
+        if model is not None and self.sharded:
+            keep_process_groups(model, self._groups())
         self._device = device
         self.together: bool = not self.several
         self._votes, self._votes_together = _Votes(), _Votes()

@@ -1,11 +1,14 @@
 """How to be told that a process group ends, what its store is, and how its communicators are aborted."""
 
 import functools
+import gc
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
 from .guard import private
 
@@ -55,3 +58,23 @@ def aborts() -> list[Callable[[], None]]:
     """
     groups = private(torch.distributed.distributed_c10d, "_world").pg_names
     return [group.abort for group in list(groups)]
+
+
+def drop_groups() -> None:
+    """Have no model and no mesh of devices refer to a process group any more, so that its threads end with it.
+
+    They cannot communicate afterwards.
+    """
+    sharding = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_common")
+    mesh_info: Any = getattr(sharding, "DataParallelMeshInfo", ())
+    mesh: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", ())
+    for thing in gc.get_objects():  # `type`: a proxy of the user's may do anything when it is asked for its class
+        kind = type(thing)
+        if issubclass(kind, nn.parallel.DistributedDataParallel):
+            for name in ("logger", "reducer", "process_group"):  # the Reducer has a reference to the group
+                vars(thing).pop(name, None)
+        elif issubclass(kind, mesh_info):
+            for name in ("shard_process_group", "replicate_process_group"):
+                vars(thing).pop(name, None)
+        elif issubclass(kind, mesh):
+            vars(thing).pop("_pg_registry", None)

@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,21 +24,27 @@ import torch._dynamo  # imported later, by the first optimizer of each rank, it 
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, its default arguments would keep the process group alive
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ampkit
 
 # Where the wrapped model lives when the job ends, and whether the process group is destroyed before.
 HOW = ("local", "global", "cycle", "no-destroy", "global-no-destroy")
+HOW_SHARDED = tuple(f"sharded-{how}" for how in HOW)
 KEPT: list[Any] = []
 TIMEOUT = 60.0  # seconds; a job takes one, on a machine with much else to do 25
 
 
-def job(rank: int, store: str, how: str, slow_release: bool) -> None:
-    """Train three steps under DistributedDataParallel and end like a script does, right behind a collective."""
+def job(rank: int, port: int, prefix: str, how: str, slow_release: bool) -> None:
+    """Train three steps under DistributedDataParallel, or `fully_shard`, and end right behind a collective."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = DistributedDataParallel(nn.Linear(8, 4))
+    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    del store
+    sharded = how.startswith("sharded-")
+    how = how.removeprefix("sharded-")
+    model: Any = fully_shard(nn.Linear(8, 4)) if sharded else DistributedDataParallel(nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     step = ampkit.graphed_step(lambda m, x: m(x).square().mean(), model, optimizer, graph="emulate")
     for _ in range(3):
@@ -48,7 +53,7 @@ def job(rank: int, store: str, how: str, slow_release: bool) -> None:
         KEPT.append((model, step))
     if how == "cycle":
         model.itself = [model]
-    many = 3000 if slow_release else 3
+    many = 3000  # tensors, each of which gloo's thread needs Python's lock for
     parts = [[torch.zeros(2) for _ in range(many)] for _ in range(2)]
     if slow_release:
         sys.setswitchinterval(1e6)  # Python gives its lock away only where a call releases it
@@ -62,22 +67,48 @@ def job(rank: int, store: str, how: str, slow_release: bool) -> None:
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
     """Context in which some processes beside this one keep a core busy each."""
+    parent = os.getpid()
     spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
     finally:
-        for process in spin:
+        for process in spin if os.getpid() == parent else ():  # the ranks leave this context as well
             process.kill()
             process.wait()
 
 
-def start(how: str, slow_release: bool, folder: str) -> list[int] | None:
+@contextmanager
+def stored() -> Iterator[int]:
+    """Context in which a process has a store that outlives the ranks. Return its port.
+
+    A file would hold a rank up at its end, if the other one has removed it.
+    """
+    parent = os.getpid()
+    result, port = os.pipe()
+    child = os.fork()
+    if child == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(port, str(store.port).encode())
+        os.close(port)
+        signal.pause()
+    os.close(port)
+    with open(result) as file:
+        found = int(file.read())
+    try:
+        yield found
+    finally:
+        if os.getpid() == parent:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def start(how: str, slow_release: bool, port: int, prefix: str) -> list[int] | None:
     """Fork two ranks and return their process ids; None in a rank, whose work is done and which is to end."""
-    store, ranks = os.path.join(folder, "store"), []
+    ranks = []
     for rank in range(2):
         child = os.fork()
         if child == 0:
-            job(rank, store, how, slow_release)
+            job(rank, port, prefix, how, slow_release)
             gc.collect()  # as it may happen at any time: the model goes, and with it the Reducer of DDP
             return None
         ranks.append(child)
@@ -102,19 +133,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--busy", type=int, default=0, help="processes beside the jobs that keep a core busy each")
-    parser.add_argument("--how", choices=HOW, nargs="+", default=HOW)
+    parser.add_argument("--how", choices=HOW + HOW_SHARDED, nargs="+", default=HOW + HOW_SHARDED)
     parser.add_argument("--slow-release", action="store_true", help="make sure that gloo waits for Python's lock")
     args = parser.parse_args()
     gc.freeze()  # or each rank would look through torch's half a million objects, when it collects and at its end
     ends: Counter[tuple[str, bool]] = Counter()
-    with busy(args.busy):
+    with busy(args.busy), stored() as port:
         for k in range(args.jobs):
             how = args.how[k % len(args.how)]
-            with tempfile.TemporaryDirectory() as folder:
-                ranks = start(how, args.slow_release, folder)
-                if ranks is None:
-                    return 0
-                result = codes(ranks)
+            ranks = start(how, args.slow_release, port, str(k))
+            if ranks is None:
+                return 0
+            result = codes(ranks)
             ends[how, result == [0, 0]] += 1
             if result != [0, 0]:
                 print(f"job {k}, {how}: exit codes {result}", flush=True)

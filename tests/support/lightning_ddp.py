@@ -21,7 +21,7 @@ from harness import bits, deterministic
 from lightning_harness import HooksAmidAStep, Net, adamw, fused, halving, loader, precision
 from ports import free_port
 
-from ampkit._capture.job_end import keep_process_group
+from ampkit._capture.job_end import keep_process_groups
 from ampkit.lightning import AmpkitCallback
 
 
@@ -69,7 +69,7 @@ def main() -> None:
         """Without ampkit, gloo's threads and the end of the process may wait for each other: a race of torch's own."""
 
         def on_train_start(self, trainer: Any, *_: Any) -> None:
-            keep_process_group(trainer.strategy.model)
+            keep_process_groups(trainer.strategy.model, [trainer.strategy.model.process_group])
 
     class Counts(Net):
         seen = 0

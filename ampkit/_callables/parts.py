@@ -241,14 +241,17 @@ class _ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._walk = Walk({"": module})
-        self._seen = self._walk.addresses(), self._walk.flags()
+        self._seen = self._look()
 
     def is_current(self) -> bool:
-        """Return whether its tensors are where they were, with the same `requires_grad`, and its modes are the same."""
-        return self._walk.is_current() and (self._walk.addresses(), self._walk.flags()) == self._seen
+        """Return whether its tensors lie where and as they did, with the same `requires_grad`, in the same modes."""
+        return self._walk.is_current() and self._look() == self._seen
+
+    def _look(self) -> tuple[list[Any], ...]:
+        return self._walk.addresses(), self._walk.layouts(), self._walk.flags()
 
 
-_OTHER_STATE = "it has other parameters, modes or requires_grad than when it was captured"
+_OTHER_STATE = "it has other parameters, strides, modes or requires_grad than when it was captured"
 CHANGED = "a hook was registered in a captured module, or removed, or a module was given another forward"
 
 

@@ -221,18 +221,22 @@ def test_a_call_with_a_leaf_of_which_autocast_keeps_a_cast_stays_eager(engine: E
 
 def reads_first(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor, *, change: str) -> Tensor:
     """Change the discriminator for one call, in steps where the host reads infinity."""
-    hidden = nets.gen(real)
+    hidden, square = nets.gen(real), nets.disc[0].first.weight
     if boost.isinf().item():
         if change == "mode":
             nets.disc.eval()
         elif change == "freeze":
             nets.disc.requires_grad_(False)
+        elif change == "strides":
+            square.data = square.data.t()
     weights = {name: param.detach() * 0.9 for name, param in nets.disc.named_parameters()}
     out = functional_call(nets.disc, weights, (hidden,)) if change == "weights" else nets.disc(hidden)
     nets.disc.train().requires_grad_(True)
     nets.opt_g.zero_grad()
     nets.opt_d.zero_grad()
     out.mean().backward()
+    if not square.is_contiguous():
+        square.data = square.data.t()
     nets.opt_g.step()
     if change != "weights":
         nets.opt_d.step()
@@ -240,14 +244,14 @@ def reads_first(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor, *, chang
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("change", ["mode", "freeze", "weights"])
+@pytest.mark.parametrize("change", ["mode", "freeze", "strides", "weights"])
 def test_what_a_line_of_the_step_changes_before_a_call(engine: Engine, change: str) -> None:
-    """R4: a graph holds the modes, `requires_grad` and addresses of its module, so other ones make the call eager."""
+    """R4: a graph holds its module's modes, `requires_grad`, addresses and strides. With others a call is eager."""
     report, _ = compared(engine, lambda *args: reads_first(*args, change=change), overflows=(8, 10, 11))
     other = {part.module: part.eager for part in report.parts if part.eager}
     # The weights are made anew in each call, so that no call but that of the capture has its own.
     count = report.in_parts - 1 if change == "weights" else 3
-    why = "it has other parameters, modes or requires_grad than when it was captured"
+    why = "it has other parameters, strides, modes or requires_grad than when it was captured"
     assert other == {"modules[1]": {why: count}}
     assert f"  eager x{count}: modules[1]: {why}" in str(report).splitlines()
 

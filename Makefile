@@ -19,9 +19,9 @@ endif
 else
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ampkit-installed
-# One thread each, or they wait for each other. Each process begins with a part of its own, so that a file's fixtures are
-# made in one of them, and takes tests of another one when it has done these.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
+# Each process begins with a part of its own, so that a file's fixtures are made in one of them, and takes tests of
+# another one when it has done these.
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 endif
 
 ifeq ($(TORCH),latest)

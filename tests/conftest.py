@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# Small operations of two workers would wait for each other's threads. Set before torch is imported, here and in the
+# processes that tests start, of which torchrun's get one thread each in any case.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 

@@ -159,7 +159,7 @@ def test_a_job_ends(how: str) -> None:
 )
 @pytest.mark.parametrize(
     ("jobs", "how"),
-    [("6", gloo_ends.HOW[:3]), ("4", gloo_ends.HOW[3:]), ("15", gloo_ends.HOW_SHARDED)],
+    [("6", gloo_ends.HOW[:3]), ("4", gloo_ends.HOW[3:]), ("5", gloo_ends.HOW_SHARDED)],
     ids=["group destroyed", "group not destroyed", "fully_shard"],
 )
 def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:

@@ -67,7 +67,7 @@ def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
         pytest.param(TwoOptimizers, WARM_UP, ["self._count()", "self.watch_skips()"], id="between two optimizers"),
         pytest.param(BFloat16, CAPTURE, ["self._exchange(self._copies)", "self._write(list(masters), present)"],
                      id="weights in low precision"),
-        pytest.param(Float16, PREFLIGHT, ["self._watch_calls(self._undo)", "leave(self)", "return self"],
+        pytest.param(Float16, PREFLIGHT, ["self._watch_calls(self._undo)", "leave(self)", "return self\n"],
                      id="entering and leaving the preflight"),
         pytest.param(Float16, REPLAY, ['group["lr"] = rate', "optimizer.grad_scale, optimizer.found_inf"],
                      id="what the optimizer is given for its step"),
@@ -88,7 +88,7 @@ def test_where_it_hurt(kind: type[Job], phase: Phase, lines: list[str]) -> None:
     found = moments(kind, phase)
     counts["calls"] += 1
     for line in lines:
-        wanted = [moment for moment in found if line in moment.line.source]
+        wanted = [moment for moment in found if line in f"{moment.line.source}\n"]
         assert wanted, f"{line!r} is no line of this call"
         assert [broken for moment in wanted if (broken := trial(kind, phase, moment))] == []
 

@@ -118,6 +118,7 @@ def as_torchrun() -> dict[str, str]:
         "MASTER_PORT": str(free_port()),
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "0",
+        "OMP_NUM_THREADS": "1",
         **{f"TORCHELASTIC_{name}": value for name, value in elastic.items()},
     }
 

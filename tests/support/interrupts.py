@@ -5,6 +5,7 @@
 
 import argparse
 import copy
+import functools
 import gc
 import os
 import sys
@@ -66,7 +67,12 @@ class Line(NamedTuple):
 
     @property
     def source(self) -> str:
-        return Path(self.file).read_text().splitlines()[self.number - 1].strip()
+        return _lines_of(self.file)[self.number - 1].strip()
+
+
+@functools.cache
+def _lines_of(file: str) -> list[str]:
+    return Path(file).read_text().splitlines()
 
 
 @contextmanager

@@ -8,12 +8,9 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(
-    "ways",
-    [
-        pytest.param(["torch", "graphed", "one-gpu"], id="captured"),
-        pytest.param(["torch", "graphed-default"], id="compiled", marks=pytest.mark.ranks),
-    ],
+    "ways", [["torch", "graphed", "one-gpu"], ["torch", "graphed-default"]], ids=["captured", "compiled"]
 )
 def test_rows_on_the_cpu(ways: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each way of each model is timed; captured steps have the bits of eager ones, compiled or not."""

@@ -311,8 +311,11 @@ def run_jobs(*options: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [[], ["--ranks", "3", "--store", "file"], ["--sharded"]],
-    ids=["two ranks", "three ranks, store in a file", "fully_shard"],
+    [
+        pytest.param([], id="two ranks"),
+        pytest.param(["--ranks", "3", "--store", "file"], id="three ranks, store in a file", marks=pytest.mark.ranks),
+        pytest.param(["--sharded"], id="fully_shard", marks=pytest.mark.ranks),
+    ],
 )
 def test_every_end(options: list[str]) -> None:
     """R10: each row of the table in docs/distributed.md: exit codes, the reason on every rank, within the bound."""

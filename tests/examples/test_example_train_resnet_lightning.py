@@ -189,7 +189,7 @@ def check_two_processes(tmp_path: Path, strategy: str, device: str, graph: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.ranks), "fsdp"])
 def test_torchrun(tmp_path: Path, strategy: str) -> None:
     """L4, R12: two processes by DistributedDataParallel or fully_shard, with and without graphs, and resumed."""
     check_two_processes(tmp_path, strategy, "cpu", "emulate")

@@ -9,7 +9,7 @@ from rank_cases import Rows, cases_of
 
 pytestmark = pytest.mark.slow
 
-RESUMED = tuple(name for name, case in lightning_fsdp.CASES.items() if case.resume[0])
+RESUMED = ("resume", "resume whole by Lightning")
 OTHERS = tuple(name for name in lightning_fsdp.CASES if name not in RESUMED)
 on_cpu = cases_of(lightning_fsdp.__file__, "cpu", OTHERS, 500)
 resumed_on_cpu = cases_of(lightning_fsdp.__file__, "cpu", RESUMED, 300)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._undo import Undo
+from .._undo import Undo, replace
 from .guard import private
 
 # keeps_graph() is called within a backward pass: whether its caller passed retain_graph=True.
@@ -27,6 +27,9 @@ def in_backward() -> bool:
 ENGINE_CODE = private(torch.autograd.graph, "_engine_run_backward").__code__
 ENGINE_ENTRIES = ((torch.autograd, "_engine_run_backward"), (torch.autograd.graph, "_engine_run_backward"))
 private(torch.autograd, "_engine_run_backward")
+# Code within a backward asks this object to call a function when the backward is over. Callers look it up on Variable.
+ENGINE_QUEUE: tuple[Any, str] = (torch.autograd.Variable, "_execution_engine")
+private(private(*ENGINE_QUEUE), "queue_callback")
 # current_node() returns the node that a backward pass is running, None outside of one.
 current_node: Callable[[], Any] = private(torch._C, "_current_autograd_node")
 
@@ -81,6 +84,33 @@ def leaf_hooks(leaf: Tensor) -> list[Callable[[Tensor | None], Tensor | None]]:
 def post_accumulate_hooks(leaf: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the hooks that are called once a leaf's gradient is accumulated."""
     return list((private(leaf, "_post_accumulate_grad_hooks") or {}).values())
+
+
+_HOOKS = "ampkit: hooks of outputs"  # key in a node's metadata
+
+
+@contextmanager
+def hooks_noted() -> Iterator[None]:
+    """Context in which `Tensor.register_hook` notes the hooks of tensors that are no leaves: see `output_hooks`."""
+    register = Tensor.register_hook
+
+    @functools.wraps(register)
+    def register_and_note(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        handle = register(tensor, hook)
+        if tensor.grad_fn is not None:
+            # The same dict as the tensor has, so that hooks that are added or removed later are there or not.
+            tensor.grad_fn.metadata.setdefault(_HOOKS, {})[tensor.output_nr] = private(tensor, "_backward_hooks")
+        return handle
+
+    with Undo() as undo:
+        replace(undo, Tensor, "register_hook", register_and_note)
+        yield
+
+
+def output_hooks(node: Any) -> list[tuple[int, Callable[[Tensor | None], Tensor | None]]]:
+    """Return the hooks of a node's outputs that were noted, each with the number of its output."""
+    noted: dict[int, dict[int, Any]] = node.metadata.get(_HOOKS, {})
+    return [(i, hook) for i, hooks in noted.items() for hook in list(hooks.values())]
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:
@@ -140,6 +170,11 @@ def graph_task() -> Iterator[None]:
 
 
 _top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
+
+
+def in_graph_task() -> bool:
+    """Return whether a backward pass is calling this code, that of `graph_task` included."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def packs_saved_tensors() -> bool:

@@ -15,16 +15,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from ..._torch.autograd import (
     ENGINE_ENTRIES,
+    ENGINE_QUEUE,
     graph_nodes,
     graph_task,
+    hooks_noted,
     input_metadata,
     leaf_hooks,
     newest_sequence_number,
+    output_hooks,
     post_accumulate_hooks,
     sequence_number,
 )
 from ..._torch.fake_tensors import is_fake
 from ..._torch.tensors import shares_storage_with_none, use_count
+from ..._undo import Undo, replace
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the node that adds a gradient to a leaf's `.grad`
 # References to a tensor that is in one list and nowhere else, in a function that has taken it out: the list's, the
@@ -43,12 +47,13 @@ class _PythonEngine:
     """Runs the backward passes in `without_engine`.
 
     Args:
-        on_node: called with each node before it runs, and with None after the last one.
+        on_node: called with each node before it runs, and with None after it.
     """
 
     def __init__(self, on_node: Callable[[Any], object]) -> None:
         self._on_node = on_node
         self._saved: dict[int, list[weakref.ref[_SavedTensor]]] = {}  # by the sequence number of the node
+        self._callbacks: list[list[Callable[[], object]]] = []  # of each backward that runs, the outermost first
 
     def pack(self, tensor: Tensor) -> _SavedTensor:
         """Keep a tensor that the newest node of the graph saves."""
@@ -79,18 +84,35 @@ class _PythonEngine:
         task = _GraphTask(roots, wanted if inputs else None, accumulate_grad)
         for edge, grad in zip(roots, grads, strict=True):
             task.add(edge.node, edge.output_nr, grad)
-        with torch.set_grad_enabled(create_graph), graph_task():
-            for node, arrived in task:
-                self._on_node(node)
-                task.run_node(node, arrived)
-                if not keep_graph:
-                    self._release(node)
-        self._on_node(None)
+        self._callbacks.append([])
+        try:
+            with graph_task():
+                with torch.set_grad_enabled(create_graph):
+                    self._run_nodes(task, keep_graph)
+                for callback in self._callbacks[-1]:  # one may queue others
+                    callback()
+        finally:
+            self._callbacks.pop()
         if not accumulate_grad and not allow_unreachable and None in task.results:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True."
             )
         return tuple(task.results)
+
+    def queue_callback(self, callback: Callable[[], object]) -> None:
+        """Call a function when the backward that runs is over."""
+        if not self._callbacks:
+            raise RuntimeError("Final callbacks can only be installed during backward pass.")
+        self._callbacks[-1].append(callback)
+
+    def _run_nodes(self, task: "_GraphTask", keep_graph: bool) -> None:
+        for node, arrived in task:
+            _call_output_hooks(node, arrived)  # before the node counts as running, as in the engine
+            self._on_node(node)
+            task.run_node(node, arrived)
+            self._on_node(None)
+            if not keep_graph:
+                self._release(node)
 
     def _release(self, node: Any) -> None:
         for reference in self._saved.pop(sequence_number(node), ()):
@@ -187,6 +209,12 @@ def _leading_to(nodes: list[Any], ends: set[Any]) -> set[Any]:
     return needed
 
 
+def _call_output_hooks(node: Any, arrived: list[Tensor | None]) -> None:
+    for i, hook in output_hooks(node):
+        new = hook(arrived[i])
+        arrived[i] = arrived[i] if new is None else new
+
+
 def _call(node: Any, arrived: list[Tensor | None]) -> list[Tensor | None]:
     """Return a gradient, or None, for each of a node's `next_functions`."""
     needs = getattr(node, "needs_input_grad", None)
@@ -261,19 +289,16 @@ def _same_layout(grad: Tensor, leaf: Tensor) -> bool:
 def without_engine(on_node: Callable[[Any], object]) -> Iterator[None]:
     """Context in which each backward of this process runs in Python, so that tensors need no device.
 
-    Gradients are those of autograd's engine, and memory is freed when the engine would free it. Hooks on leaves are
-    called. Hooks on other tensors and on nodes, such as those of `register_full_backward_hook`, are not.
+    Gradients are those of autograd's engine, and memory is freed when the engine would free it. Hooks on tensors are
+    called if they are registered in the context, or on leaves. Hooks on nodes, such as those of
+    `register_full_backward_hook`, are not.
 
     Args:
-        on_node: called with each node before it runs, and with None after the last one.
+        on_node: called with each node before it runs, and with None after it.
     """
     engine = _PythonEngine(on_node)
-    before = [getattr(owner, name) for owner, name in ENGINE_ENTRIES]
-    with saved_tensors_hooks(engine.pack, engine.unpack):
+    with saved_tensors_hooks(engine.pack, engine.unpack), hooks_noted(), Undo() as undo:
         for owner, name in ENGINE_ENTRIES:
-            setattr(owner, name, engine.run)
-        try:
-            yield
-        finally:
-            for (owner, name), function in zip(ENGINE_ENTRIES, before, strict=True):
-                setattr(owner, name, function)
+            replace(undo, owner, name, engine.run)
+        replace(undo, *ENGINE_QUEUE, engine)
+        yield

@@ -169,6 +169,34 @@ def graph_task() -> Iterator[None]:
         yield
 
 
+_push_hooks, _pop_hooks = (
+    private(torch._C._autograd, f"_{name}_saved_tensors_default_hooks") for name in ("push", "pop")
+)
+
+
+@contextmanager
+def hooks_wrapped(wrap: Callable[[Any], tuple[Any, Any]]) -> Iterator[None]:
+    """Context in which a pack hook and an unpack hook that `wrap` returns take the place of `saved_tensors_hooks`.
+
+    `wrap` is called with each of these when it is entered. It is kept until it is left.
+    """
+    kind = torch.autograd.graph.saved_tensors_hooks
+    kept: list[Any] = []
+
+    def enter(hooks: Any) -> None:
+        _push_hooks(*wrap(hooks))
+        kept.append(hooks)
+
+    def leave(hooks: Any, *error: object) -> None:
+        kept.remove(hooks)
+        _pop_hooks()
+
+    with Undo() as undo:
+        replace(undo, kind, "__enter__", enter)
+        replace(undo, kind, "__exit__", leave)
+        yield
+
+
 _top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 

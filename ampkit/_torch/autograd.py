@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,9 +28,6 @@ def in_backward() -> bool:
 ENGINE_CODE = private(torch.autograd.graph, "_engine_run_backward").__code__
 ENGINE_ENTRIES = ((torch.autograd, "_engine_run_backward"), (torch.autograd.graph, "_engine_run_backward"))
 private(torch.autograd, "_engine_run_backward")
-# Code within a backward asks this object to call a function when the backward is over. Callers look it up on Variable.
-ENGINE_QUEUE: tuple[Any, str] = (torch.autograd.Variable, "_execution_engine")
-private(private(*ENGINE_QUEUE), "queue_callback")
 # current_node() returns the node that a backward pass is running, None outside of one.
 current_node: Callable[[], Any] = private(torch._C, "_current_autograd_node")
 
@@ -86,6 +84,19 @@ def post_accumulate_hooks(leaf: Tensor) -> list[Callable[[Tensor], None]]:
     return list((private(leaf, "_post_accumulate_grad_hooks") or {}).values())
 
 
+_engine_owner: Any = torch.autograd.Variable
+_ENGINE_METHODS = ("run_backward", "queue_callback", "is_checkpoint_valid")
+_engine: dict[str, Any] = {name: private(private(_engine_owner, "_execution_engine"), name) for name in _ENGINE_METHODS}
+
+
+@contextmanager
+def callbacks_queued_by(queue: Callable[[Callable[[], object]], None]) -> Iterator[None]:
+    """Context in which code within a backward asks this function to have another one called when it is over."""
+    with Undo() as undo:
+        replace(undo, _engine_owner, "_execution_engine", SimpleNamespace(**{**_engine, "queue_callback": queue}))
+        yield
+
+
 _HOOKS = "ampkit: hooks of outputs"  # key in a node's metadata
 
 
@@ -96,10 +107,11 @@ def hooks_noted() -> Iterator[None]:
 
     @functools.wraps(register)
     def register_and_note(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        handle = register(tensor, hook)
-        if tensor.grad_fn is not None:
+        handle = register(tensor, hook)  # type: ignore[no-untyped-call]  # torch has no annotation there
+        node: Any = tensor.grad_fn
+        if node is not None:
             # The same dict as the tensor has, so that hooks that are added or removed later are there or not.
-            tensor.grad_fn.metadata.setdefault(_HOOKS, {})[tensor.output_nr] = private(tensor, "_backward_hooks")
+            node.metadata.setdefault(_HOOKS, {})[tensor.output_nr] = private(tensor, "_backward_hooks")
         return handle
 
     with Undo() as undo:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from ..._torch.autograd import (
     ENGINE_ENTRIES,
-    ENGINE_QUEUE,
+    callbacks_queued_by,
     graph_nodes,
     graph_task,
     hooks_noted,
@@ -337,8 +337,13 @@ def without_engine(on_node: Callable[[Any], object]) -> Iterator[None]:
         on_node: called with each node before it runs, and with None after it.
     """
     engine = _PythonEngine(on_node)
-    with saved_tensors_hooks(engine.pack, engine.unpack), hooks_wrapped(engine.hooks_for), hooks_noted(), Undo() as undo:
+    with (
+        saved_tensors_hooks(engine.pack, engine.unpack),
+        hooks_wrapped(engine.hooks_for),
+        hooks_noted(),
+        callbacks_queued_by(engine.queue_callback),
+        Undo() as undo,
+    ):
         for owner, name in ENGINE_ENTRIES:
             replace(undo, owner, name, engine.run)
-        replace(undo, *ENGINE_QUEUE, engine)
         yield

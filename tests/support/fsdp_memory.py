@@ -9,6 +9,7 @@ Without RANK in its environment the script starts the ranks itself.
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -166,6 +167,29 @@ def shard(case: Case, device_type: str, model: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ recording
 
 
+def waits_for_gloo(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective that returns when gloo's threads hold none of its tensors, which may be later than its end.
+
+    Otherwise a rank on a busy machine would free them at another time in each run.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        before = [references(tensor) for tensor in tensors]
+        result = collective(*args, **kwargs)
+        deadline = time.monotonic() + 10
+        while any(references(x) > n for x, n in zip(tensors, before, strict=True)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return result
+
+    return call
+
+
+def references(tensor: Tensor) -> int:
+    """Return how many references C++ has to a tensor and to its memory."""
+    return int(tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def recorded(case: Case, device: torch.device) -> dict[str, Any]:
     """Return the profile of this rank's first steps, as a dict."""
     model, x = parts(case, device)
@@ -185,6 +209,9 @@ def recorded(case: Case, device: torch.device) -> dict[str, Any]:
 
 def record_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return a profile for each case by its name."""
+    if device.type == "cpu":
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+            setattr(dist, name, waits_for_gloo(getattr(dist, name)))
     names = args.cases or (ON_GPUS if device.type == "cuda" else CASES)
     return rows_of(names, lambda name: recorded(ALL[name], device), hidden=["times_ms", "series", "marks", "holders"])
 

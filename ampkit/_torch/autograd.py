@@ -4,12 +4,13 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._undo import Undo
+from .._undo import Undo, replace
 from .guard import private
 
 # keeps_graph() is called within a backward pass: whether its caller passed retain_graph=True.
@@ -83,6 +84,47 @@ def post_accumulate_hooks(leaf: Tensor) -> list[Callable[[Tensor], None]]:
     return list((private(leaf, "_post_accumulate_grad_hooks") or {}).values())
 
 
+_engine_owner: Any = torch.autograd.Variable
+_ENGINE_METHODS = ("run_backward", "queue_callback", "is_checkpoint_valid")
+_engine: dict[str, Any] = {name: private(private(_engine_owner, "_execution_engine"), name) for name in _ENGINE_METHODS}
+
+
+@contextmanager
+def callbacks_queued_by(queue: Callable[[Callable[[], object]], None]) -> Iterator[None]:
+    """Context in which code within a backward asks this function to have another one called when it is over."""
+    with Undo() as undo:
+        replace(undo, _engine_owner, "_execution_engine", SimpleNamespace(**{**_engine, "queue_callback": queue}))
+        yield
+
+
+_HOOKS = "ampkit: hooks of outputs"  # key in a node's metadata
+
+
+@contextmanager
+def hooks_noted() -> Iterator[None]:
+    """Context in which `Tensor.register_hook` notes the hooks of tensors that are no leaves: see `output_hooks`."""
+    register = Tensor.register_hook
+
+    @functools.wraps(register)
+    def register_and_note(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        handle = register(tensor, hook)  # type: ignore[no-untyped-call]  # torch has no annotation there
+        node: Any = tensor.grad_fn
+        if node is not None:
+            # The same dict as the tensor has, so that hooks that are added or removed later are there or not.
+            node.metadata.setdefault(_HOOKS, {})[tensor.output_nr] = private(tensor, "_backward_hooks")
+        return handle
+
+    with Undo() as undo:
+        replace(undo, Tensor, "register_hook", register_and_note)
+        yield
+
+
+def output_hooks(node: Any) -> list[tuple[int, Callable[[Tensor | None], Tensor | None]]]:
+    """Return the hooks of a node's outputs that were noted, each with the number of its output."""
+    noted: dict[int, dict[int, Any]] = node.metadata.get(_HOOKS, {})
+    return [(i, hook) for i, hooks in noted.items() for hook in list(hooks.values())]
+
+
 def has_gradient_hooks(leaf: Tensor) -> bool:
     """Return whether a leaf has hooks that run before or after its gradient is accumulated."""
     return bool(leaf_hooks(leaf) or post_accumulate_hooks(leaf))
@@ -139,7 +181,40 @@ def graph_task() -> Iterator[None]:
         yield
 
 
+_push_hooks, _pop_hooks = (
+    private(torch._C._autograd, f"_{name}_saved_tensors_default_hooks") for name in ("push", "pop")
+)
+
+
+@contextmanager
+def hooks_wrapped(wrap: Callable[[Any], tuple[Any, Any]]) -> Iterator[None]:
+    """Context in which a pack hook and an unpack hook that `wrap` returns take the place of `saved_tensors_hooks`.
+
+    `wrap` is called with each of these when it is entered. It is kept until it is left.
+    """
+    kind = torch.autograd.graph.saved_tensors_hooks
+    kept: list[Any] = []
+
+    def enter(hooks: Any) -> None:
+        _push_hooks(*wrap(hooks))
+        kept.append(hooks)
+
+    def leave(hooks: Any, *error: object) -> None:
+        kept.remove(hooks)
+        _pop_hooks()
+
+    with Undo() as undo:
+        replace(undo, kind, "__enter__", enter)
+        replace(undo, kind, "__exit__", leave)
+        yield
+
+
 _top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
+
+
+def in_graph_task() -> bool:
+    """Return whether a backward pass is calling this code, that of `graph_task` included."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def packs_saved_tensors() -> bool:

@@ -6,7 +6,7 @@ DTensor, or has called `fully_shard`, has imported them.
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .guard import private
 from .streams import is_capturing
+from .tree import tensors_in
 
 
 def sharded_class() -> Any:
@@ -64,6 +65,21 @@ def wrapped_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
+def buffers_of_collective(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_backward: bool) -> list[Tensor]:
+    """Return the arguments of an operation in which `fully_shard` gathers parameters or reduces gradients.
+
+    Args:
+        func: an operation.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+        in_backward: whether it runs in a backward. In forward, only operations of `fully_shard` itself are looked at.
+    """
+    name = func.overloadpacket.__name__ if func.namespace in ("fsdp", "c10d") else ""
+    if name == "all_gather_copy_in" or (name == "_reduce_scatter_base_" and in_backward):
+        return tensors_in(args)
+    return tensors_in(kwargs) if name == "chunk_cat" else []
+
+
 class ShardedModules:
     """The modules of a model that `fully_shard` has wrapped, with what they keep from one call to the next.
 
@@ -78,6 +94,7 @@ class ShardedModules:
         self._states: list[Any] = list(states.values())
         self._groups: list[Any] = [group for state in self._states if (group := _group(state)) is not None]
         self._seen: list[Any] = [None] * len(self._groups)  # whether parameters were whole, in `newly_gathered`
+        self._whole: set[int] = set()  # ids of whole parameters, which are kept once they are made
 
     def __len__(self) -> int:
         return len(self._states)
@@ -96,7 +113,21 @@ class ShardedModules:
         states = [private(group, "_sharded_state") for group in self._groups]
         changed = [group for group, now, old in zip(self._groups, states, self._seen, strict=True) if now is not old]
         self._seen = states
+        self._whole.update(id(whole) for group in changed for whole in _whole_parameters(group))
         return [tensor for group in changed for tensor in _gathered(group)]
+
+    def is_whole(self, parameter: Tensor) -> bool:
+        """Return whether this is a whole parameter of those that `newly_gathered` has met."""
+        return id(parameter) in self._whole
+
+    def keep_shards(self) -> None:
+        """Have the first forward take the shards as they are, unless somebody has replaced them since `fully_shard`.
+
+        It would find out by their addresses, which fake tensors do not have, and copy those that are padded.
+        """
+        for group in self._groups:
+            private(group, "_reset_sharded_params")
+            group._reset_sharded_params = all(map(_has_own_shard, group.fsdp_params))
 
     def gather(self) -> None:
         """Give the modules their sharded parameters, if a forward outside of a step has left them whole. Sync: none."""
@@ -146,9 +177,19 @@ def _gathered(group: Any) -> list[Tensor]:
     """Return the tensors that whole parameters lie in. They are kept, and have no memory while they are not needed."""
     params = group.fsdp_params
     kept = [tensor for param in params for tensor in private(param, "all_gather_outputs")]
-    return kept + [
-        local_shard(whole) for param in params if (whole := getattr(param, "_unsharded_param", None)) is not None
-    ]
+    return kept + list(map(local_shard, _whole_parameters(group)))
+
+
+def _whole_parameters(group: Any) -> list[Tensor]:
+    found = (getattr(param, "_unsharded_param", None) for param in group.fsdp_params)
+    return [whole for whole in found if whole is not None]  # the first forward makes them
+
+
+def _has_own_shard(param: Any) -> bool:
+    """Return whether the module has the shard that an FSDPParam has made, in the memory that it has made for it."""
+    registered = getattr(param._module_info.module, param._module_info.param_name)
+    kept, used = private(param, "_sharded_param_data").untyped_storage(), local_shard(registered).untyped_storage()
+    return registered is param.sharded_param and private(kept, "_cdata") == private(used, "_cdata")
 
 
 def _idle(state: Any) -> Any:

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import threading
+import weakref
 
 import pytest
 import torch
@@ -508,6 +509,59 @@ def test_partial_gradients_are_the_engines():
     x.grad = None
     with without_engine(lambda node: None):
         assert equal(expected, run())
+
+
+def test_hooks_on_tensors_and_queued_functions_are_called_as_by_the_engine():
+    """P2: on outputs of nodes, also of the root, unless removed. Functions that they queue run after the backward."""
+
+    def run():
+        called = []
+        w = torch.ones(3, requires_grad=True)
+        x, y = (w * 2).split([1, 2])
+        gone = y.register_hook(lambda grad: called.append("gone"))
+        y.register_hook(lambda grad: grad * 3)
+        y.register_hook(lambda grad: called.append(grad.tolist()))
+        gone.remove()
+        loss = x.sum() + y.sum()
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        loss.register_hook(lambda grad: queue(lambda: called.append(w.grad.tolist())))
+        w.register_hook(lambda grad: called.append(grad.tolist()))
+        loss.backward()
+        with pytest.raises(RuntimeError, match="during backward"):
+            queue(print)
+        return called
+
+    expected = run()
+    with without_engine(lambda node: None):
+        assert run() == expected
+    assert expected == [[3.0, 3.0], [2.0, 6.0, 6.0], [2.0, 6.0, 6.0]]
+
+
+def test_what_hooks_have_packed_is_dropped_with_its_node():
+    """P2: checkpointing keeps the arguments of a function no longer than the engine would; hooks of the user's work."""
+
+    def run():
+        freed = []
+        torch.manual_seed(0)
+        x = torch.randn(4, 4, requires_grad=True)
+        for _ in range(2):
+            made = x * 2
+            weakref.finalize(made.untyped_storage(), freed.append, "made")
+            y = made.exp()
+            y.register_hook(lambda grad: freed.append("begun"))
+            out = checkpoint(torch.sin, y, use_reentrant=False)
+            del made, y
+        with torch.autograd.graph.save_on_cpu():
+            out = out.tanh().square().sum()
+        out.backward()
+        freed.append("over")
+        return x.grad, freed
+
+    expected = run()
+    with without_engine(lambda node: None):
+        got = run()
+    assert torch.equal(got[0], expected[0])
+    assert got[1] == expected[1]
 
 
 def test_errors_are_the_engines():

@@ -319,7 +319,7 @@ def test_what_does_not_go_with_sharded_models_is_refused(process_group: None) ->
     with pytest.raises(NotImplementedError, match=r"numerics: in a loop of your own.*graphed_step"):
         ampkit.debug.numerics(sharded).__enter__()
     optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
-    with pytest.raises(ValueError, match=r"Forecast it before fully_shard.*or record a step"):
+    with pytest.raises(ValueError, match=r"cannot be copied.*shard=wrap, ranks=8.*Or record a step"):
         ampkit.debug.forecast(loss_fn, sharded, optimizer, torch.ones(2, 8), device="cpu")
     with pytest.raises(ValueError, match="it was made before fully_shard"):
         ampkit.graphed_step(loss_fn, sharded, optimizer, numerics=early, graph="emulate")

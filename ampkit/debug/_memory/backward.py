@@ -15,16 +15,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from ..._torch.autograd import (
     ENGINE_ENTRIES,
+    callbacks_queued_by,
     graph_nodes,
     graph_task,
+    hooks_noted,
+    hooks_wrapped,
     input_metadata,
     leaf_hooks,
     newest_sequence_number,
+    output_hooks,
     post_accumulate_hooks,
     sequence_number,
 )
 from ..._torch.fake_tensors import is_fake
 from ..._torch.tensors import shares_storage_with_none, use_count
+from ..._undo import Undo, replace
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the node that adds a gradient to a leaf's `.grad`
 # References to a tensor that is in one list and nowhere else, in a function that has taken it out: the list's, the
@@ -32,37 +37,67 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the node that add
 _SOLE_OWNER_REFERENCES = 3
 
 
-class _SavedTensor:
-    """A tensor that a node has saved for backward. It is dropped when the node has run."""
+class _Saved:
+    """What stands for a tensor that a node has saved for backward. It is dropped when the node has run.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
+    Args:
+        packed: the tensor, or what a pack hook has made of it.
+        unpack: the unpack hook, None for the tensor itself.
+    """
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor] | None = None) -> None:
+        self.packed, self.unpack = packed, unpack
+        self.is_dropped = False
+
+    def drop(self) -> None:
+        """Keep nothing any more: the closure of a checkpoint's hook has the arguments of the function."""
+        self.packed = self.unpack = None
+        self.is_dropped = True
 
 
 class _PythonEngine:
     """Runs the backward passes in `without_engine`.
 
     Args:
-        on_node: called with each node before it runs, and with None after the last one.
+        on_node: called with each node before it runs, and with None after it.
     """
 
     def __init__(self, on_node: Callable[[Any], object]) -> None:
         self._on_node = on_node
-        self._saved: dict[int, list[weakref.ref[_SavedTensor]]] = {}  # by the sequence number of the node
+        self._saved: dict[int, list[weakref.ref[_Saved]]] = {}  # by the sequence number of the node
+        self._callbacks: list[list[Callable[[], object]]] = []  # of each backward that runs, the outermost first
 
-    def pack(self, tensor: Tensor) -> _SavedTensor:
+    def pack(self, tensor: Tensor) -> _Saved:
         """Keep a tensor that the newest node of the graph saves."""
-        saved = _SavedTensor(tensor)
-        self._saved.setdefault(newest_sequence_number(), []).append(weakref.ref(saved))
-        return saved
+        return self._keep(newest_sequence_number(), _Saved(tensor))
 
-    def unpack(self, saved: _SavedTensor) -> Tensor:
+    def hooks_for(self, hooks: Any) -> tuple[Callable[[Tensor], _Saved], Callable[[_Saved], Tensor]]:
+        """Return hooks that keep what the pack hook of other `saved_tensors_hooks` makes of a tensor.
+
+        Args:
+            hooks: of the user's, or of checkpointing. A node keeps the returned hook, which refers to them weakly.
+        """
+        entered = weakref.ref(hooks)
+
+        def pack(tensor: Tensor) -> _Saved:
+            number, found = newest_sequence_number(), entered()  # the pack hook may make other nodes
+            assert found is not None  # it is entered, or this would not be called
+            return self._keep(number, _Saved(found.pack_hook(tensor), found.unpack_hook))
+
+        return pack, self.unpack
+
+    def unpack(self, saved: _Saved) -> Tensor:
         """Return a tensor that was saved."""
-        if saved.tensor is None:
+        if saved.is_dropped:
             raise RuntimeError(
                 "Trying to backward through the graph a second time. Specify retain_graph=True the first time."
             )
-        return saved.tensor
+        tensor: Tensor = saved.packed if saved.unpack is None else saved.unpack(saved.packed)
+        return tensor
+
+    def _keep(self, number: int, saved: _Saved) -> _Saved:
+        self._saved.setdefault(number, []).append(weakref.ref(saved))
+        return saved
 
     def run(
         self,
@@ -78,24 +113,39 @@ class _PythonEngine:
         roots, wanted = [*map(_edge, outputs)], [*map(_edge, inputs)]
         task = _GraphTask(roots, wanted if inputs else None, accumulate_grad)
         for edge, grad in zip(roots, grads, strict=True):
-            task.add(edge.node, edge.output_nr, grad)
-        with torch.set_grad_enabled(create_graph), graph_task():
-            for node, arrived in task:
-                self._on_node(node)
-                task.run_node(node, arrived)
-                if not keep_graph:
-                    self._release(node)
-        self._on_node(None)
+            task.add(edge.node, edge.output_nr, _fitted(grad, input_metadata(edge.node)[edge.output_nr]))
+        self._callbacks.append([])
+        try:
+            with graph_task():
+                with torch.set_grad_enabled(create_graph):
+                    self._run_nodes(task, _keep if keep_graph else self._release)
+                for callback in self._callbacks[-1]:  # one may queue others
+                    callback()
+        finally:
+            self._callbacks.pop()
         if not accumulate_grad and not allow_unreachable and None in task.results:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True."
             )
         return tuple(task.results)
 
+    def queue_callback(self, callback: Callable[[], object]) -> None:
+        """Call a function when the backward that runs is over."""
+        if not self._callbacks:
+            raise RuntimeError("Final callbacks can only be installed during backward pass.")
+        self._callbacks[-1].append(callback)
+
+    def _run_nodes(self, task: "_GraphTask", release: Callable[[Any], object]) -> None:
+        for node, arrived in task:
+            _call_output_hooks(node, arrived)  # before the node counts as running, as in the engine
+            self._on_node(node)
+            task.run_node(node, arrived, release)
+            self._on_node(None)
+
     def _release(self, node: Any) -> None:
         for reference in self._saved.pop(sequence_number(node), ()):
             if (saved := reference()) is not None:
-                saved.tensor = None
+                saved.drop()
 
 
 class _GraphTask:
@@ -137,20 +187,15 @@ class _GraphTask:
 
     def add(self, node: Any, i: int, grad: Tensor | None) -> None:
         """Add a gradient to those that have arrived for input `i` of a node."""
-        metadata = input_metadata(node)
-        arrived = self._arrived.setdefault(node, [None] * len(metadata))
+        arrived = self._arrived.setdefault(node, [None] * len(input_metadata(node)))
         if grad is None:
             return
-        if tuple(grad.shape) != tuple(metadata[i].shape):
-            grad = grad.sum_to_size(*metadata[i].shape)  # of an input that was expanded
-        if grad.dtype is not metadata[i].dtype:
-            grad = grad.to(metadata[i].dtype)
         if arrived[i] is not None:
             grad = _sum(arrived, i, grad)
         arrived[i] = grad
 
-    def run_node(self, node: Any, arrived: list[Tensor | None]) -> None:
-        """Run a node on the gradients that have arrived, and pass on what it returns."""
+    def run_node(self, node: Any, arrived: list[Tensor | None], release: Callable[[Any], object]) -> None:
+        """Run a node on the gradients that have arrived, have what it saved released, and pass on what it returns."""
         for j, edge in enumerate(self._wanted):
             if edge.node is node and not self._accumulates:
                 self.results[j] = arrived[edge.output_nr]
@@ -163,6 +208,10 @@ class _GraphTask:
             return
         returned = _call(node, arrived)
         arrived.clear()
+        for j, (following, i) in enumerate(edges):
+            if following in self._needed:
+                returned[j] = _fitted(returned[j], input_metadata(following)[i])
+        release(node)
         returned.reverse()  # so that each is popped: a gradient has no owner here when it is passed on
         for following, i in edges:
             grad = returned.pop()
@@ -172,6 +221,10 @@ class _GraphTask:
                 if not self._dependencies[following]:
                     self._push(following)
             del grad
+
+
+def _keep(node: Any) -> None:
+    """Leave what a node has saved to a later backward."""
 
 
 def _edge(tensor: Tensor | GradientEdge) -> GradientEdge:
@@ -187,6 +240,12 @@ def _leading_to(nodes: list[Any], ends: set[Any]) -> set[Any]:
     return needed
 
 
+def _call_output_hooks(node: Any, arrived: list[Tensor | None]) -> None:
+    for i, hook in output_hooks(node):
+        new = hook(arrived[i])
+        arrived[i] = arrived[i] if new is None else new
+
+
 def _call(node: Any, arrived: list[Tensor | None]) -> list[Tensor | None]:
     """Return a gradient, or None, for each of a node's `next_functions`."""
     needs = getattr(node, "needs_input_grad", None)
@@ -200,6 +259,15 @@ def _call(node: Any, arrived: list[Tensor | None]) -> list[Tensor | None]:
     results = results if isinstance(results, tuple) else (results,)
     needed = iter([result for result, need in zip(results, needs, strict=False) if need])
     return [None if following is None else next(needed) for following, _ in node.next_functions]
+
+
+def _fitted(grad: Tensor | None, metadata: Any) -> Tensor | None:
+    """Return a gradient in the shape and dtype that the node which it is passed to takes."""
+    if grad is None:
+        return None
+    if tuple(grad.shape) != tuple(metadata.shape):
+        grad = grad.sum_to_size(*metadata.shape)  # of an input that was expanded
+    return grad if grad.dtype is metadata.dtype else grad.to(metadata.dtype)
 
 
 def _sum(arrived: list[Tensor | None], i: int, grad: Tensor) -> Tensor:
@@ -261,19 +329,21 @@ def _same_layout(grad: Tensor, leaf: Tensor) -> bool:
 def without_engine(on_node: Callable[[Any], object]) -> Iterator[None]:
     """Context in which each backward of this process runs in Python, so that tensors need no device.
 
-    Gradients are those of autograd's engine, and memory is freed when the engine would free it. Hooks on leaves are
-    called. Hooks on other tensors and on nodes, such as those of `register_full_backward_hook`, are not.
+    Gradients are those of autograd's engine, and memory is freed when the engine would free it. Hooks on tensors are
+    called if they are registered in the context, or on leaves. Hooks on nodes, such as those of
+    `register_full_backward_hook`, are not.
 
     Args:
-        on_node: called with each node before it runs, and with None after the last one.
+        on_node: called with each node before it runs, and with None after it.
     """
     engine = _PythonEngine(on_node)
-    before = [getattr(owner, name) for owner, name in ENGINE_ENTRIES]
-    with saved_tensors_hooks(engine.pack, engine.unpack):
+    with (
+        saved_tensors_hooks(engine.pack, engine.unpack),
+        hooks_wrapped(engine.hooks_for),
+        hooks_noted(),
+        callbacks_queued_by(engine.queue_callback),
+        Undo() as undo,
+    ):
         for owner, name in ENGINE_ENTRIES:
-            setattr(owner, name, engine.run)
-        try:
-            yield
-        finally:
-            for (owner, name), function in zip(ENGINE_ENTRIES, before, strict=True):
-                setattr(owner, name, function)
+            replace(undo, owner, name, engine.run)
+        yield

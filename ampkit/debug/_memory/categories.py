@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..._text import dtype_name
-from ..._torch.autograd import current_node, newest_sequence_number, sequence_number
+from ..._torch.autograd import current_node, in_graph_task, newest_sequence_number, sequence_number
 from ..._torch.compile import without_compiled_code
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.modules import module_tables
 from ..._torch.operators import METADATA_OPS, TO_COPY
-from ..._torch.sharding import ShardedModules, local_shard
+from ..._torch.sharding import ShardedModules, buffers_of_collective, local_shard
 from ..._torch.tensors import storage_of
 from ..._torch.tree import tensors_in
 from ..._user_line import UserLineFinder
@@ -193,11 +193,11 @@ class MemoryTracker(TorchDispatchMode):
         self._steps += 1
         self._phase = ""
 
-    def _update_phase(self, node: Any) -> None:
+    def _update_phase(self, in_backward: bool) -> None:
         """Begin another phase if the operation that comes belongs to one."""
         if not self._timeline.marks:
             self._mark_step(at=1)  # what a loop does before its first operation belongs to its first step
-        if node is not None:
+        if in_backward:
             self._begin_phase("backward")
         elif self._in_optimizer:
             self._begin_phase("optimizer")
@@ -221,7 +221,8 @@ class MemoryTracker(TorchDispatchMode):
         if func in METADATA_OPS or func.namespace == "profiler":  # an optimizer's step calls the profiler
             return func(*args, **kwargs)
         node = current_node() or self._node
-        self._update_phase(node)
+        in_backward = node is not None or in_graph_task()  # hooks of tensors run before their node
+        self._update_phase(in_backward)
         self._follow_gathered()
         sources = tensors_in((args, kwargs))
         self.add_inputs(sources)
@@ -230,18 +231,20 @@ class MemoryTracker(TorchDispatchMode):
         result = func(*args, **kwargs)
         # Forward begins with an operation that makes a tensor: `zero_grad(set_to_none=False)` makes none, and belongs
         # to the step before. A module may run without gradients, as in reentrant checkpointing.
-        is_forward = node is None and not self._in_optimizer and (torch.is_grad_enabled() or bool(self._modules))
+        is_forward = not in_backward and not self._in_optimizer and (torch.is_grad_enabled() or bool(self._modules))
         made = [self._add_new(tensor, module, line, is_forward) for tensor in tensors_in(result)]
         new = [allocation for allocation in made if allocation is not None]
         if func is TO_COPY and sources[0].device != self._device:
             for allocation in new:
                 allocation.category = "input"
-        self._timeline.resize(self._libraries, self._allocator.workspace(func, node is not None))
+        self._timeline.resize(self._libraries, self._allocator.workspace(func, in_backward))
         if reads_device:
             self._add_untracked(new, module, line)
         for tensor in sources:
             self._update_size(tensor)
         self._follow_gathered()
+        for tensor in buffers_of_collective(func, args, kwargs, in_backward):
+            self._categorize_buffer(tensor)
         if node is not None and node.name() == ACCUMULATE_GRAD:
             self._categorize_gradient(node, result)
         return result
@@ -313,12 +316,18 @@ class MemoryTracker(TorchDispatchMode):
                 allocation.category = allocation.category or "activation"
 
     def _categorize_gradient(self, node: Any, result: Any) -> None:
-        """Make what a node accumulates into a `.grad` a gradient."""
+        """Make what a node accumulates into a `.grad` a gradient, or temporary before `fully_shard` reduces it."""
         for tensor in tensors_in(result):
             if (key := self._storage_key(tensor)) in self._allocations:
                 allocation, _ = self._allocations[key]
-                allocation.category = "gradient"
+                allocation.category = "temporary" if self._shards.is_whole(node.variable) else "gradient"
                 allocation.module = self._module_of_param.get(id(node.variable), allocation.module)
+
+    def _categorize_buffer(self, tensor: Tensor) -> None:
+        """Make what parameters are gathered in, or gradients reduced, temporary unless it has a category."""
+        if (key := self._storage_key(tensor)) in self._allocations:
+            allocation, _ = self._allocations[key]
+            allocation.category = allocation.category or "temporary"
 
     def _categorize(self, tensor: Tensor, category: str, module: str = "") -> None:
         """Give a storage a category. One that is new to the tracker was there before."""

@@ -4,8 +4,8 @@ import copy
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from ..._arguments import check_at_least, check_callable, check_choice, check_instance
-from ..._capture.shards import is_sharded
 from ..._precision.fake_tensors import can_save_for_backward, fake_copy, fake_device
 from ..._precision.policy import Policy, changes_model, read_policy
 from ..._text import type_text
+from ..._torch.fake_ranks import fake_rank
 from ..._torch.fake_tensors import is_limit_of_fake_tensors
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import IN_PLACE_WITHOUT_META, READ
-from ..._torch.sharding import ShardedModules
 from ..._torch.tree import tree_flatten
 from ..._user_line import user_line
 from .allocator import Allocator, CachingAllocator
 from .backward import without_engine
 from .categories import MemoryTracker
+from .fake_shards import apply_shard, check_shard
 from .profile import MemoryProfile
 
 # In the errors of fake tensors on several devices, torch 2.11 and 2.15.
@@ -39,6 +39,8 @@ def forecast(
     batch: Any,
     *,
     policy: Policy | str | None = None,
+    shard: Callable[[nn.Module], object] | None = None,
+    ranks: int | None = None,
     device: str = "cuda",
     steps: int = 2,
     label: str = "",
@@ -51,13 +53,24 @@ def forecast(
         at16 = ampkit.debug.forecast(loss_fn, model, optimizer, batch, policy="16-mixed")
         print(at16.beside(at32))
 
+        def shard(model):
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+
+        print(ampkit.debug.forecast(loss_fn, model, optimizer, batch, shard=shard, ranks=8))
+
     Model, optimizer and batch are copied to the device without their data. Then `zero_grad`, forward, backward and
     `optimizer.step` run on these copies. Parts that torch.compile made run as eager code.
 
+    With `shard`, the forecast is that of the first rank, without the others. It has a process group of its own while
+    it runs, in which collectives do nothing. Parameters, gradients and optimizer state are this rank's shards. Whole
+    parameters, whole gradients, and what they are gathered and reduced in are temporary.
+
     For CUDA, torch's caching allocator is simulated, so a tensor counts as the block that it lies in. cuBLAS's
-    workspaces are counted too: those of an H100 where there is no GPU. Two things are not counted, because only the
-    device knows them: the workspaces that kernels take while they run, above all cuDNN's while it chooses algorithms;
-    and CUDA's own context, which is not in `torch.cuda.memory_allocated` either.
+    workspaces are counted too: those of an H100 where there is no GPU. Only the device knows the rest, which is not
+    counted: the workspaces that kernels take while they run, above all cuDNN's while it chooses algorithms; CUDA's own
+    context and the buffers of NCCL, which are not in `torch.cuda.memory_allocated` either.
 
     Args:
         loss_fn: `loss_fn(model, *batch)`, or `loss_fn(model, **batch)` where the batch is a dict. It returns the loss,
@@ -66,25 +79,24 @@ def forecast(
         optimizer: an optimizer over the model's parameters. It is not changed, and the forecast takes its state as
             empty before the first step. Its `step` must work without a closure.
         batch: what `loss_fn` is called with after the model, on any device: a tuple or list of arguments, a dict of
-            keyword arguments, or a single tensor. `(batch,)` is one argument, whatever it is.
+            keyword arguments, or a single tensor. `(batch,)` is one argument, whatever it is. It is that of one rank.
         policy: a `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it.
+        shard: a function that calls `fully_shard` on modules of the model that it gets, which is the copy. It can leave
+            out the mesh, or make one of `ranks` ranks and the device type `device`. What it returns is not used.
+        ranks: over how many ranks `shard` splits the model.
         device: "cuda", which needs no GPU but a torch that was built with CUDA, or "cpu".
         steps: how many steps. The first one makes the optimizer's state, so the second is like all that follow.
         label: the name of the profile in tables and plots, by default the policy.
 
     Raises:
-        ValueError: an argument that cannot work, or a step that reads the value of a tensor or mixes devices. The
-            message names the line.
+        ValueError: an argument that cannot work, `shard` where a process group is initialized, or a step that reads the
+            value of a tensor or mixes devices. The message names the line.
 
-    Sync: none. Hooks on modules' gradients, and on tensors that are no leaves, are not called.
+    Sync: none. Hooks on modules' gradients (`register_full_backward_hook`) are not called.
     """
     check_callable("debug.forecast", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     check_instance("debug.forecast", "model", model, nn.Module, "a torch.nn.Module")
-    if is_sharded(model) or len(ShardedModules(model)):
-        raise ValueError(
-            "debug.forecast(model): its parameters are split over processes, and a model under fully_shard cannot be "
-            "copied. Forecast it before fully_shard, for whole parameters, or record a step: ampkit.debug.memory(...)."
-        )
+    check_shard(model, shard, ranks)
     check_instance("debug.forecast", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     check_choice("debug.forecast", "device", device, ("cuda", "cpu"))
     if not can_save_for_backward(device):
@@ -98,23 +110,30 @@ def forecast(
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
     label = label or ("autocast as it was" if policy is None else str(policy))
-    with fake_device(device), torch.set_grad_enabled(True):
-        try:
-            step = _FakeStep(loss_fn, model, optimizer, (tuple(args), kwargs), policy, device)
-            return step.profile(steps, label, sys._getframe(1))
-        except Exception as error:
-            where = f" At {line}" if (line := user_line(error)) else ""
-            if any(text in str(error) for text in _MIXED_DEVICES):
-                raise ValueError(
-                    f"debug.forecast: the step mixes devices: {error}. Only the tensors of the model, of the batch and "
-                    "of a loss_fn that is a module are brought to the device. So let loss_fn be an nn.Module that has "
-                    f"its tensors as buffers, or pass them in the batch.{where}"
-                ) from error
-            if not is_limit_of_fake_tensors(error):
-                raise
+    rank = nullcontext() if ranks is None else fake_rank(ranks, device)
+    with _limits_explained(), rank, fake_device(device), torch.set_grad_enabled(True):
+        step = _FakeStep(loss_fn, model, optimizer, (tuple(args), kwargs), policy, device, shard)
+        return step.profile(steps, label, sys._getframe(1))
+
+
+@contextmanager
+def _limits_explained() -> Iterator[None]:
+    """Context in which errors of fake tensors become a `ValueError` that says what to do, and names the line."""
+    try:
+        yield
+    except Exception as error:
+        where = f" At {line}" if (line := user_line(error)) else ""
+        if any(text in str(error) for text in _MIXED_DEVICES):
             raise ValueError(
-                f"debug.forecast: the step needs a value or a device, and fake tensors have none: {error}{where}"
+                f"debug.forecast: the step mixes devices: {error}. Only the tensors of the model, of the batch and "
+                "of a loss_fn that is a module are brought to the device. So let loss_fn be an nn.Module that has "
+                f"its tensors as buffers, or pass them in the batch.{where}"
             ) from error
+        if not is_limit_of_fake_tensors(error):
+            raise
+        raise ValueError(
+            f"debug.forecast: the step needs a value or a device, and fake tensors have none: {error}{where}"
+        ) from error
 
 
 class _FakeStep:
@@ -128,10 +147,13 @@ class _FakeStep:
         batch: Any,
         policy: Policy | None,
         device: str,
+        shard: Callable[[nn.Module], object] | None,
     ) -> None:
         (self._model, self._loss_fn), self._batch = fake_copy((model, loss_fn), device), fake_copy(batch, device)
         if policy is not None and changes_model(policy):
             policy.apply(self._model)
+        if shard is not None:
+            apply_shard(self._model, shard, device)
         pairs = zip(model.parameters(), self._model.parameters(), strict=True)
         copies: dict[int, Any] = {id(param): fake for param, fake in pairs}
         self._optimizer = _optimizer_of(optimizer, copies, device)

@@ -139,7 +139,8 @@ def memory(
     computes what it would compute anyway, a tenth of a millisecond slower per operation. One thing differs: where
     several gradients of a tensor are added, autograd adds them into new memory and not in place.
 
-    Of a model under `fully_shard`, this rank's shards are counted. What is gathered in a step is temporary.
+    Of a model under `fully_shard`, this rank's shards are counted. What is gathered in a step is temporary, and so are
+    whole gradients until they are reduced.
 
     On CUDA, sizes are those of the allocator's blocks, so that they add up to `torch.cuda.memory_allocated`. What was
     there before and is never used is not counted. The device's peak statistics are reset. On a CPU, sizes are what

@@ -264,7 +264,7 @@ def test_leaves_nothing_behind_an_error(device: str) -> None:
         (fully_shard, None, r"ranks=None.*over how many ranks"),
         (fully_shard, 0, r"ranks=0.*at least 1"),
         (fully_shard, True, r"ranks=True.*at least 1"),
-        (None, 2, r"shard=None.*calls fully_shard"),
+        (None, 2, r"ranks=2.*shard=.*calls fully_shard"),
         (lambda model: None, 2, r"has not called fully_shard.*lambda model: fully_shard\(model\)"),
         (lambda model: fully_shard(model.append(nn.Linear(8, 8))), 2, r"has other parameters afterwards"),
         (lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy(False)), 2, "no CPUOffloadPolicy"),

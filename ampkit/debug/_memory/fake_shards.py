@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..._arguments import check_at_least, check_callable
+from ..._arguments import check_at_least, check_callable, wrong
 from ..._capture.shards import is_sharded
 from ..._torch.fake_ranks import real_values
 from ..._torch.sharding import ShardedModules
@@ -26,8 +26,10 @@ def check_shard(model: nn.Module, shard: object, ranks: object) -> None:
         )
     if shard is None and ranks is None:
         return
-    check_callable("debug.forecast", "shard", shard, "shard(model) that calls fully_shard, as ranks are given")
-    check_at_least("debug.forecast", "ranks", ranks, 1, "over how many ranks shard splits the model")
+    if shard is None:
+        raise wrong("debug.forecast", "ranks", ranks, "shard=... beside it, a function that calls fully_shard")
+    check_callable("debug.forecast", "shard", shard, "shard(model) that calls fully_shard on modules of the model")
+    check_at_least("debug.forecast", "ranks", ranks, 1, "over how many ranks shard=... splits the model")
     if not torch.distributed.is_available():
         raise ValueError("debug.forecast(shard=...): this torch was built without torch.distributed. Use one with it.")
     if torch.distributed.is_initialized():

@@ -82,7 +82,8 @@ class CompiledUpdate:
                     f"{type(self._optimizer).__name__} had {_MOST_VARIANTS} sets of hyperparameters, or of parameters "
                     "with gradients, and each of them is compiled. Keep all but the learning rate constant."
                 )
-            self._compiled[key] = self._compiler.compiled(update, whole=True)
+            # The sums of the norm are alike, and combined at no loss.
+            self._compiled[key] = self._compiler.compiled(update, whole=True, combo_kernels_pointwise_only=False)
         return PreparedUpdate(self, key, constants, tensors)
 
     def run(self, prepared: "PreparedUpdate") -> None:

@@ -31,9 +31,16 @@ from .working_weights import LOW, WorkingWeights, cast_gradients
 
 _COPY = "the working weight of parameter"
 # As torch.compile(options=...) takes them. Combo kernels do small operations that do not depend on each other in one
-# kernel. Graphs of Inductor's own could not be captured in another one.
+# kernel. All operations in it have the same block size, with which a LayerNorm's sums along rows and along columns took
+# ten times as long as with the best ones of each (GPT-2, torch 2.11, H200). "max" times block sizes. "default" does
+# not, so it combines no reductions. Graphs of Inductor's own could not be captured in another one.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {"triton.cudagraphs": False, "epilogue_fusion": True, "combo_kernels": True},
+    "default": {
+        "triton.cudagraphs": False,
+        "epilogue_fusion": True,
+        "combo_kernels": True,
+        "combo_kernels_pointwise_only": True,
+    },
     "max": {
         "triton.cudagraphs": False,
         "epilogue_fusion": True,

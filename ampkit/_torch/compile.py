@@ -144,7 +144,7 @@ class Compiler:
         self._options = options
         self.graphs = 0
 
-    def compiled(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Any], *, whole: bool = False, **options: Any) -> Callable[..., Any]:
         """Return a function that is compiled in its first call.
 
         It shares no compiled code with others that were compiled of the same function: dynamo keeps compiled code, and
@@ -153,15 +153,18 @@ class Compiler:
         Args:
             function: what to compile.
             whole: whether a graph break is an error.
+            **options: settings of Inductor that this function has in place of those of the compiler.
         """
-        own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, None)
-        made: Callable[..., Any] = torch.compile(own, backend=self._backend, dynamic=False, fullgraph=whole)
-        return made
+        settings = {**self._options, **options}
 
-    def _backend(self, graph: Any, inputs: Any) -> Any:
-        self.graphs += 1
-        with timed_back_to_back():
-            return inductor()(graph, inputs, config_patches=self._options)
+        def backend(graph: Any, inputs: Any) -> Any:
+            self.graphs += 1
+            with timed_back_to_back():
+                return inductor()(graph, inputs, config_patches=settings)
+
+        own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, None)
+        made: Callable[..., Any] = torch.compile(own, backend=backend, dynamic=False, fullgraph=whole)
+        return made
 
     @contextmanager
     def for_many(self, modules: int) -> Iterator[None]:

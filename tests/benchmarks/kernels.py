@@ -1,15 +1,19 @@
-r"""The kernels of one training step of an MLP of the bench, and what each is for: ampkit's and JAX's, with their times.
+r"""The kernels of one training step of a model of the bench, and what each is for, with their times.
 
     python tests/benchmarks/kernels.py                                  mlp-tiny: graphed, "default", "max", JAX's scan
     python tests/benchmarks/kernels.py --model mlp-deep --sides none default jax
+    python tests/benchmarks/kernels.py --model gpt2-like -b 8 --sides default reduce-overhead
 
-The model computes in bfloat16 and is trained by AdamW with clipping to norm 1, as by `python -m ampkit bench`. A line
-is a kernel: how often it runs in a step, microseconds per step, what it is for. What a compiled kernel is for is read
-from the code that Inductor has written, which names the operations of each kernel. JAX runs in a process of its own.
-Its kernels are those of its profiler's trace; if that has none, the operations of the optimized program are counted.
+Sides are `graphed_step` by what it compiles ("none", "default", "max"), torch.compile by its mode ("reduce-overhead",
+"max-autotune"), and "jax", which only trains MLPs. The model computes in bfloat16 and is trained with clipping to
+norm 1, as by `python -m ampkit bench`. A line is a kernel: how often it runs in a step, microseconds per step, what it
+is for. What a compiled kernel is for is read from the code that Inductor has written, which names the operations of
+each kernel. JAX runs in a process of its own. Its kernels are those of its profiler's trace; if that has none, the
+operations of the optimized program are counted.
 """
 
 import argparse
+import dataclasses
 import gzip
 import json
 import os
@@ -20,11 +24,12 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 SIDES = ("none", "default", "max", "jax")
+TORCH = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 STEPS = 20  # that are profiled
 SCAN = 96  # steps per call of lax.scan
 
@@ -164,44 +169,81 @@ def show(title: str, kernels: list[Kernel]) -> None:
 # -------------------------------------------------------------------------------------------------------------- ampkit
 
 
-def ours(model: str, compile: str | None) -> None:
-    """Profile replays of a graphed step, and print its kernels."""
+def ours(model: str, batch: int, compile: str | None) -> None:
+    """Profile replays of a graphed step, and print its kernels. Of a step in a scan, the time too."""
     import torch
 
     import ampkit
-    from ampkit._commands.bench.cases import BATCH, BATCHES, CASES
 
-    case = CASES[model](BATCHES.get(model, BATCH), seed=0, count=4)
+    case, batches = on_device(model, batch)
     net = case.model.cuda()
     optimizer = case.optimizer(net.parameters(), fused=True)
     step = ampkit.graphed_step(case.loss_fn, net, optimizer, policy="bfloat16", max_norm=1.0, compile=compile)
-    batches = [tuple(part.cuda() for part in batch) for batch in case.batches]
     start = time.perf_counter()
     for i in range(80):
         step(*batches[i % len(batches)])
     torch.cuda.synchronize()
     set_up = time.perf_counter() - start
     assert step.captures == 1, step.report()
+    profile_and_show(
+        f"graphed_step(compile={compile!r}), set up in {set_up:.1f} s", lambda i: step(*batches[i % len(batches)])
+    )
+    if case.widths:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stacked = tuple(torch.stack([batches[i % len(batches)][part] for i in range(SCAN)]) for part in range(2))
+        for _ in range(4):
+            step.scan(*stacked)
+        begin.record()
+        for _ in range(10):
+            step.scan(*stacked)
+        end.record()
+        end.synchronize()
+        print(f"  scan of {SCAN}: {begin.elapsed_time(end) * 1e3 / (10 * SCAN):.1f} us per step", flush=True)
+    step.close()
+
+
+def torchs(model: str, batch: int, mode: str) -> None:
+    """Profile steps written with torch.amp and torch.compile, as the bench has them, and print their kernels."""
+    import torch
+
+    from ampkit._commands.bench.variants import VARIANTS, Setting
+    from ampkit._precision.policy import Policy
+
+    case, batches = on_device(model, batch)
+    setting = Setting(Policy.parse("bfloat16"), torch.device("cuda", 0), "device")
+    step = VARIANTS[mode].build(dataclasses.replace(case, batches=batches), setting).step
+    assert step is not None
+    for i in range(20):
+        step(*batches[i % len(batches)])
+    profile_and_show(f"torch.compile(mode={mode!r})", lambda i: step(*batches[i % len(batches)]))
+
+
+def on_device(model: str, batch: int) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Return the case of the bench, and its batches on the device."""
+    from ampkit._commands.bench.cases import CASES
+
+    case = CASES[model](batch, seed=0, count=4)
+    return case, [tuple(part.cuda() for part in given) for given in case.batches]
+
+
+def profile_and_show(title: str, step: Callable[[int], object]) -> None:
+    """Profile `STEPS` steps and print their kernels, with the time of a step without the profiler."""
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for i in range(STEPS):
+        step(i)
+    end.record()
+    end.synchronize()
+    title += f", {begin.elapsed_time(end) / STEPS:.3f} ms per step"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         for i in range(STEPS):
-            step(*batches[i % len(batches)])
+            step(i)
         torch.cuda.synchronize()
     events = [e for e in profiler.events() or () if e.device_type.name == "CUDA" and not e.is_user_annotation]
     spans = [(event.name, event.time_range.elapsed_us()) for event in events]
-    show(
-        f"graphed_step(compile={compile!r}), set up in {set_up:.1f} s", kernels_of(spans, STEPS, written_by_inductor())
-    )
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    stacked = tuple(torch.stack([batches[i % len(batches)][part] for i in range(SCAN)]) for part in range(2))
-    for _ in range(4):
-        step.scan(*stacked)
-    begin.record()
-    for _ in range(10):
-        step.scan(*stacked)
-    end.record()
-    end.synchronize()
-    print(f"  scan of {SCAN}: {begin.elapsed_time(end) * 1e3 / (10 * SCAN):.1f} us per step", flush=True)
-    step.close()
+    show(title, kernels_of(spans, STEPS, written_by_inductor()))
 
 
 def written_by_inductor() -> dict[str, str]:
@@ -219,18 +261,18 @@ def written_by_inductor() -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------------------------- JAX
 
 
-def jaxs(model: str) -> None:
+def jaxs(model: str, batch: int) -> None:
     """Start the process with JAX, and print what it has found."""
     import torch
 
     from ampkit._commands.bench import jax_process, jax_worker
-    from ampkit._commands.bench.cases import BATCH, BATCHES, CASES
+    from ampkit._commands.bench.cases import CASES
     from ampkit._precision.policy import Policy
 
     if not jax_process.has_jax():
         print("\nJAX: jax, optax or numpy is not installed")
         return
-    case = CASES[model](BATCHES.get(model, BATCH), seed=0, count=4)
+    case = CASES[model](batch, seed=0, count=4)
     given = {**jax_process._options(case, Policy.parse("bfloat16")), "layers": len(case.widths) - 1, "schedule": 10_000}
     given |= {"max_norm": 1.0, "batches": 4, "steps_per_call": SCAN, "on_device": True}
     with tempfile.TemporaryDirectory(prefix="ampkit-kernels-") as folder:
@@ -297,19 +339,34 @@ def hlo_fusions(text: str) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="mlp-tiny", choices=("mlp-tiny", "mlp-small", "mlp-deep"))
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--model", default="mlp-tiny", help="one that the bench has; default: mlp-tiny")
+    parser.add_argument("-b", "--batch", type=int, help="default: the bench's")
+    parser.add_argument("--sides", nargs="+", choices=SIDES + TORCH, default=SIDES)
     parser.add_argument("--jax-in", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.jax_in:
         in_jax(Path(args.jax_in), args.worker)
         return
+    import torch
+
+    from ampkit._commands.bench.cases import BATCH, BATCHES, CASES
+    from ampkit._commands.bench.process import fast_kernels
+
+    if args.model not in CASES:
+        parser.error(f"--model: expected one of {', '.join(CASES)}, got {args.model}")
     warnings.filterwarnings("ignore", category=UserWarning)
     os.environ.setdefault("TORCHINDUCTOR_MAX_AUTOTUNE_REPORT_CHOICES_STATS", "0")
+    batch = args.batch or BATCHES.get(args.model, BATCH)
     for side in args.sides:
         try:
-            jaxs(args.model) if side == "jax" else ours(args.model, None if side == "none" else side)
+            with fast_kernels(torch.device("cuda")):
+                if side == "jax":
+                    jaxs(args.model, batch)
+                elif side in TORCH:
+                    torchs(args.model, batch, side)
+                else:
+                    ours(args.model, batch, None if side == "none" else side)
         except Exception as error:  # the other sides are printed
             print(f"\n{side}: {type(error).__name__}: {error}", flush=True)
 

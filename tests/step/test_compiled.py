@@ -24,6 +24,7 @@ from harness import (
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -158,6 +159,24 @@ def test_later_steps_compile_nothing(policy: str) -> None:
     assert graphs[0] == 0 < graphs[1], "the second call compiles"
     assert graphs[1] == graphs[-1]
     assert (step.skipped > 0) == (policy == "float16")
+
+
+@pytest.mark.parametrize("compile", ["default", "max"])
+def test_which_reductions_share_a_kernel(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: those of the update do; those of the loss only where block sizes are timed."""
+    apart: dict[str, set[bool]] = {"loss": set(), "update": set()}
+
+    def noted(graph: Any, inputs: Any, config_patches: dict[str, Any]) -> Any:
+        part = "loss" if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs) else "update"
+        if {node.target for node in graph.graph.nodes if node.op.startswith("call")} != {"copy_"}:
+            apart[part].add(config_patches.get("combo_kernels_pointwise_only", False))
+        assert config_patches["combo_kernels"]
+        assert set(config_patches) <= set(inductor_config.get_config_copy())
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch_compile, "inductor", lambda: noted)
+    trajectory(("cpu", "off"), "off", policy="bfloat16", max_norm=1.0, compile=compile)
+    assert apart == {"loss": {compile == "default"}, "update": {False}}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

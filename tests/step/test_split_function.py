@@ -237,6 +237,7 @@ def reads_first(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor, *, chang
     out.mean().backward()
     if not square.is_contiguous():
         square.data = square.data.t()
+        square.grad = None if square.grad is None else square.grad.contiguous()  # the fused Adam wants equal strides
     nets.opt_g.step()
     if change != "weights":
         nets.opt_d.step()

@@ -44,6 +44,7 @@ def check(name: str, rows: Rows, device: str = "cpu") -> None:
         assert all(sum(row["eager"].values()) == warm_up for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_ranks_that_draw(on_cpu: dict[str, Rows], name: str) -> None:
     """R3, L4: each rank draws from its own generator; losses, weights and generator after each call are eager's."""

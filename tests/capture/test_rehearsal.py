@@ -249,6 +249,7 @@ def alone(code: str, *argv: str) -> str:
     return run.stdout
 
 
+@pytest.mark.slow
 def test_threads_that_compute_meanwhile_do_not_crash() -> None:
     """Other threads run operations while records begin and end. On 595f9e4 this ended in a segmentation fault."""
     assert alone(_BUSY_THREADS).split() == ["180", "equal"]

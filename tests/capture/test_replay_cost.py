@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from families import few
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -127,7 +128,7 @@ def test_the_operations_of_a_replay() -> None:
     assert cost.operations == ["aten.fill_.Scalar", *COPIES_IN, COPY_OUT]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", few([1, 2], (2,)))
 def test_no_step_of_the_interpreter_per_parameter(accumulate: int) -> None:
     """A call on ten times as many parameters runs the same operations, functions and bytecode instructions."""
     small, large = cost_of_a_replay(2, accumulate), cost_of_a_replay(20, accumulate)

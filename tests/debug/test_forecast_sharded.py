@@ -9,6 +9,7 @@ import fsdp_memory
 import pytest
 import torch
 import torch.distributed as dist
+from families import every
 from rank_cases import Rows, cases_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -104,6 +105,7 @@ def sorted_frees(found: list[Any]) -> list[Any]:
     return [event for free, group in groups for event in (sorted(group, key=str) if free else group)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fsdp_memory.CASES)
 def test_equals_the_first_of_two_ranks(on_cpu: dict[str, Rows], name: str) -> None:
     """P2: what `debug.memory` records with gloo, event by event. What differs is explained, and taken away by name."""
@@ -138,7 +140,7 @@ def check(name: str, row: dict[str, Any], ranks: int) -> None:
 
 
 @cuda_build
-@pytest.mark.parametrize("name", [*fsdp_memory.CASES, *fsdp_memory.FOUR_RANKS])
+@pytest.mark.parametrize("name", every(5, [*fsdp_memory.CASES, *fsdp_memory.FOUR_RANKS]))
 def test_on_cuda_without_a_device(name: str) -> None:
     """P2: the forecast for CUDA is that for the CPU, which gloo confirms, in whole blocks and with workspaces."""
     ranks = 4 if name in fsdp_memory.FOUR_RANKS else 2

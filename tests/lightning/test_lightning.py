@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import lightning_ddp
 import pytest
 import torch
+from families import every
 from harness import ENGINES, assert_same, bits
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -492,7 +493,7 @@ LEFT_TO_LIGHTNING = [
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "message"), LEFT_TO_LIGHTNING, ids=[case[2][:30] for case in LEFT_TO_LIGHTNING]
+    ("make", "options", "message"), every(3, LEFT_TO_LIGHTNING), ids=[case[2][:30] for case in LEFT_TO_LIGHTNING]
 )
 def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], message: str) -> None:
     """L3: what a graph would not do, Lightning does as it always did; one warning says why."""

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from families import every
 from harness import ENGINES, assert_same, deterministic
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning_harness import (  # noqa: F401 - a fixture
@@ -484,7 +485,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "message"), REFUSED, ids=[case[2][:40] for case in REFUSED])
+@pytest.mark.parametrize(("make", "options", "message"), every(3, REFUSED), ids=[case[2][:40] for case in REFUSED])
 def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], message: str) -> None:
     """L3: what a replay would leave out or freeze is found in the warm-up, and said once; Lightning validates."""
     plain = fit(tmp_path / "plain", "cpu", None, make=make, max_epochs=EPOCHS, **options)

@@ -462,6 +462,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_command(folder):
     """It prints the table and writes the JSON of what the named function, of a module in this folder, returns."""
     command = [sys.executable, "-W", "error", "-m", "ampkit", "explain", "made:both"]

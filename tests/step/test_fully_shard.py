@@ -93,6 +93,7 @@ def check_found(kind: fsdp_train.Case, rows: Rows) -> None:
         assert row["replays"] == rows[0]["replays"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
 def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> None:
     """R12: parameters, optimizer state, losses, norms, scale and averages of a sharded model are those of eager."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import every
 from harness import (
     ENGINES,
     OPTIMIZERS,
@@ -90,7 +91,7 @@ def test_bitwise_equal_to_eager(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("policy", "max_norm"), [("float32", None), ("float16", 0.5)])
-@pytest.mark.parametrize("optimizer", UNFUSED)
+@pytest.mark.parametrize("optimizer", every(3, UNFUSED))
 def test_optimizers_without_a_fused_kernel(engine: Engine, policy: str, max_norm: float | None, optimizer: str) -> None:
     """S1, G7: optimizers with torch's defaults are captured too, with eager's bits, skips and schedule included."""
     with deterministic():

@@ -65,10 +65,10 @@ class Settings(NamedTuple):
 
         Args:
             new: the later ones.
-            values: whether hyperparameters come with their values.
+            values: whether hyperparameters come with their values, and a change of mode with what to write.
         """
         if self.modes != new.modes:
-            return f"{MODES} changed"
+            return f"{MODES} changed{_AFTER_EVALUATION * values}"
         if self.gradients != new.gradients:
             return "gradients were made, replaced or set to None outside of the step"
         if len(self.host) != len(new.host):
@@ -81,6 +81,7 @@ class Settings(NamedTuple):
 
 
 MODES, GRADIENTS = "train/eval mode or requires_grad", "gradients outside of the step"
+_AFTER_EVALUATION = " (after an evaluation under model.eval(), call model.train() before the next step)"
 
 
 def _from_to(old: Any, now: Any) -> str:

@@ -77,7 +77,8 @@ def device_of(model: nn.Module, policy: Policy | None) -> torch.device:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, scheduler: Any, max_norm: float | None) -> None:
     """Raise a `ValueError` unless the optimizer and its scheduler can train this model."""
-    check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    expected = "a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters(), fused=True)"
+    check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, expected)
     if problem := why_not_called(optimizer) or broken_kernel(optimizer):
         raise ValueError(f"graphed_step(optimizer): {problem}")
     known = set(model.parameters())
@@ -100,7 +101,8 @@ def read_max_norm(max_norm: float | None) -> float | None:
 
 def check_kinds(model: object, loss_fn: object, accumulate: object, buckets: object, numerics: object) -> None:
     """Raise a `ValueError` unless these arguments are of the kinds that they must be."""
-    check_instance("graphed_step", "model", model, nn.Module, "a torch.nn.Module")
+    expected = "a torch.nn.Module. The order is (loss_fn, model, optimizer)"
+    check_instance("graphed_step", "model", model, nn.Module, expected)
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if buckets is not None and not isinstance(buckets, Buckets):

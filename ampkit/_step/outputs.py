@@ -33,9 +33,9 @@ def mapped_outputs(outputs: Any, change: Callable[[Tensor], Tensor], who: str, p
 def check_loss(loss: object) -> None:
     """Raise a `ValueError` unless this is a floating tensor of shape () with grad."""
     if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"graphed_step: loss_fn returned a {type(loss).__name__}; expected the loss as a tensor, or (loss, aux)."
-        )
+        found, hint = ("None", " End it with `return loss`.") if loss is None else (f"a {type(loss).__name__}", "")
+        expected = f"expected the loss as a tensor, or (loss, aux).{hint}"
+        raise ValueError(f"graphed_step: loss_fn returned {found}; {expected}")
     if loss.dim() != 0 or not loss.is_floating_point():
         raise ValueError(
             f"graphed_step: loss_fn returned a loss of shape {tuple(loss.shape)} and dtype {loss.dtype}; expected a "

@@ -262,7 +262,7 @@ class TrainerStep:
         """Do as Lightning does without a loss: no backward, but an optimizer step if the window has gradients."""
         self._stay_eager(
             "training_step returned no loss for this batch. Whether it does is decided on the host, and a graph would "
-            "freeze that decision."
+            "freeze that decision. Return the loss for every batch, times 0 for those that must not count."
         )
         if last and none.output is None and not self._step.scaler.is_enabled():
             self._window.flush("training_step returned None")

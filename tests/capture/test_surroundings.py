@@ -25,6 +25,7 @@ def test_settings_that_come_back_have_their_number() -> None:
     change = surroundings.observe()
     assert change is not None
     assert (change.outdates, change.reason, change.advice) == (False, "train/eval mode or requires_grad changed", {})
+    assert "call model.train() before the next step" in change.text
     second = surroundings.number
     assert second != first
     for training, number in ((True, first), (False, second)):

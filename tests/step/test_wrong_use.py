@@ -206,7 +206,7 @@ def test_cpu_batch_for_a_cuda_model() -> None:
             lambda m, x, y: m(x).sum().item(),
             r"loss_fn returned a float; expected the loss as a tensor, or \(loss, aux\)",
         ),
-        (lambda m, x, y: None, r"loss_fn returned a NoneType"),
+        (lambda m, x, y: None, r"loss_fn returned None; .*End it with `return loss`"),
         (lambda m, x, y: (x - 1).sum(), r"a loss without grad.*torch.no_grad\(\) or from .detach\(\)"),
         (lambda m, x, y: m(x).sum().detach(), r"a loss without grad"),
         (lambda m, x, y: (m(x).sum(), {"n": 3}), r"returned a int \(3\) in aux.*Return tensors"),

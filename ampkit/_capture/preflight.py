@@ -16,6 +16,7 @@ from .._torch import modes as torch_modes
 from .._torch.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
 from .._torch.compile import COMPILER, never_compile_by_itself
 from .._torch.fake_tensors import is_fake
+from .._torch.fast_paths import autocast_of_parts
 from .._torch.modes import TorchDispatchMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
 from .._undo import Undo, keep_warning_filters, replace
@@ -315,7 +316,8 @@ class Preflight(TorchDispatchMode):
             # A call through a binding warns of a wait before it returns, while it is known which operation has waited.
             # But it would change how subclasses are dispatched.
             plain = hasattr(op, "overloadpacket") and all(kind is Tensor for kind in kinds)
-            result = call_from_binding(op_builtin(op), (), args, kwargs) if plain else op(*args, **kwargs)
+            with autocast_of_parts(op):
+                result = call_from_binding(op_builtin(op), (), args, kwargs) if plain else op(*args, **kwargs)
         finally:
             waits, self._waits = self._waits, outer
         seconds = time.perf_counter() - start

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._torch.autograd import current_node, in_backward
 from .._torch.compile import calls_from_compiled_code
+from .._torch.fast_paths import autocast_of_parts, note_autocast_of_fast_paths
 from .._torch.modes import TorchDispatchMode, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import written_arguments
 from .._torch.sharding import local_shard
@@ -232,6 +233,7 @@ class _WriteWatch(TorchDispatchMode):
         self._state = state
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, Remembered] = {}
+        self._undo = Undo()
 
     supports_higher_order_operators = True  # torch.cond, flex_attention: torch refuses those that write to an argument
 
@@ -243,11 +245,14 @@ class _WriteWatch(TorchDispatchMode):
     def __enter__(self) -> "_WriteWatch":
         self._had_threads = uses_autograd_threads()
         let_autograd_use_threads(False)  # the mode sees this thread only
+        self._undo = Undo()
+        note_autocast_of_fast_paths(self._undo.__enter__())
         super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._undo.close()
         let_autograd_use_threads(self._had_threads)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,7 +266,8 @@ class _WriteWatch(TorchDispatchMode):
                 if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
                     continue
                 self._undeclared[address] = Remembered(tensor)
-        result = func(*args, **kwargs)
+        with autocast_of_parts(func):
+            result = func(*args, **kwargs)
         made = {storage_address(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)}
         self._known |= made - read
         return result

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch.compile import without_compiled_code
+from .._torch.fast_paths import autocast_of_parts, note_autocast_of_fast_paths
 from .._torch.modes import TorchDispatchMode
 from .._torch.operators import METADATA_OPS
 from .._torch.tensors import storage_of
 from .._torch.tree import tensors_in
+from .._undo import Undo
 
 # Operations that have another name on each backend, and the name that is shown. The device chooses the backend, and the
 # choice changes no dtype.
@@ -135,6 +137,7 @@ class OpRecorder(TorchDispatchMode):
     def __enter__(self) -> "OpRecorder":
         with ExitStack() as entered:
             entered.enter_context(without_compiled_code())
+            note_autocast_of_fast_paths(entered.enter_context(Undo()))
             for name, module in self._model.named_modules():
                 before = module.register_forward_pre_hook(partial(self._push, name), prepend=True)
                 entered.callback(before.remove)
@@ -157,7 +160,8 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        with autocast_of_parts(func):
+            result = func(*args, **kwargs)
         if func not in METADATA_OPS:
             self._record(func, args, kwargs, result)
         return result

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._capture.reducers import Deliver, Reducers
 from .._torch.autograd import graph_nodes, has_gradient_hooks, output_dtype
+from .._torch.fast_paths import autocast_of_parts
 from .._torch.modes import TorchDispatchMode, enter
 from .._torch.modules import module_tables
 from .._torch.operators import TO_COPY
@@ -155,7 +156,8 @@ class _Uses(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.all[id(leaf)] += 1
                 self.casts[id(leaf)] += func is TO_COPY
-        return func(*args, **(kwargs or {}))
+        with autocast_of_parts(func):
+            return func(*args, **(kwargs or {}))
 
 
 def _consumers(loss: Tensor) -> dict[Tensor, list[Any]]:

@@ -12,6 +12,7 @@ from torch.utils import _device, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from .._undo import Undo
+from .fast_paths import note_autocast_of_fast_paths
 from .guard import private
 
 _push_function_mode, _pop_function_mode = (private(torch.overrides, name) for name in ("_push_mode", "_pop_mode"))
@@ -136,6 +137,7 @@ def enter(undo: Undo, mode: TorchDispatchMode | TorchFunctionMode) -> None:
     """
     if isinstance(mode, TorchDispatchMode):
         undo.note(_dispatch_flags())
+        note_autocast_of_fast_paths(undo)
         undo.note(leave, mode)
         TorchDispatchMode.__enter__(mode)
     else:

@@ -112,6 +112,27 @@ def test_evaluation_without_gradients(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["encoder layer", "attention"])
+def test_fast_paths_of_inference(engine: Engine, kind: str, dtype: torch.dtype) -> None:
+    """A1, S4: on a CPU torch's fast paths are taken under autocast. A watched call has their bits too."""
+    device, graph = engine
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).to(device).eval()
+
+    def evaluate(x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+            return layer(x) if kind == "encoder layer" else layer.self_attn(x, x, x, need_weights=False)[0]
+
+    graphed = ampkit.graphed(modules=(layer,), graph=graph, on_failure="raise", verify=2)(evaluate)
+    with deterministic():
+        for i in range(7):
+            x = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(i)).to(device, dtype)
+            assert_same(graphed(x), evaluate(x), f"call {i}")
+    assert graphed.replays == 4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_batch_of_inference_mode(engine: Engine) -> None:
     """R7, A1: every call has the bits of the plain function, the one under the preflight too: autocast reaches the
     parts of einsum. A change of the batch in place is written back."""

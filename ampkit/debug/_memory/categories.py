@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from ..._text import dtype_name
 from ..._torch.autograd import current_node, in_graph_task, newest_sequence_number, sequence_number
 from ..._torch.compile import without_compiled_code
+from ..._torch.fast_paths import autocast_of_parts, note_autocast_of_fast_paths
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.modules import module_tables
 from ..._torch.operators import METADATA_OPS, TO_COPY
 from ..._torch.sharding import ShardedModules, buffers_of_collective, local_shard
 from ..._torch.tensors import storage_of
 from ..._torch.tree import tensors_in
+from ..._undo import Undo
 from ..._user_line import UserLineFinder
 from .allocator import SMALL, Allocator
 from .backward import ACCUMULATE_GRAD
@@ -94,6 +96,7 @@ class MemoryTracker(TorchDispatchMode):
         self.add_inputs(self._inputs)
         with ExitStack() as entered:
             entered.enter_context(without_compiled_code())
+            note_autocast_of_fast_paths(entered.enter_context(Undo()))
             for name, module in () if self._model is None else self._model.named_modules():
                 before = module.register_forward_pre_hook(partial(self._enter_module, name), prepend=True)
                 after = module.register_forward_hook(partial(self._leave_module, name), always_call=True)
@@ -228,7 +231,8 @@ class MemoryTracker(TorchDispatchMode):
         self.add_inputs(sources)
         module, line = self._module_and_line(node)
         reads_device = self._untracked is not None and self._untracked.begin_operation(self._timeline.level)
-        result = func(*args, **kwargs)
+        with autocast_of_parts(func):
+            result = func(*args, **kwargs)
         # Forward begins with an operation that makes a tensor: `zero_grad(set_to_none=False)` makes none, and belongs
         # to the step before. A module may run without gradients, as in reentrant checkpointing.
         is_forward = not in_backward and not self._in_optimizer and (torch.is_grad_enabled() or bool(self._modules))

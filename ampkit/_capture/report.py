@@ -137,7 +137,9 @@ class Report:
         replay = f"a replay takes {_milliseconds(self.replay_ms)}"
         if self.eager_ms is None:
             return replay
-        saved = "" if self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
+        saved = (
+            "" if self.emulated or self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
+        )
         ratio = self.eager_ms / self.replay_ms
         times = f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
         times += " (emulated: a replay calls the step again, and only a graph would save time)" * self.emulated

@@ -26,6 +26,7 @@ from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
 from .scan import Scan
+from .schedule import Schedule
 from .slices import Slices
 from .split import StepSplitter, why_not_compiled_in_parts
 from .split_update import CapturedUpdate
@@ -209,9 +210,10 @@ class GraphedStep:
         self._turn = engine.turn
         self._compiled = step.compiled
         call = step.gathering(engine)
-        self._window = Window(call, engine.run, step, accumulate, None if scheduler is None else scheduler.step)
+        schedule = None if scheduler is None else Schedule(scheduler)
+        self._window = Window(call, engine.run, step, accumulate, None if schedule is None else schedule.step)
         slices = Slices(self._window, accumulate)
-        self._scan = Scan(engine, step, self._window, slices, accumulate, optimizer, scheduler, buckets)
+        self._scan = Scan(engine, step, self._window, slices, accumulate, optimizer, schedule, buckets)
         self._whole_window = WholeWindow(engine, step, self._window, slices, accumulate, buckets)
         self._buckets = buckets
         self._metrics = StepMetrics(engine, step.scaler, step.device, accumulate)

@@ -16,6 +16,7 @@ from .._capture.variation import Key
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.rate_table import RateTable
 from .._undo import Undo
+from .schedule import Schedule
 from .slices import Slices, micro_batches
 from .stack import SCAN, Outputs, Stack, concatenated, stacked
 from .training_step import PartOfStep, StepOutput, TrainingStep
@@ -63,7 +64,7 @@ class Scan:
         slices: makes these, too.
         size: how many micro-batches a window has.
         optimizer: of the step.
-        scheduler: stepped behind each optimizer step; None if there is none.
+        schedule: stepped behind each optimizer step; None if there is none.
         buckets: to pad the inputs of each call to; None if they are not padded.
     """
 
@@ -75,7 +76,7 @@ class Scan:
         slices: Slices,
         size: int,
         optimizer: torch.optim.Optimizer,
-        scheduler: Any,
+        schedule: Schedule | None,
         buckets: Buckets | None,
     ) -> None:
         self._engine = engine
@@ -84,12 +85,12 @@ class Scan:
         self._slices = slices
         self._size = size
         self._groups = optimizer
-        self._scheduler = scheduler
+        self._schedule = schedule
         self._buckets = buckets
         # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
-        known = scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+        known = schedule is None or isinstance(schedule.scheduler, torch.optim.lr_scheduler.LRScheduler)
         # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
-        known = known and (scheduler is None or step.reads_rates)
+        known = known and (schedule is None or step.reads_rates)
         self._may_launch = known and step.observer is None and not step.ranks.several
         self._lengths = range(1 + (size == 1), -(-MOST // size) + 1)  # in windows; one call is a single call
         self._tables: dict[int, RateTable] = {}  # by the number of param groups
@@ -124,7 +125,7 @@ class Scan:
         if not self._may_launch or self._window.count or parts not in self._lengths:
             return None
         number = self._engine.settings()
-        if self._step.steps_behind or not (self._scheduler is None or self._step.groups.read_tensors()):
+        if self._step.steps_behind or not (self._schedule is None or self._step.groups.read_tensors()):
             return None
         phases = self._slices.phases(stack.spec)
         if number is None or phases is None:
@@ -179,7 +180,7 @@ class Scan:
         """
         groups = self._groups.param_groups
         table.begin()
-        if self._scheduler is None:
+        if self._schedule is None:
             table.add([group.get("lr") for group in groups], parts)
             table.write()
             return [()] * parts
@@ -189,7 +190,7 @@ class Scan:
             table.add(now)
             # A scheduler changes a tensor in place.
             rates.append([rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in now])
-            self._scheduler.step()
+            self._schedule.step()
         table.write()
         return rates
 

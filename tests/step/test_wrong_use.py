@@ -103,6 +103,26 @@ def test_no_loss_function() -> None:
         ampkit.graphed_step(None, model, torch.optim.SGD(model.parameters(), fused=True))  # type: ignore[arg-type]
 
 
+def test_scheduler_that_the_loop_steps_too() -> None:
+    """The rate would fall twice as fast. One warning says so, but not of a schedule that is loaded or stepped twice."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    step = make(model=model, optimizer=optimizer, scheduler=scheduler)
+    for change in ("load", "load", "nothing", "step", "step"):
+        step(*BATCH)
+        if change == "load":
+            scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": scheduler.last_epoch + 5})
+        elif change == "step":
+            scheduler.step()
+    step(*BATCH)
+    scheduler.step()
+    with pytest.warns(ampkit.AmpkitWarning, match=r"scheduler=ExponentialLR\): your loop steps the scheduler too"):
+        step(*BATCH)
+    scheduler.step()
+    step(*BATCH)
+
+
 def test_scheduler_of_another_optimizer() -> None:
     """Its rates would never reach the optimizer that is stepped."""
     model = nn.Linear(4, 2)

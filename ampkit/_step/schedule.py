@@ -1,0 +1,45 @@
+"""The scheduler that a step was given: stepped behind each optimizer step, and by nobody else."""
+
+import warnings
+
+from .._errors import AmpkitWarning
+from .._user_line import users_level
+from .arguments import Scheduler
+
+_STEPS = 3  # in a row that the user's loop has stepped the scheduler before, until a warning says so
+
+
+class Schedule:
+    """Steps a scheduler, and warns once if the loop around the step does so too: the rate would fall twice as fast.
+
+    Args:
+        scheduler: as the user has given it.
+
+    Attributes:
+        scheduler: the same.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._left: float | None = None  # its count of steps where this object has left it
+        self._stepped_elsewhere = 0  # how many times in a row it had moved on since
+
+    def step(self) -> None:
+        """Step the scheduler. Sync: none."""
+        count = self._count()
+        moved = None not in (count, self._left) and count > self._left  # type: ignore[operator]  # neither is None
+        self._stepped_elsewhere = self._stepped_elsewhere + 1 if moved else 0
+        if self._stepped_elsewhere == _STEPS:
+            warnings.warn(
+                f"graphed_step(scheduler={type(self.scheduler).__name__}): your loop steps the scheduler too, before "
+                f"each of the last {_STEPS} optimizer steps. The step does this itself. Leave out scheduler.step(), or "
+                "make the step without scheduler=.",
+                AmpkitWarning,
+                stacklevel=users_level(),
+            )
+        self.scheduler.step()
+        self._left = self._count()
+
+    def _count(self) -> float | None:
+        count = getattr(self.scheduler, "last_epoch", None)
+        return count if isinstance(count, int | float) else None

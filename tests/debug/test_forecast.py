@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from families import every
 from harness import Compiled, make_net
 from test_memory import profiler_peak
 from torch import nn
@@ -123,6 +124,7 @@ MEASURED_POOLS = {"resnet50": 1660, "gpt2": 3226, "bert": 1758, "llama": 1314}
 
 
 @cuda_build
+@pytest.mark.slow
 def test_against_an_h100():
     """P2: ResNet-50, batch 32, float16 with SGD: within 5 % of the peak that an H100 showed."""
     pytest.importorskip("torchvision")
@@ -295,7 +297,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=cuda_build)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", OF_TORCH, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", every(4, OF_TORCH), ids=lambda kind: kind.__name__)
 def test_every_optimizer_of_torch(kind, device):
     """P2: each can step on fake tensors, by default and with a rate that is a tensor, and makes the state it makes."""
     if kind in (torch.optim.Optimizer, torch.optim.LBFGS):

@@ -180,6 +180,7 @@ def of_ranks(ranks: int, device: str = "cpu", **options: Any) -> debug.MemoryPro
     return debug.forecast(fsdp_memory.loss_fn, model, optimizer, x, shard=shard, ranks=ranks, device=device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda_build)])
 def test_categories(device: str) -> None:
     """P2: an n-th of parameters, gradients and optimizer state for n ranks; what is gathered is temporary."""

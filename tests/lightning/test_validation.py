@@ -121,7 +121,7 @@ def assert_same_evaluations(folder: Path, device: str, graph: str, **options: An
 # ------------------------------------------------------------------------------------------------ the same as Lightning
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(3, KINDS))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_validation_within_a_fit(engine: Engine, tmp_path: Path, kind: str) -> None:
     """L1, L3: outputs, logged metrics of steps and epochs, weights and checkpoints, with two layouts and sanity checks.

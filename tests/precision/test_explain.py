@@ -312,6 +312,7 @@ def test_module_rule_shows():
     assert told.totals.casts > told.float32.casts == 0
 
 
+@pytest.mark.slow
 def test_data_dependent_library():
     """What stops in another library names the line there."""
     models = pytest.importorskip("torchvision").models

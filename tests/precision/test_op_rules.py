@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from families import every
 from harness import DEVICES, ENGINES, allow_inductor_warnings, assert_same, deterministic
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +68,7 @@ def test_a_rule_covers_every_spelling(name: str, i: int, device: str) -> None:
     assert call(x).dtype is torch.float32
 
 
-@pytest.mark.parametrize(("name", "i"), CASES)
+@pytest.mark.parametrize(("name", "i"), every(5, CASES))
 def test_a_rule_covers_every_spelling_when_compiled(name: str, i: int, fresh_dynamo: None) -> None:
     """A11: torch.compile sees the same calls, also where it looks below the Python function."""
     call, x = SPELLINGS[name][i], torch.rand(4, 4) + 0.1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import few
+from families import every, few
 from harness import (
     ENGINES,
     OPTIMIZERS,
@@ -226,7 +226,7 @@ UPDATES: dict[str, Callable[[Scalar], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("name", every(2, UPDATES))
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
 def test_the_update_is_the_optimizers(engine: Engine, name: str, scaled: bool) -> None:

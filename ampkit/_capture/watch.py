@@ -6,6 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
+from types import MethodType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -16,9 +17,10 @@ from .._torch.modes import (
     function_mode_count,
     function_modes,
     is_any_autocast_enabled,
+    saved_tensors_hooks,
     without_torch_function,
 )
-from .._torch.modules import module_tables
+from .._torch.modules import hooks_made, module_tables, tables_with_hooks
 from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from .._torch.settings import ENUM_READERS, PLAIN_READERS
 from .._torch.sharding import local_shard
@@ -186,6 +188,7 @@ class Look:
         addresses: of parameters and buffers.
         layouts: of parameters and buffers.
         gradients: addresses of gradients, [] if there are none.
+        hooks: those of modules, parameters and buffers, behind the table that has them.
     """
 
     def __init__(
@@ -216,6 +219,10 @@ class Look:
             *[part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)],
             *lists,
         )
+        self._hooks_made = hooks_made()
+        hooks = tables_with_hooks(walk.modules, walk.tensors)
+        self.hooks = _with_contents(hooks)
+        self._tables += tuple(hooks)  # so that hooks that are removed are noticed
         self._lists = lists
         self._lengths = list(map(len, lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
@@ -236,6 +243,7 @@ class Look:
             and self._read_identities(objects) == self._identities
             and self.walk.addresses() == self.addresses
             and self._layouts_are_same()
+            and (hooks_made() == self._hooks_made or self._hooks_are_same())
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
             and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
@@ -245,6 +253,15 @@ class Look:
         if self._has_layouts is None:
             return self.walk.layouts() == self.layouts
         return self._has_layouts(*self.walk.local())
+
+    def _hooks_are_same(self) -> bool:
+        """Return whether the hooks that were registered since are none of these modules and tensors."""
+        made = hooks_made()
+        hooks = _with_contents(tables_with_hooks(self.walk.modules, self.walk.tensors))
+        if len(hooks) != len(self.hooks) or not all(map(operator.is_, hooks, self.hooks)):
+            return False
+        self._hooks_made = made
+        return True
 
     def _read_settings(self) -> list[Any]:
         found = [read() for read in PLAIN_READERS]
@@ -273,9 +290,21 @@ class Look:
             found += default_devices(modes)
         if is_any_autocast_enabled():
             found += autocast()
+        if saved_tensors_hooks() is not None:
+            found += (saved_tensors_hooks,)
         if self.scaler is not None and self.scaler.is_enabled():
             found += self.scaler.rule().values()
         return tuple(found)
+
+
+def _with_contents(tables: Sequence[dict[int, Any]]) -> list[Any]:
+    """Return the tables, each with its hooks behind it; of a method, which is a new object each time, what makes it."""
+    found: list[Any] = []
+    for table in tables:
+        found.append(table)
+        for hook in table.values():
+            found += (hook.__self__, hook.__func__) if isinstance(hook, MethodType) else (hook,)
+    return found
 
 
 def _getter(keys: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

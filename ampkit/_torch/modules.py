@@ -1,9 +1,12 @@
-"""The dictionaries in which a module keeps its parameters, buffers, children and hooks."""
+"""The dictionaries in which a module keeps its parameters, buffers, children and hooks, and a tensor its hooks."""
 
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .guard import private
 
@@ -38,6 +41,36 @@ _GLOBAL_HOOKS = tuple(
         *("_global_backward_pre_hooks", "_global_backward_hooks"),
     )
 )
+
+
+private(RemovableHandle, "next_id")
+
+
+def hooks_made() -> int:
+    """Return how many hooks of modules, tensors and optimizers were ever registered in this process."""
+    return RemovableHandle.next_id
+
+
+def tables_with_hooks(modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -> list[dict[int, Any]]:
+    """Return the dictionaries of hooks that run in a call of these modules or in a backward to these tensors.
+
+    Those that are empty, or have hooks of torch and ampkit only, are left out.
+    """
+    tables = [*_GLOBAL_HOOKS, *(table for module in modules for table in hook_tables(module))]
+    tables += [table for tensor in tensors for read in _HOOKS_OF_TENSORS if (table := read(tensor)) is not None]
+    return [table for table in tables if table and not all(map(is_of_torch, table.values()))]
+
+
+def is_of_torch(hook: Any) -> bool:
+    """Return whether a hook belongs to torch or to ampkit."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampkit")
+
+
+_HOOKS_OF_TENSORS: tuple[Callable[[Tensor], dict[int, Any] | None], ...] = tuple(
+    map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
+)
+for _name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    private(Tensor, _name)
 
 
 def has_global_hooks() -> bool:

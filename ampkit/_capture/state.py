@@ -107,6 +107,7 @@ class TrainingState:
         scaler: the gradient scaler, or None.
         own: tensors of ampkit's own that a step changes, by name; may grow.
         finds_gradients: whether `param.grad` may hold something when the step begins.
+        sees_hooks: whether graphs contain what hooks of the modules and their parameters do.
         rates: of the optimizers.
         eager_optimizers: further optimizers that steps call, and that no graph can hold.
         problem: why no graph can hold them; "" if there are none.
@@ -120,6 +121,7 @@ class TrainingState:
         *,
         own: dict[str, Tensor] | None = None,
         finds_gradients: bool = False,
+        sees_hooks: bool = True,
         rates: Sequence[Rates] = (),
         eager_optimizers: Sequence[torch.optim.Optimizer] = (),
         problem: str = "",
@@ -132,7 +134,13 @@ class TrainingState:
         self.own: dict[str, Tensor] = {} if own is None else own
         self.finds_gradients = finds_gradients
         self.watch: StateWatch[Generation] = StateWatch(
-            modules, self.optimizers, scaler, finds_gradients=finds_gradients, rates=rates, describe=_generation
+            modules,
+            self.optimizers,
+            scaler,
+            finds_gradients=finds_gradients,
+            sees_hooks=sees_hooks,
+            rates=rates,
+            describe=_generation,
         )
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

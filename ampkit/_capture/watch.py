@@ -181,6 +181,7 @@ class Look:
         scaler: see `TrainingState`.
         finds_gradients: see `TrainingState`.
         held: whether graphs hold all numbers of the optimizers as constants.
+        sees_hooks: see `TrainingState`.
 
     Attributes:
         walk, optimizers, scaler, held: as given.
@@ -199,6 +200,7 @@ class Look:
         *,
         finds_gradients: bool,
         held: bool,
+        sees_hooks: bool,
     ) -> None:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
@@ -219,8 +221,9 @@ class Look:
             *[part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)],
             *lists,
         )
+        self._sees_hooks = sees_hooks
         self._hooks_made = hooks_made()
-        hooks = tables_with_hooks(walk.modules, walk.tensors)
+        hooks = tables_with_hooks(walk.modules, walk.tensors) if sees_hooks else []
         self.hooks = _with_contents(hooks)
         self._tables += tuple(hooks)  # so that hooks that are removed are noticed
         self._lists = lists
@@ -256,6 +259,8 @@ class Look:
 
     def _hooks_are_same(self) -> bool:
         """Return whether the hooks that were registered since are none of these modules and tensors."""
+        if not self._sees_hooks:
+            return True
         made = hooks_made()
         hooks = _with_contents(tables_with_hooks(self.walk.modules, self.walk.tensors))
         if len(hooks) != len(self.hooks) or not all(map(operator.is_, hooks, self.hooks)):
@@ -321,6 +326,7 @@ class StateWatch(Generic[_G]):
         optimizers: see `TrainingState`.
         scaler: see `TrainingState`.
         finds_gradients: see `TrainingState`.
+        sees_hooks: see `TrainingState`.
         rates: see `TrainingState`.
         describe: `describe(look)` returns what stands for the state that was looked at.
     """
@@ -332,11 +338,13 @@ class StateWatch(Generic[_G]):
         scaler: Scaler | None,
         *,
         finds_gradients: bool,
+        sees_hooks: bool,
         rates: Sequence[Rates],
         describe: Callable[[Look], _G],
     ) -> None:
         self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
+        self._sees_hooks = sees_hooks
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
@@ -388,6 +396,7 @@ class StateWatch(Generic[_G]):
                 self._scaler,
                 finds_gradients=self._finds_gradients,
                 held=self._held,
+                sees_hooks=self._sees_hooks,
             )
             now = self._describe(look)
         self._seen = look, now

@@ -34,7 +34,8 @@ def has_legacy_backward_hooks(module: nn.Module) -> bool:
     return module._is_full_backward_hook is False and bool(module._backward_hooks)
 
 
-_GLOBAL_HOOKS = tuple(
+# The dictionaries of hooks that run in the calls of all modules.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     private(torch.nn.modules.module, name)
     for name in (
         *("_global_forward_pre_hooks", "_global_forward_hooks"),
@@ -56,7 +57,7 @@ def tables_with_hooks(modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -
 
     Those that are empty, or have hooks of torch and ampkit only, are left out.
     """
-    tables = [*_GLOBAL_HOOKS, *(table for module in modules for table in hook_tables(module))]
+    tables = [*GLOBAL_HOOKS, *(table for module in modules for table in hook_tables(module))]
     tables += [table for tensor in tensors for read in _HOOKS_OF_TENSORS if (table := read(tensor)) is not None]
     return [table for table in tables if table and not all(map(is_of_torch, table.values()))]
 
@@ -75,4 +76,4 @@ for _name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
 
 def has_global_hooks() -> bool:
     """Return whether there are hooks that run in the calls of all modules of this process."""
-    return any(_GLOBAL_HOOKS)
+    return any(GLOBAL_HOOKS)

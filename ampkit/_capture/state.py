@@ -10,11 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from .._text import value_text
-from .._torch.modes import DeviceContext, function_modes, saved_tensors_hooks
+from .._torch.modes import DeviceContext, function_modes
 from .._torch.optimizers import step_hooks
 from .._torch.settings import SETTINGS, settings
 from .bound import Bound, cells
-from .watch import Look, Objects, Rates, Scaler, StateWatch, Walk, autocast, default_devices, own_values
+from .watch import (
+    Look,
+    Objects,
+    Rates,
+    Scaler,
+    StateWatch,
+    Walk,
+    autocast,
+    default_devices,
+    own_values,
+    packs_saved_tensors,
+)
 
 
 class Generation(NamedTuple):
@@ -213,8 +224,8 @@ def _host(look: Look) -> tuple[tuple[str, Any], ...]:
     policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
     named.append(("the policy around the step", policies))
     named.append(("torch.get_default_device()", default_devices(modes)))
-    # Whether there are any: each `save_on_cpu()` has functions of its own.
-    named.append(("saved_tensors_hooks around the step", saved_tensors_hooks() is not None))
+    # Whether there are any, for they are often functions that are made in each call.
+    named.append(("saved_tensors_hooks around the step", packs_saved_tensors()))
     named.append(("the policy on the model", tuple(map(type, look.walk.modules))))
     named.append(("hooks of modules and parameters", Objects(look.hooks)))
     for k, optimizer in enumerate(look.optimizers):

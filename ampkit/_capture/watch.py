@@ -20,7 +20,7 @@ from .._torch.modes import (
     saved_tensors_hooks,
     without_torch_function,
 )
-from .._torch.modules import hooks_made, module_tables, tables_with_hooks
+from .._torch.modules import hooks_made, is_of_torch, module_tables, tables_with_hooks
 from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from .._torch.settings import ENUM_READERS, PLAIN_READERS
 from .._torch.sharding import local_shard
@@ -296,7 +296,7 @@ class Look:
         if is_any_autocast_enabled():
             found += autocast()
         if saved_tensors_hooks() is not None:
-            found += (saved_tensors_hooks,)
+            found += (packs_saved_tensors(),)
         if self.scaler is not None and self.scaler.is_enabled():
             found += self.scaler.rule().values()
         return tuple(found)
@@ -405,6 +405,12 @@ class StateWatch(Generic[_G]):
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 _gradient: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+
+
+def packs_saved_tensors() -> bool:
+    """Return whether hooks around the call pack what autograd saves: those of the user, for others change no bit."""
+    hooks = saved_tensors_hooks()
+    return hooks is not None and not is_of_torch(hooks[0])
 
 
 def gradient_addresses(tensors: list[Tensor]) -> list[int]:

@@ -1,5 +1,6 @@
 """The dictionaries in which a module keeps its parameters, buffers, children and hooks, and a tensor its hooks."""
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -64,6 +65,8 @@ def tables_with_hooks(modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -
 
 def is_of_torch(hook: Any) -> bool:
     """Return whether a hook belongs to torch or to ampkit."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampkit")
 
 

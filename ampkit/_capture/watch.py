@@ -122,6 +122,14 @@ class Walk:
         """Return what may change in place: requires_grad per tensor, training per module."""
         return [*map(_requires_grad, self.tensors), *self.training()]
 
+    def set_flags(self, changed: list[tuple[int, bool]]) -> None:
+        """Set some of the flags, each by its place in `flags`."""
+        for place, flag in changed:
+            if place < len(self.tensors):
+                self.tensors[place].requires_grad_(flag)
+            else:
+                self.modules[place - len(self.tensors)].training = flag
+
     def first_change(self, new: "Walk") -> str:
         """Return in words the first difference from a walk of the same roots."""
         pairs = zip(self._names, self._objects.objects, new._names, new._objects.objects, strict=False)

@@ -46,11 +46,8 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
 
 
 private(RemovableHandle, "next_id")
-
-
-def hooks_made() -> int:
-    """Return how many hooks of modules, tensors and optimizers were ever registered in this process."""
-    return RemovableHandle.next_id
+# hooks_made(): how many hooks of modules, tensors and optimizers were ever registered in this process.
+hooks_made: Callable[[], int] = functools.partial(getattr, RemovableHandle, "next_id")
 
 
 def tables_with_hooks(modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -> list[dict[int, Any]]:

@@ -140,6 +140,31 @@ def test_a_rate_that_the_step_sets(engine: Engine, api: str) -> None:
     assert training.step.replays == 3
 
 
+class Decaying(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * 0.5
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_an_optimizer_that_changes_its_own_rate(graph: str) -> None:
+    """G10: it trains as in a loop of torch, and no graph holds it."""
+    batches, models = make_batches("cpu", [4] * 6), [make_net("cpu", dropout=0.0) for _ in range(2)]
+    plain, optimizer = (Decaying(model.parameters(), lr=0.25, fused=True) for model in models)
+    step = ampkit.graphed_step(loss_fn, models[1], optimizer, graph=graph, on_failure="eager")
+    refused = pytest.warns(ampkit.CaptureWarning, match=r"the step changes param_groups\[0\]\['lr'\] of its optimizer")
+    with nullcontext() if graph == "off" else refused:
+        for batch in batches:
+            plain.zero_grad()
+            loss_fn(models[0], *batch).backward()
+            plain.step()
+            step(*batch)
+    assert float(optimizer.param_groups[0]["lr"]) == plain.param_groups[0]["lr"] == 0.25 * 0.5**6
+    assert_same(dict(models[1].state_dict()), dict(models[0].state_dict()))
+    assert step.replays == 0
+
+
 @pytest.mark.cuda
 def test_a_capture_that_fails_puts_modes_back() -> None:
     """G2: the eager step behind it finds the modules as the caller left them. An emulated capture runs nothing."""

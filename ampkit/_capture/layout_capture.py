@@ -195,12 +195,12 @@ def record(
         CaptureError: the capture failed, on this rank or on another one. Everything is as before the call.
     """
     before = state.tensors()
-    walk = state.generation().walk
+    walk = Walk(state.modules)
     flags = walk.flags()
     failure: CaptureError | None = None
     ranks.reducers.begin_capture()
     with Undo() as undo:
-        undo.note(_put_back_flags, walk, flags)
+        undo.note(walk.put_back, flags)
         undo.note(state.rebind, before)
         undo.note(graph.reset)
         try:
@@ -219,12 +219,9 @@ def record(
             finally:
                 del failure  # its traceback refers to this frame: a cycle, which would keep what the step made
         undo.forget()
-    changed = [(place, now) for place, (old, now) in enumerate(zip(flags, walk.flags(), strict=True)) if old != now]
+    changed = walk.changed_flags(flags)
+    walk.put_back(flags)  # the replay that follows will set them
     return partial(walk.set_flags, changed) if changed else None
-
-
-def _put_back_flags(walk: Walk, flags: list[bool]) -> None:
-    walk.set_flags([(i, flag) for i, (flag, now) in enumerate(zip(flags, walk.flags(), strict=True)) if flag != now])
 
 
 def _refuse_rebound(paths: list[str]) -> None:

@@ -122,13 +122,21 @@ class Walk:
         """Return what may change in place: requires_grad per tensor, training per module."""
         return [*map(_requires_grad, self.tensors), *self.training()]
 
-    def set_flags(self, changed: list[tuple[int, bool]]) -> None:
+    def changed_flags(self, before: list[bool]) -> list[tuple[int, bool]]:
+        """Return the flags that were changed since: the place of each in `flags`, and what it is now."""
+        return [(i, now) for i, (old, now) in enumerate(zip(before, self.flags(), strict=True)) if old != now]
+
+    def set_flags(self, flags: list[tuple[int, bool]]) -> None:
         """Set some of the flags, each by its place in `flags`."""
-        for place, flag in changed:
+        for place, flag in flags:
             if place < len(self.tensors):
                 self.tensors[place].requires_grad_(flag)
             else:
                 self.modules[place - len(self.tensors)].training = flag
+
+    def put_back(self, before: list[bool]) -> None:
+        """Put back the flags that were changed since."""
+        self.set_flags([(place, before[place]) for place, _ in self.changed_flags(before)])
 
     def first_change(self, new: "Walk") -> str:
         """Return in words the first difference from a walk of the same roots."""

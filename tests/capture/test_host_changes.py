@@ -72,14 +72,15 @@ def changes_a_mode_to_and_fro(training: Training) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*train/eval mode or requires_grad changed:ampkit.CaptureWarning")
 @pytest.mark.parametrize("change", [evaluates, freezes_and_unfreezes, changes_a_mode_to_and_fro])
+@pytest.mark.parametrize("verify", [0, 2])
 @pytest.mark.parametrize("api", ["graphed", "graphed_step"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_modes_that_a_step_leaves(engine: Engine, api: str, change: Callable[[Training], object]) -> None:
+def test_modes_that_a_step_leaves(engine: Engine, api: str, verify: int, change: Callable[[Training], object]) -> None:
     """G10: behind a replay, modules have the mode and parameters the `requires_grad` that an eager step leaves."""
 
     def run(graph: str) -> list[Any]:
         torch.manual_seed(0)
-        training = Training((engine[0], graph), api, change)
+        training = Training((engine[0], graph), api, change, verify=verify)
         found = []
         for batch in make_batches(engine[0], [4] * 14):
             if change is evaluates:

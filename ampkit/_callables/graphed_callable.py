@@ -21,7 +21,7 @@ from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
 from .._torch.autograd import in_backward
 from .._torch.compile import cudagraphs_of_its_own
 from .._torch.modes import modes
-from .._torch.modules import has_legacy_backward_hooks, hook_tables
+from .._torch.modules import GLOBAL_HOOKS, has_legacy_backward_hooks, hook_tables
 from .._torch.tree import TreeSpec
 from .._undo import Undo, call
 from .._user_line import users_level
@@ -147,7 +147,8 @@ class GraphedCallable:
         self._original: Callable[..., Any] = function if self._module is None else self._module.forward
         self._was_attribute = self._module is not None and "forward" in vars(self._module)
         self._mode = self._module is not None and self._module.training
-        self._state = TrainingState({} if self._module is None else {"module": self._module}, [])
+        # Hooks of the module and of its parameters run around the graph.
+        self._state = TrainingState({} if self._module is None else {"module": self._module}, [], sees_hooks=False)
         self._shared = shared
         self._warmup = warmup
         self._allow_unused = allow_unused
@@ -278,6 +279,8 @@ class GraphedCallable:
                 self._warn(f"{before.replaced_in(now)}. Each such change takes a new capture.")
             self._graphs = {}  # an autograd node keeps the graphs that its backward pass still needs
             self._hook_tables = [table for module in now.walk.modules[1:] for table in hook_tables(module)]
+            if self._hook_tables:  # those of all modules are called for the modules inside, too
+                self._hook_tables += GLOBAL_HOOKS
             self._hooks = list(chain.from_iterable(self._hook_tables))
         self._generation = now
         return _GraphKey(spec, wants_grad, places_of(leaves), now.settings)
@@ -387,8 +390,8 @@ _CHECKPOINTED = (
     "that function out of the checkpoint, use graphed_step, or pass capturing=False."
 )
 _LATE_HOOK = (
-    "a hook was registered on a submodule since the capture, or removed from one. Calls are eager until that is "
-    "undone. Register hooks of submodules before the first capture."
+    "a hook was registered on a submodule since the capture, or on all modules, or was removed. Calls are eager until "
+    "that is undone. Register hooks of submodules before the first capture."
 )
 
 

@@ -237,7 +237,7 @@ class Passes:
                 plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided
                 fits = plain and output.device == self._device
             else:
-                parts.append(Constant(type(output), output))
+                parts.append(Constant.of(output))
                 shown, fits = type(output).__name__, type(output) in CONSTANTS
             if not fits:
                 raise CaptureError(

@@ -37,8 +37,10 @@ class Captured:
         pool_bytes: int,
         timing: Timing,
         told: bool,
+        set_flags: Callable[[], None] | None = None,
     ) -> None:
         self._graph = graph
+        self._set_flags = set_flags  # what the calls leave on the host, see `record`
         self.inputs = inputs
         self.nbytes: int = pool_bytes + inputs.nbytes
         self.timing = timing
@@ -54,6 +56,8 @@ class Captured:
         outputs: Outputs = self._graph.replay()
         if self.inputs.any_changed:
             self.inputs.copy_back(leaves)
+        if self._set_flags is not None:
+            self._set_flags()
         return outputs.copied()
 
     def reset(self) -> None:
@@ -366,9 +370,10 @@ class Cache:
         pool_bytes_before: int,
         timing: Timing,
         told: bool,
+        set_flags: Callable[[], None] | None = None,
     ) -> Captured:
         """Keep a graph that was captured. The pool had `pool_bytes_before` bytes before that."""
-        captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, told)
+        captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, told, set_flags)
         self._last = None
         self._graphs[key] = captured
         return captured

@@ -1,8 +1,8 @@
-"""The tensors in an object's items and attributes, and copies of the object with other tensors."""
+"""The tensors in an object's items and attributes, and copies of the object, with other tensors or with the same."""
 
 import copy
 import types
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +36,31 @@ def holds_tensors(thing: object) -> bool:
 
 
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+
+
+def own_containers(tree: Any) -> Any:
+    """Return a tree with the same leaves, in containers that belong to the caller of this function alone.
+
+    A function that takes an entry out of its batch (`batch.pop("label")`) changes these. A replay does not call it, so
+    the user's own containers must not change in an eager call either. Containers that torch does not define, but was
+    told of, are taken for leaves.
+    """
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind(map(own_containers, tree))
+    if kind in _DICTS:
+        other = copy.copy(tree)
+        for key, value in tree.items():
+            other[key] = own_containers(value)
+        return other
+    if kind is deque:
+        return deque(map(own_containers, tree), tree.maxlen)
+    if isinstance(tree, tuple) and hasattr(kind, "_make"):  # a named tuple
+        return tuple.__new__(kind, map(own_containers, tree))
+    return tree
+
+
+_DICTS = frozenset((dict, OrderedDict, defaultdict))
 
 
 def is_record(thing: object) -> bool:

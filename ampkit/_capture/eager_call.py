@@ -13,7 +13,7 @@ from .._torch.tensors import versions
 from .._torch.tree import tree_unflatten
 from .._undo import Undo
 from .inputs import Spec, path
-from .placement import is_aligned, own_copy
+from .placement import is_as_copied, own_copy
 from .spans import Spans, span
 
 _R = TypeVar("_R")
@@ -54,11 +54,12 @@ def call_aligned(
     leaves: list[Any],
     changing: Callable[[], Spans],
 ) -> _R:
-    """Return `call(args, kwargs, leaves)`, with aligned copies in place of tensors that are not aligned.
+    """Return `call(args, kwargs, leaves)`, with copies in place of tensors that are not as a graph would read them.
 
     A graph reads a batch from tensors of its own, which are aligned. Sums and matrix products of a slice of a larger
     tensor may have other bits, because their kernels read as many bytes at once as the address allows. So eager calls
-    get an aligned copy of such a slice, too.
+    get an aligned copy of such a slice, too. The same holds for `x.conj()` and `-z.imag`, whose values torch
+    computes where they are read, often in the kernel that reads them.
 
     Args:
         call: makes the call.
@@ -75,7 +76,7 @@ def call_aligned(
 
     Aliasing: what the call changes in place is copied back. Sync: none.
     """
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not is_aligned(leaf)]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not is_as_copied(leaf)]
     if places:
         state = changing()
         places = [i for i in places if not state.at(*span(leaves[i]))]
@@ -102,6 +103,6 @@ def _refuse_shared(spec: Spec, leaves: Sequence[Any], changed: int) -> None:
             one, other = path(spec.tree, changed), path(spec.tree, i)
             raise InputMismatch(
                 f"{one}, which the step has changed in place, lies in the same memory as {other}, which has not seen "
-                f"the change: {one} begins at an address that torch would not allocate, so the step got a copy of it. "
-                f"Pass {one}.clone()."
+                f"the change: kernels read {one} in another way than memory that torch allocates, so the step got a "
+                f"copy of it. Pass {one}.clone()."
             )

@@ -1,5 +1,6 @@
 """The layout of an input, which is a part of its key, and the static buffers that a graph reads its input from."""
 
+import math
 import operator
 from bisect import bisect_left
 from collections import UserDict
@@ -34,10 +35,19 @@ class TensorSpec(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A leaf that is not a tensor. The type is compared too, since True == 1 == 1.0, but the arguments differ."""
+    """A leaf that is not a tensor. The type is compared too, since True == 1 == 1.0, but the arguments differ.
+
+    So is the sign of a zero, since 0.0 == -0.0.
+    """
 
     kind: type
     value: Any
+    is_minus_zero: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> "Constant":
+        """Return what stands for this value."""
+        return cls(type(value), value, type(value) is float and value == 0 and math.copysign(1, value) < 0)
 
     def __str__(self) -> str:
         return shown(self.value)
@@ -391,7 +401,7 @@ def _constant(leaf: object, structure: Hashable, i: int) -> Constant:
             f"{path(_tree_of(structure), i)} is a {type(leaf).__name__}, which is neither a tensor nor hashable, so a "
             "step cannot tell whether it changed. Pass a tensor (torch.as_tensor) or a number, string or None."
         ) from None
-    return Constant(type(leaf), leaf)
+    return Constant.of(leaf)
 
 
 def _not_seen(leaf: object, where: str) -> str:

@@ -1,6 +1,7 @@
 """How a layout gets its graph: record it, compare it with the eager call before, keep within the memory budget."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .pool import no_recompile
 from .ranks import Ranks
 from .state import TrainingState
 from .variation import Key
+from .watch import Walk
 
 
 class LayoutCapture:
@@ -84,16 +86,18 @@ class LayoutCapture:
             self.evictions += 1
             self._layouts.of(evicted).evict()
         pool_bytes = self._cache.pool_bytes
-        graph, inputs = self._record(key, layout, leaves)
+        graph, inputs, flags = self._record(key, layout, leaves)
         self.captures += 1
         keep_apart(inputs, self._state, layout.writes.paths())
         timing = layout.timing.of_another_graph() if key.joint else layout.timing
-        captured = self._cache.add(key, graph, inputs, pool_bytes, timing, layout.told)
+        captured = self._cache.add(key, graph, inputs, pool_bytes, timing, layout.told, flags)
         fits = self._ranks.agree(not self._cache.over_budget())
         return captured if fits else self._within_budget(key, layout, leaves)
 
-    def _record(self, key: Key, layout: Layout, leaves: list[Any]) -> tuple[Graph, StaticInputs]:
-        """Return a graph that was just recorded, and the buffers that it reads its input from."""
+    def _record(
+        self, key: Key, layout: Layout, leaves: list[Any]
+    ) -> tuple[Graph, StaticInputs, Callable[[], None] | None]:
+        """Return a graph that was just recorded, the buffers that it reads, and what `record` returns."""
         inputs = StaticInputs(key.spec, leaves)
         new = self._cache.new_graph(self._stream, self._options.generators)
         graph = layout.rehearsal.named(new if key.outcomes is None else self._draws.around(new))
@@ -107,8 +111,9 @@ class LayoutCapture:
             return outputs
 
         then = self._layouts.make_outputs
-        record(graph, recorded, layout.rehearsal.capturing, then, self._state, self._ranks, self._cache.clear)
-        return graph, inputs
+        rest = self._state, self._ranks, self._cache.clear
+        flags = record(graph, recorded, layout.rehearsal.capturing, then, *rest)
+        return graph, inputs, flags
 
     def _within_budget(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
         """Capture again into a pool that fewer graphs share. Refuse this key if its graph alone is too large."""
@@ -170,7 +175,7 @@ def record(
     state: TrainingState,
     ranks: Ranks,
     drop_graphs: Callable[[], object],
-) -> None:
+) -> Callable[[], None] | None:
     """Capture a graph on all ranks.
 
     Args:
@@ -182,13 +187,20 @@ def record(
         ranks: those that capture now.
         drop_graphs: drops all graphs, if the failure leaves none of them right.
 
+    Returns:
+        What leaves the modules in the mode, and their tensors with the `requires_grad`, in which `fn` has left them. A
+        replay does not do that by itself. None if `fn` has left all of them as they were.
+
     Raises:
         CaptureError: the capture failed, on this rank or on another one. Everything is as before the call.
     """
     before = state.tensors()
+    walk = Walk(state.modules)
+    flags = walk.flags()
     failure: CaptureError | None = None
     ranks.reducers.begin_capture()
     with Undo() as undo:
+        undo.note(walk.put_back, flags)
         undo.note(state.rebind, before)
         undo.note(graph.reset)
         try:
@@ -207,6 +219,9 @@ def record(
             finally:
                 del failure  # its traceback refers to this frame: a cycle, which would keep what the step made
         undo.forget()
+    changed = walk.changed_flags(flags)
+    walk.put_back(flags)  # the replay that follows will set them
+    return partial(walk.set_flags, changed) if changed else None
 
 
 def _refuse_rebound(paths: list[str]) -> None:

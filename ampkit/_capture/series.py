@@ -294,11 +294,11 @@ class Series:
         with Undo() as undo:
             undo.note(graph.reset)
             then = self._layouts.make_outputs
-            record(graph, recorded, recording, then, self._state, self._ranks, self._cache.clear)
+            flags = record(graph, recorded, recording, then, self._state, self._ranks, self._cache.clear)
             if comparison is not None and comparison.difference:
                 raise CaptureError(comparison.difference)
             undo.forget()
-        return Captured(graph, inputs, 0, Timing(), family.told)
+        return Captured(graph, inputs, 0, Timing(), family.told, flags)
 
 
 class _Comparison:

@@ -11,10 +11,11 @@ from torch import Tensor
 from .._torch.sharding import local_shard
 from .._torch.tensors import version
 from .state import TrainingState
+from .watch import Walk
 
 
 class Snapshot:
-    """A copy of the state, of the random-number generators, and of a batch.
+    """A copy of the state, of the random-number generators, and of a batch; and the modes of the modules.
 
     Args:
         state: the state.
@@ -34,6 +35,8 @@ class Snapshot:
         constant: Collection[int] = (),
     ) -> None:
         self._state = state
+        self._walk = Walk(state.modules)
+        self._flags = self._walk.flags()
         self._live = state.tensors()
         changed = {path: tensor for path, tensor in self._live.items() if id(tensor) not in constant}
         self._values = {path: local_shard(tensor).detach().clone() for path, tensor in changed.items()}
@@ -48,6 +51,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back, in place."""
         self._state.rebind(self._live)
+        self._walk.put_back(self._flags)
         with torch.no_grad():
             for path, before in self._values.items():
                 local_shard(self._live[path]).copy_(before)

@@ -14,7 +14,18 @@ from .._torch.modes import DeviceContext, function_modes
 from .._torch.optimizers import step_hooks
 from .._torch.settings import SETTINGS, settings
 from .bound import Bound, cells
-from .watch import Look, Objects, Rates, Scaler, StateWatch, Walk, autocast, default_devices, own_values
+from .watch import (
+    Look,
+    Objects,
+    Rates,
+    Scaler,
+    StateWatch,
+    Walk,
+    autocast,
+    default_devices,
+    own_values,
+    packs_saved_tensors,
+)
 
 
 class Generation(NamedTuple):
@@ -108,6 +119,7 @@ class TrainingState:
         scaler: the gradient scaler, or None.
         own: tensors of ampkit's own that a step changes, by name; may grow.
         finds_gradients: whether `param.grad` may hold something when the step begins.
+        sees_hooks: whether graphs contain what hooks of the modules and their parameters do.
         rates: of the optimizers.
         eager_optimizers: further optimizers that steps call, and that no graph can hold.
         problem: why no graph can hold them; "" if there are none.
@@ -121,6 +133,7 @@ class TrainingState:
         *,
         own: dict[str, Tensor] | None = None,
         finds_gradients: bool = False,
+        sees_hooks: bool = True,
         rates: Sequence[Rates] = (),
         eager_optimizers: Sequence[torch.optim.Optimizer] = (),
         problem: str = "",
@@ -133,7 +146,13 @@ class TrainingState:
         self.own: dict[str, Tensor] = {} if own is None else own
         self.finds_gradients = finds_gradients
         self.watch: StateWatch[Generation] = StateWatch(
-            modules, self.optimizers, scaler, finds_gradients=finds_gradients, rates=rates, describe=_generation
+            modules,
+            self.optimizers,
+            scaler,
+            finds_gradients=finds_gradients,
+            sees_hooks=sees_hooks,
+            rates=rates,
+            describe=_generation,
         )
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -206,7 +225,10 @@ def _host(look: Look) -> tuple[tuple[str, Any], ...]:
     policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
     named.append(("the policy around the step", policies))
     named.append(("torch.get_default_device()", default_devices(modes)))
+    # Whether there are any, for they are often functions that are made in each call.
+    named.append(("saved_tensors_hooks around the step", packs_saved_tensors()))
     named.append(("the policy on the model", tuple(map(type, look.walk.modules))))
+    named.append(("hooks of modules and parameters", Objects(look.hooks)))
     for k, optimizer in enumerate(look.optimizers):
         owner = f"optimizers[{k}]" if len(look.optimizers) > 1 else "the optimizer"
         prefix = f"{owner}." if len(look.optimizers) > 1 else ""

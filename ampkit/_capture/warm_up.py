@@ -14,6 +14,7 @@ from .._torch.tree import tree_unflatten
 from .._undo import Undo
 from .capture_query import answered, answering, noting_questions
 from .draw_record import DrawRecorder
+from .host_changes import HostChanges
 from .host_draws import HostDraws
 from .inputs import flatten
 from .layouts import Layout
@@ -80,6 +81,7 @@ class WarmUp:
         self._can_repeat = can_repeat
         self._watching = watching
         self._undeclared = Undeclared(state, refuses_changes=declared)
+        self._host_changes = HostChanges(state)
         self._clock = clock
         self._may_tell = may_tell
         self._untimed = untimed
@@ -113,13 +115,14 @@ class WarmUp:
         """
         with Undo() as undo:
             undo.note(modes())
-            with self._segments(), nullcontext() if layout.calls else layout.writes.noted(self._state):
+            noted = nullcontext() if layout.calls else layout.writes.noted(self._state)
+            with self._segments(), noted, self._host_changes.watching(is_first=not layout.calls):
                 if not layout.checked and layout.calls_left <= preflight_left:
                     outputs = self._call_under_preflight(run, layout, leaves, partial(self._fn, phase), args, kwargs)
                 else:
                     outputs = self._call(run, layout, phase, args, kwargs, start)
             undo.forget()
-        layout.problem = self._with_undeclared(layout.problem)
+        layout.problem = self._host_changes.added_to(self._with_undeclared(layout.problem))
         return outputs
 
     def _call(

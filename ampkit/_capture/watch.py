@@ -6,6 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
+from types import MethodType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -16,9 +17,10 @@ from .._torch.modes import (
     function_mode_count,
     function_modes,
     is_any_autocast_enabled,
+    saved_tensors_hooks,
     without_torch_function,
 )
-from .._torch.modules import module_tables
+from .._torch.modules import hooks_made, is_of_torch, module_tables, tables_with_hooks
 from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from .._torch.settings import ENUM_READERS, PLAIN_READERS
 from .._torch.sharding import local_shard
@@ -120,6 +122,22 @@ class Walk:
         """Return what may change in place: requires_grad per tensor, training per module."""
         return [*map(_requires_grad, self.tensors), *self.training()]
 
+    def changed_flags(self, before: list[bool]) -> list[tuple[int, bool]]:
+        """Return the flags that were changed since: the place of each in `flags`, and what it is now."""
+        return [(i, now) for i, (old, now) in enumerate(zip(before, self.flags(), strict=True)) if old != now]
+
+    def set_flags(self, flags: list[tuple[int, bool]]) -> None:
+        """Set some of the flags, each by its place in `flags`."""
+        for place, flag in flags:
+            if place < len(self.tensors):
+                self.tensors[place].requires_grad_(flag)
+            else:
+                self.modules[place - len(self.tensors)].training = flag
+
+    def put_back(self, before: list[bool]) -> None:
+        """Put back the flags that were changed since."""
+        self.set_flags([(place, before[place]) for place, _ in self.changed_flags(before)])
+
     def first_change(self, new: "Walk") -> str:
         """Return in words the first difference from a walk of the same roots."""
         pairs = zip(self._names, self._objects.objects, new._names, new._objects.objects, strict=False)
@@ -179,6 +197,7 @@ class Look:
         scaler: see `TrainingState`.
         finds_gradients: see `TrainingState`.
         held: whether graphs hold all numbers of the optimizers as constants.
+        sees_hooks: see `TrainingState`.
 
     Attributes:
         walk, optimizers, scaler, held: as given.
@@ -186,6 +205,7 @@ class Look:
         addresses: of parameters and buffers.
         layouts: of parameters and buffers.
         gradients: addresses of gradients, [] if there are none.
+        hooks: those of modules, parameters and buffers, behind the table that has them.
     """
 
     def __init__(
@@ -196,6 +216,7 @@ class Look:
         *,
         finds_gradients: bool,
         held: bool,
+        sees_hooks: bool,
     ) -> None:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
@@ -216,6 +237,11 @@ class Look:
             *[part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)],
             *lists,
         )
+        self._sees_hooks = sees_hooks
+        self._hooks_made = hooks_made()
+        hooks = tables_with_hooks(walk.modules, walk.tensors) if sees_hooks else []
+        self.hooks = _with_contents(hooks)
+        self._tables += tuple(hooks)  # so that hooks that are removed are noticed
         self._lists = lists
         self._lengths = list(map(len, lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
@@ -236,6 +262,7 @@ class Look:
             and self._read_identities(objects) == self._identities
             and self.walk.addresses() == self.addresses
             and self._layouts_are_same()
+            and (hooks_made() == self._hooks_made or self._hooks_are_same())
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
             and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
@@ -245,6 +272,17 @@ class Look:
         if self._has_layouts is None:
             return self.walk.layouts() == self.layouts
         return self._has_layouts(*self.walk.local())
+
+    def _hooks_are_same(self) -> bool:
+        """Return whether the hooks that were registered since are none of these modules and tensors."""
+        if not self._sees_hooks:
+            return True
+        made = hooks_made()
+        hooks = _with_contents(tables_with_hooks(self.walk.modules, self.walk.tensors))
+        if len(hooks) != len(self.hooks) or not all(map(operator.is_, hooks, self.hooks)):
+            return False
+        self._hooks_made = made
+        return True
 
     def _read_settings(self) -> list[Any]:
         found = [read() for read in PLAIN_READERS]
@@ -273,9 +311,21 @@ class Look:
             found += default_devices(modes)
         if is_any_autocast_enabled():
             found += autocast()
+        if saved_tensors_hooks() is not None:
+            found += (packs_saved_tensors(),)
         if self.scaler is not None and self.scaler.is_enabled():
             found += self.scaler.rule().values()
         return tuple(found)
+
+
+def _with_contents(tables: Sequence[dict[int, Any]]) -> list[Any]:
+    """Return the tables, each with its hooks behind it; of a method, which is a new object each time, what makes it."""
+    found: list[Any] = []
+    for table in tables:
+        found.append(table)
+        for hook in table.values():
+            found += (hook.__self__, hook.__func__) if isinstance(hook, MethodType) else (hook,)
+    return found
 
 
 def _getter(keys: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
@@ -292,6 +342,7 @@ class StateWatch(Generic[_G]):
         optimizers: see `TrainingState`.
         scaler: see `TrainingState`.
         finds_gradients: see `TrainingState`.
+        sees_hooks: see `TrainingState`.
         rates: see `TrainingState`.
         describe: `describe(look)` returns what stands for the state that was looked at.
     """
@@ -303,11 +354,13 @@ class StateWatch(Generic[_G]):
         scaler: Scaler | None,
         *,
         finds_gradients: bool,
+        sees_hooks: bool,
         rates: Sequence[Rates],
         describe: Callable[[Look], _G],
     ) -> None:
         self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
+        self._sees_hooks = sees_hooks
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
@@ -359,6 +412,7 @@ class StateWatch(Generic[_G]):
                 self._scaler,
                 finds_gradients=self._finds_gradients,
                 held=self._held,
+                sees_hooks=self._sees_hooks,
             )
             now = self._describe(look)
         self._seen = look, now
@@ -367,6 +421,12 @@ class StateWatch(Generic[_G]):
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 _gradient: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+
+
+def packs_saved_tensors() -> bool:
+    """Return whether hooks around the call pack what autograd saves: those of the user, for others change no bit."""
+    hooks = saved_tensors_hooks()
+    return hooks is not None and not is_of_torch(hooks[0])
 
 
 def gradient_addresses(tensors: list[Tensor]) -> list[int]:

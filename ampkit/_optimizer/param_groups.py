@@ -128,7 +128,11 @@ class CapturableGroups:
                     group["foreach"] = True
                 if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
                     group["capturable"] = True
+            put = [group.get("lr") for group in groups]
             yield
+            for group, values, old in zip(groups, given, put, strict=False):
+                if group.get("lr") is not old:
+                    values.pop("lr", None)  # the step itself has set another one, which stays
 
     def _move_step_counts(self) -> None:
         """Move step counts to the device that were made or loaded without the flag. They are float32 either way."""

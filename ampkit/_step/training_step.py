@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.cache import copied
+from .._capture.containers import own_containers
 from .._capture.ranks import Ranks
 from .._capture.state import TrainingState
 from .._capture.variation import Part
@@ -317,6 +318,7 @@ class TrainingStep:
         return loss, aux
 
     def _loss_and_aux(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        args, kwargs = own_containers((args, kwargs))
         if self._policy is None:
             returned = self._call_loss(args, kwargs)
         else:

@@ -167,6 +167,10 @@ def call_each(functions: Iterable[Any]) -> list[Any]:
 # is_any_autocast_enabled(): whether autocast is on for some kind of device. It is faster than to ask for two kinds.
 is_any_autocast_enabled: Callable[[], bool] = private(torch._C, "_is_any_autocast_enabled")
 
+_saved_tensors_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
+# saved_tensors_hooks(): the innermost hooks that pack and unpack what autograd saves, None if there are none.
+saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(_saved_tensors_hooks, True)
+
 # Context without function modes and `__torch_function__`, for what ampkit asks of tensors between operations.
 without_torch_function: Callable[[], AbstractContextManager[None]] = private(torch._C, "DisableTorchFunction")
 

@@ -1,9 +1,13 @@
-"""The dictionaries in which a module keeps its parameters, buffers, children and hooks."""
+"""The dictionaries in which a module keeps its parameters, buffers, children and hooks, and a tensor its hooks."""
 
+import functools
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .guard import private
 
@@ -31,7 +35,8 @@ def has_legacy_backward_hooks(module: nn.Module) -> bool:
     return module._is_full_backward_hook is False and bool(module._backward_hooks)
 
 
-_GLOBAL_HOOKS = tuple(
+# The dictionaries of hooks that run in the calls of all modules.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     private(torch.nn.modules.module, name)
     for name in (
         *("_global_forward_pre_hooks", "_global_forward_hooks"),
@@ -40,6 +45,35 @@ _GLOBAL_HOOKS = tuple(
 )
 
 
+private(RemovableHandle, "next_id")
+# hooks_made(): how many hooks of modules, tensors and optimizers were ever registered in this process.
+hooks_made: Callable[[], int] = functools.partial(getattr, RemovableHandle, "next_id")
+
+
+def tables_with_hooks(modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -> list[dict[int, Any]]:
+    """Return the dictionaries of hooks that run in a call of these modules or in a backward to these tensors.
+
+    Those that are empty, or have hooks of torch and ampkit only, are left out.
+    """
+    tables = [*GLOBAL_HOOKS, *(table for module in modules for table in hook_tables(module))]
+    tables += [table for tensor in tensors for read in _HOOKS_OF_TENSORS if (table := read(tensor)) is not None]
+    return [table for table in tables if table and not all(map(is_of_torch, table.values()))]
+
+
+def is_of_torch(hook: Any) -> bool:
+    """Return whether a hook belongs to torch or to ampkit."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampkit")
+
+
+_HOOKS_OF_TENSORS: tuple[Callable[[Tensor], dict[int, Any] | None], ...] = tuple(
+    map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
+)
+for _name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    private(Tensor, _name)
+
+
 def has_global_hooks() -> bool:
     """Return whether there are hooks that run in the calls of all modules of this process."""
-    return any(_GLOBAL_HOOKS)
+    return any(GLOBAL_HOOKS)

@@ -10,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from .guard import private
+from .modules import is_of_torch
 
 # ampkit's GradScaler inherits these from torch.amp.GradScaler, and uses or replaces them.
 _SCALER = GradScaler("cpu")
@@ -81,14 +82,10 @@ hooks_of_one: Callable[[torch.optim.Optimizer], tuple[dict[int, Any], ...]] = op
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the hooks that `optimizer.step` calls before and after itself, except those of torch and of ampkit."""
     tables = (*HOOKS_OF_ALL, *hooks_of_one(optimizer))
-    return [hook for table in tables for hook in table.values() if not _is_observer(hook)]
+    return [hook for table in tables for hook in table.values() if not is_of_torch(hook)]
 
 
 def remove_step_hook(hook: Any) -> None:
     """Remove what `register_optimizer_step_pre_hook` was given, if it is there."""
     for key in [key for key, held in HOOKS_OF_ALL[0].items() if held is hook]:
         HOOKS_OF_ALL[0].pop(key, None)
-
-
-def _is_observer(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampkit")

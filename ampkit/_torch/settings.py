@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from .guard import private
 
@@ -30,6 +31,7 @@ def _settings() -> dict[str, Callable[[], Any]]:
     `fp32_precision` was set, and what they set shows in `fp32_precision`.
     """
     fp32_precision = private(torch._C, "_get_fp32_precision_getter")
+    private(parametrize, "_cache_enabled")
     found = {
         "torch.is_grad_enabled()": torch.is_grad_enabled,
         "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
@@ -38,6 +40,10 @@ def _settings() -> dict[str, Callable[[], Any]]:
         "torch.backends.cuda.matmul.fp32_precision": functools.partial(fp32_precision, "cuda", "matmul"),
         "torch.backends.cudnn.conv.fp32_precision": functools.partial(fp32_precision, "cuda", "conv"),
         "torch.backends.cudnn.rnn.fp32_precision": functools.partial(fp32_precision, "cuda", "rnn"),
+        "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
+        "torch.is_anomaly_check_nan_enabled()": torch.is_anomaly_check_nan_enabled,
+        # How many of these contexts are entered. Within one, a parametrization is computed once for all its uses.
+        "torch.nn.utils.parametrize.cached()": functools.partial(getattr, parametrize, "_cache_enabled"),
         "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,
         "torch.backends.opt_einsum.enabled": private(torch.backends.opt_einsum, "_get_enabled"),
         "torch.backends.opt_einsum.strategy": private(torch.backends.opt_einsum, "_get_strategy"),

@@ -84,7 +84,7 @@ class HostReads:
 
 def _comparable(value: Any) -> Hashable:
     """Return a key that compares numbers and strings by type and value, tensors by identity."""
-    return _SameTensor(value) if isinstance(value, Tensor) else Constant(type(value), value)
+    return _SameTensor(value) if isinstance(value, Tensor) else Constant.of(value)
 
 
 class _SameTensor:

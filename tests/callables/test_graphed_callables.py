@@ -19,6 +19,7 @@ import torch
 from harness import ENGINES, OPTIMIZERS, assert_same, deterministic, make_net, no_sync
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
@@ -967,8 +968,10 @@ def test_g6_hooks_of_the_module_run_around_the_graph(engine: Engine, before: boo
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_g6_hooks_of_submodules(engine: Engine) -> None:
-    """G6: hooks of submodules are captured. One that is registered later makes calls eager until it is removed."""
+@pytest.mark.parametrize("of_all", [False, True])
+def test_g6_hooks_of_submodules(engine: Engine, of_all: bool) -> None:
+    """G6: hooks of submodules are captured. One that is registered later, on one or on all modules, makes calls eager
+    until it is removed."""
     device = engine[0]
 
     def register(net: nn.Module) -> Any:
@@ -985,7 +988,10 @@ def test_g6_hooks_of_submodules(engine: Engine) -> None:
         assert_same(gradients(model), gradients(twin))
 
     step()
-    handles = [net[1].register_forward_hook(lambda _, args, out: out + 1) for net in (model, twin)]
+    if of_all:
+        handles = [register_module_forward_hook(lambda _, args, out: out + 1)]
+    else:
+        handles = [net[1].register_forward_hook(lambda _, args, out: out + 1) for net in (model, twin)]
     with pytest.warns(ampkit.CaptureWarning, match="a hook was registered on a submodule since the capture"):
         step()
     step()

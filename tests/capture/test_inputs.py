@@ -51,9 +51,10 @@ def test_equal_layouts_have_equal_specs() -> None:
         ((({"a": [torch.zeros(2)]},), {}), (({"a": [torch.zeros(1)]},), {})),
         (((), {"k": 1}), ((), {"k": 2})),
         (((), {"k": 1}), ((), {"k": True})),
+        (((), {"k": 0.0}), ((), {"k": -0.0})),
         (((torch.zeros(2),), {}), ((torch.zeros(2), torch.zeros(2)), {})),
     ],
-    ids=["shape", "dtype", "strides", "nested", "constant", "type of a constant", "tree"],
+    ids=["shape", "dtype", "strides", "nested", "constant", "type of a constant", "sign of a zero", "tree"],
 )
 def test_what_makes_another_input(old: Any, new: Any) -> None:
     """Shape, dtype, strides, constants and tree are all part of the key."""

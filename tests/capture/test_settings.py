@@ -141,6 +141,18 @@ CHANGES: dict[str, tuple[Around, str]] = {
         lambda: called(torch.backends.mha.set_fastpath_enabled, False, True),
         "torch.backends.mha.get_fastpath_enabled() changed",
     ),
+    "anomaly mode": (
+        lambda: called(lambda on: torch.set_anomaly_enabled(on, check_nan=not on), True, False),
+        "torch.is_anomaly_enabled() changed from False to True",
+    ),
+    "parametrizations once": (
+        torch.nn.utils.parametrize.cached,
+        "torch.nn.utils.parametrize.cached() changed from 0 to 1",
+    ),
+    "packed tensors": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        "saved_tensors_hooks around the step changed",
+    ),
     "autocast's cache": (
         lambda: called(torch.set_autocast_cache_enabled, False, True),
         "torch.is_autocast_cache_enabled() changed",

@@ -1,5 +1,6 @@
 """TrainingState: names of tensors, what changes a generation and what does not, putting tensors back."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -359,6 +360,11 @@ def changes() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]]
         "an option less": lambda _, optimizer: optimizer.param_groups[0].pop("eps"),
         "the group of a parameter": lambda _, optimizer: move_between_groups(optimizer),
         "a hook": lambda _, optimizer: optimizer.register_step_pre_hook(swap_keys),
+        "a hook before a module": lambda model, _: model.head.register_forward_pre_hook(print),
+        "a hook behind a module": lambda model, _: model.head.register_forward_hook(print),
+        "a hook in backward": lambda model, _: model.head.register_full_backward_hook(print),
+        "a hook of a parameter": lambda model, _: model.head.bias.register_hook(print),
+        "a hook behind a gradient": lambda model, _: model.head.bias.register_post_accumulate_grad_hook(print),
         "a moment": lambda model, optimizer: optimizer.state.update({model.head.bias: {}}),
         "a state that was copied": lambda _, optimizer: setattr(optimizer, "state", optimizer.state.copy()),
     }
@@ -385,6 +391,36 @@ def test_a_call_sees_each_change(what: str, one_by_one: bool, monkeypatch: pytes
     assert after is not before
     assert after != before
     assert state.generation() is after
+
+
+def test_hooks_that_come_and_go() -> None:
+    """The graph from before a hook is used again behind it. Hooks of others change nothing, nor does a look at them."""
+    state, model, _ = make()
+    before = state.generation()
+
+    class Counter:
+        def count(self, *_: object) -> None:
+            pass
+
+    counter = Counter()
+    elsewhere = nn.Linear(2, 2)
+    elsewhere.register_forward_hook(counter.count)
+    (elsewhere.weight * 2).register_hook(print)
+    assert state.generation() is before
+    generations = []
+    for _ in range(2):
+        with model.head.register_forward_hook(counter.count):  # another object each time
+            generations.append(state.generation())
+        assert state.generation() == before
+    with model.head.register_forward_hook(Counter().count):
+        generations.append(state.generation())
+    with nn.modules.module.register_module_forward_pre_hook(counter.count):
+        generations.append(state.generation())
+    assert generations[0] == generations[1]
+    assert len({id(generation.settings) for generation in generations[1:]}) == 3
+    assert all(a != b for a, b in itertools.combinations([before, *generations[1:]], 2))
+    assert before.settings.changes(generations[0].settings) == "hooks of modules and parameters changed"
+    assert before.replaced_in(generations[0]) == ""
 
 
 def test_requires_grad_is_seen_where_gradients_are_off() -> None:

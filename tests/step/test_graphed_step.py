@@ -4,7 +4,9 @@ import copy
 import itertools
 import json
 import re
-from typing import Any
+from collections import OrderedDict, deque
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from harness import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 import ampkit
 
@@ -210,6 +213,59 @@ def test_batches_may_be_trees(engine: Engine) -> None:
     assert [graph.layout.endswith(end) for graph, end in zip(step.report().per_graph, ("True", "False"), strict=True)]
 
 
+@pytest.mark.parametrize("api", ["graphed_step", "graphed"])
+@pytest.mark.parametrize("graph", ["off", "replayed", "told"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_the_loss_does_to_containers_stays_inside(engine: Engine, graph: str, api: str) -> None:
+    """A replay cannot take an entry out of the user's batch, so no call does. A call that is made twice finds it."""
+    device, told = engine[0], graph == "told"
+    model = nn.Linear(4, 4).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if told and not torch.cuda.is_current_stream_capturing():
+            model.weight.sum().item()
+        targets = batch["rest"].pop()
+        batch["rest"].insert(0, None)
+        batch["ordered"]["more"] = targets
+        batch["deque"].append(targets)
+        return F.mse_loss(model(batch.pop("inputs")), targets)
+
+    def train(batch: Any) -> Tensor:
+        loss = loss_fn(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    options: Any = {"graph": "off" if graph == "off" else engine[1], "on_failure": "raise"}
+    if api == "graphed_step":
+        step: Any = ampkit.graphed_step(loss_fn, model, optimizer, **options)
+    else:
+        step = ampkit.graphed(modules=(model,), optimizers=(optimizer,), **options)(train)
+    with pytest.warns(ampkit.CaptureWarning, match="is_current_stream_capturing") if told else nullcontext():
+        for _ in range(6):
+            inputs, targets = torch.randn(2, 8, 4, device=device).unbind()
+            batch = {
+                "inputs": inputs,
+                "rest": [1, targets],
+                "ordered": OrderedDict(a=1),
+                "deque": deque([2], 3),
+                "named": Pair(1, {"b": 2}),
+            }
+            before = copy.copy(batch) | {"rest": [*batch["rest"]], "ordered": OrderedDict(a=1), "deque": deque([2], 3)}
+            step(batch)
+            assert list(batch) == list(before)
+            assert all(a is b for a, b in zip(batch["rest"], before["rest"], strict=True))
+            assert (batch["ordered"], batch["deque"]) == (before["ordered"], before["deque"])
+    assert step.replays == {"off": 0, "replayed": 3, "told": 2}[graph]
+
+
+class Pair(NamedTuple):
+    one: int
+    other: dict[str, int]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["float", "tensor on the host", "tensor on the device", "one element"])
 def test_learning_rate_takes_effect_in_the_next_step(engine: Engine, kind: str) -> None:
@@ -281,6 +337,10 @@ def test_scheduler_runs_on_the_host(engine: Engine) -> None:
         ("new storage", "a parameter or buffer was moved to other memory.*written to in place"),
         ("new buffer", "model.norm.running_mean was replaced"),
         ("add group", "a param group was added.*Give the optimizer all of its parameters before"),
+        ("hook of a module", "hooks of modules and parameters changed"),
+        ("hook of all modules", "hooks of modules and parameters changed"),
+        ("hook of a parameter", "hooks of modules and parameters changed"),
+        ("packed tensors", "saved_tensors_hooks around the step changed"),
     ],
 )
 def test_stale_graphs_are_dropped(engine: Engine, change: str, says: str) -> None:
@@ -325,6 +385,13 @@ def test_stale_graphs_are_dropped(engine: Engine, change: str, says: str) -> Non
 def apply(change: str, model: Any, optimizer: torch.optim.Optimizer, scaler: ampkit.GradScaler) -> Any:
     """Do what a user might do in mid-training; return a context for the steps after it."""
     device = next(model.parameters()).device
+    if change == "hook of all modules":
+        return register_module_forward_hook(lambda part, _, out: out * 2 if isinstance(part, nn.Linear) else None)
+    if change == "packed tensors":
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (tensor.bfloat16() if tensor.is_floating_point() else tensor, tensor.dtype),
+            lambda packed: packed[0].to(packed[1]),
+        )
     if change == "load optimizer":
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     elif change == "momentum":
@@ -341,6 +408,10 @@ def apply(change: str, model: Any, optimizer: torch.optim.Optimizer, scaler: amp
         model.norm.running_mean = torch.ones_like(model.norm.running_mean)
     elif change == "add group":
         optimizer.add_param_group({"params": model.norm.parameters(), "lr": 0.01})
+    elif change == "hook of a module":
+        model.head.register_forward_hook(lambda part, _, out: out * 2)
+    elif change == "hook of a parameter":
+        model.head.weight.register_hook(lambda grad: grad * 2)
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=change == "autocast around")
 
 

@@ -78,6 +78,26 @@ def test_eager_calls_get_aligned_copies(graph: str) -> None:
     assert all(seen)
 
 
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_eager_calls_get_the_values_of_lazy_views(graph: str) -> None:
+    """G10: torch conjugates and negates where a tensor is read; what a graph reads holds the values."""
+    seen: list[bool] = []
+
+    def loss_fn(model: nn.Module, inputs: Tensor, other: Tensor) -> Tensor:
+        seen.extend((inputs.is_neg(), other.is_conj()))
+        inputs += 1
+        return sums(model, inputs) + other.abs().sum()
+
+    step, _ = make(("cpu", "emulate"), loss_fn, graph, verify=2)
+    for _ in range(STEPS):
+        number = torch.randn(8, WIDTH, dtype=torch.complex64)
+        before = number.clone()
+        step(number.conj().imag, before.conj())
+        assert torch.equal(number, torch.complex(before.real, before.imag - 1))
+    assert not any(seen)
+    assert len(seen) >= 2 * STEPS or graph == "emulate"
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_the_step_writes_comes_back(engine: Engine) -> None:
     """G10: a batch that the step changes in place is changed in every call, also if the call got a copy."""

@@ -17,5 +17,7 @@ def every(step: int, cases: Iterable[Any]) -> list[Any]:
 
 
 def _param(case: Any, *, quick: bool) -> Any:
-    values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=() if quick else pytest.mark.slow)
+    marks = () if quick else (pytest.mark.slow,)
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, id=case.id, marks=(*case.marks, *marks))
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)

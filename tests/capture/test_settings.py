@@ -2,6 +2,7 @@
 
 import contextlib
 import timeit
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -141,10 +142,6 @@ CHANGES: dict[str, tuple[Around, str]] = {
         lambda: called(torch.backends.mha.set_fastpath_enabled, False, True),
         "torch.backends.mha.get_fastpath_enabled() changed",
     ),
-    "anomaly mode": (
-        lambda: called(lambda on: torch.set_anomaly_enabled(on, check_nan=not on), True, False),
-        "torch.is_anomaly_enabled() changed from False to True",
-    ),
     "parametrizations once": (
         torch.nn.utils.parametrize.cached,
         "torch.nn.utils.parametrize.cached() changed from 0 to 1",
@@ -164,7 +161,7 @@ def graphed_linear(engine: Engine, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).to(engine[0])
 
-    @ampkit.graphed(modules=(model,), graph=engine[1], on_failure="raise", **options)
+    @ampkit.graphed(modules=(model,), graph=engine[1], **{"on_failure": "raise", **options})
     def forward(x: Tensor) -> Tensor:
         return model(x) * 2
 
@@ -193,6 +190,25 @@ def test_each_setting_has_a_graph_of_its_own(change: str) -> None:
     forward(x)
     assert (forward.captures, forward.replays) == (2, 1 + 2 + 2)
     assert set(forward.report().eager.values()) == {3}
+
+
+def test_anomaly_mode_is_followed() -> None:
+    """R7: a replay would not look for NaN, so calls under detect_anomaly are eager; without its check, replays."""
+    _, forward = graphed_linear(("cpu", "emulate"), on_failure="eager")
+    x = torch.randn(2, 4)
+    for _ in range(4):
+        forward(x)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        forward(x)
+    assert (forward.captures, forward.replays) == (1, 2)
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            forward(x)
+    said = [str(warning.message) for warning in caught if warning.category is ampkit.CaptureWarning]
+    assert ["detect_anomaly() changed from False to True" in text for text in said] == [True, False]
+    assert "detect_anomaly() reads every gradient on the host" in said[1]
+    assert (forward.captures, forward.replays) == (1, 2)
 
 
 def test_the_old_names_and_the_new_ones_may_be_mixed() -> None:

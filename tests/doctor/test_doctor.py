@@ -83,6 +83,7 @@ def cli(*argv: str) -> subprocess.CompletedProcess[str]:
 # -------------------------------------------------------------------------------------------------------- whole scripts
 
 
+@pytest.mark.slow
 def test_six_faults(tmp_path):
     """All six planted faults are named by line and nothing else is, worst first; the exit status says so."""
     out = tmp_path / "found.json"

@@ -313,6 +313,8 @@ class Look:
             found += autocast()
         if saved_tensors_hooks() is not None:
             found += (packs_saved_tensors(),)
+        if torch.is_anomaly_enabled():
+            found += (torch.is_anomaly_check_nan_enabled(),)
         if self.scaler is not None and self.scaler.is_enabled():
             found += self.scaler.rule().values()
         return tuple(found)

@@ -22,12 +22,6 @@ def settle_attention_priority(device: torch.device) -> None:
     _choose_attention(tokens, tokens, tokens)
 
 
-def _raises_for_nan() -> bool:
-    """Return whether a backward raises an error for NaN. Anomaly mode without this check, as ampkit's own, only says
-    where an error came from."""
-    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-
-
 def _settings() -> dict[str, Callable[[], Any]]:
     """Return a function to read each setting that decides which kernels run, by the setting's public name.
 
@@ -46,7 +40,6 @@ def _settings() -> dict[str, Callable[[], Any]]:
         "torch.backends.cuda.matmul.fp32_precision": functools.partial(fp32_precision, "cuda", "matmul"),
         "torch.backends.cudnn.conv.fp32_precision": functools.partial(fp32_precision, "cuda", "conv"),
         "torch.backends.cudnn.rnn.fp32_precision": functools.partial(fp32_precision, "cuda", "rnn"),
-        "torch.autograd.detect_anomaly()": _raises_for_nan,
         # How many of these contexts are entered. Within one, a parametrization is computed once for all its uses.
         "torch.nn.utils.parametrize.cached()": functools.partial(getattr, parametrize, "_cache_enabled"),
         "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,

@@ -639,6 +639,7 @@ def test_a_place_is_certain_only_if_every_alignment_agrees() -> None:
     assert given > 200
 
 
+@pytest.mark.slow
 def test_long_sequences_with_little_in_common_get_no_place() -> None:
     """No table of gigabytes: two graphs of other models are given up."""
     assert certain_places(["a"] * 3000, ["b"] * 3000) == [[]] * 3000

@@ -65,6 +65,7 @@ def test_a_graph_has_the_bits_of_the_same_compiled_step(
     assert report.compile_s > 0
 
 
+@pytest.mark.slow
 @quiet
 @allow_inductor_warnings
 def test_clipping_by_value_is_not_compiled(tmp_path: Path) -> None:

@@ -391,7 +391,7 @@ def test_settings_that_change(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@pytest.mark.parametrize("policy", few(["bfloat16", "float16"], ("float16",)))
 @allow_inductor_warnings
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with `compile=`, windows have the bits of single calls of that compiled step."""

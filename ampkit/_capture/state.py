@@ -225,10 +225,10 @@ def _host(look: Look) -> tuple[tuple[str, Any], ...]:
     policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
     named.append(("the policy around the step", policies))
     named.append(("torch.get_default_device()", default_devices(modes)))
-    # Whether there are any, for they are often functions that are made in each call.
     # Anomaly mode without this check, as ampkit's own, only says where an error came from.
     looks_for_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     named.append(("torch.autograd.detect_anomaly()", looks_for_nan))
+    # Whether there are any, for they are often functions that are made in each call.
     named.append(("saved_tensors_hooks around the step", packs_saved_tensors()))
     named.append(("the policy on the model", tuple(map(type, look.walk.modules))))
     named.append(("hooks of modules and parameters", Objects(look.hooks)))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._torch.autograd import current_node, in_backward
 from .._torch.compile import calls_from_compiled_code
-from .._torch.fast_paths import autocast_of_parts, note_autocast_of_fast_paths
-from .._torch.modes import TorchDispatchMode, let_autograd_use_threads, uses_autograd_threads
+from .._torch.fast_paths import autocast_of_parts
+from .._torch.modes import TorchDispatchMode, enter, let_autograd_use_threads, uses_autograd_threads
 from .._torch.operators import written_arguments
 from .._torch.sharding import local_shard
 from .._torch.tensors import Remembered, storage_address, version
@@ -243,17 +243,14 @@ class _WriteWatch(TorchDispatchMode):
         return True
 
     def __enter__(self) -> "_WriteWatch":
-        self._had_threads = uses_autograd_threads()
+        self._undo = Undo().__enter__()
+        self._undo.note(let_autograd_use_threads, uses_autograd_threads())
         let_autograd_use_threads(False)  # the mode sees this thread only
-        self._undo = Undo()
-        note_autocast_of_fast_paths(self._undo.__enter__())
-        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        enter(self._undo, self)
         return self
 
     def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]  # not annotated in torch
         self._undo.close()
-        let_autograd_use_threads(self._had_threads)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,7 +109,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing compiled before, nothing left behind."""
-    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")  # the first reset imports Inductor
+        torch.compiler.reset()
     yield
     torch.compiler.reset()
 

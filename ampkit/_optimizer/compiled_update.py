@@ -16,6 +16,10 @@ from .update_code import Constants, Tensors, update
 
 _KINDS = (Adam, AdamW, SGD)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# The sums of the norm are alike, and combined at no loss. Inductor of torch 2.11 cannot reorder the loops of foreach
+# operations: reorder_loops_by_dep_pair in torch/_inductor/scheduler.py asserts that it gets none. It got those of SGD
+# with convolutions in channels_last, whose compilation failed.
+_OPTIONS = {"combo_kernels_pointwise_only": False, "loop_ordering_after_fusion": False}
 _MOST_VARIANTS = 8  # sets of hyperparameters, and of parameters with gradients; each of them is compiled by itself
 
 
@@ -82,8 +86,7 @@ class CompiledUpdate:
                     f"{type(self._optimizer).__name__} had {_MOST_VARIANTS} sets of hyperparameters, or of parameters "
                     "with gradients, and each of them is compiled. Keep all but the learning rate constant."
                 )
-            # The sums of the norm are alike, and combined at no loss.
-            self._compiled[key] = self._compiler.compiled(update, whole=True, combo_kernels_pointwise_only=False)
+            self._compiled[key] = self._compiler.compiled(update, whole=True, **_OPTIONS)
         return PreparedUpdate(self, key, constants, tensors)
 
     def run(self, prepared: "PreparedUpdate") -> None:

@@ -1,5 +1,6 @@
 """Working weights written by compiled code."""
 
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,11 @@ GOES_ON = "Training goes on, and this part of the step is not compiled."
 
 
 def why_failed(error: Exception) -> str:
-    """Return in words that torch.compile has failed with this error."""
-    return f"torch.compile failed: {error_line(cause_of(error))}"
+    """Return in words that torch.compile has failed with this error: what it says, or else the line that raised it."""
+    cause = cause_of(error)
+    frames = traceback.extract_tb(cause.__traceback__)
+    where = f" in {frames[-1].filename.split('site-packages/')[-1]}:{frames[-1].lineno}" if frames else ""
+    return f"torch.compile failed: {error_line(cause) if str(cause).strip() else type(cause).__name__ + where}"
 
 
 class CompiledWrites:

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
+from ampkit._step.compiled_writes import why_failed
 from ampkit._torch import compile as torch_compile
 
 Engine = tuple[str, str]
@@ -582,3 +584,11 @@ def test_wrong_arguments() -> None:
         make("max", loss_fn=torch.compile(boosted_loss))
     with pytest.raises(NotImplementedError, match="Pass compile=None while you measure"):
         make("default", numerics=ampkit.debug.numerics(model))
+
+
+def test_an_error_that_says_nothing_is_named_by_its_line() -> None:
+    """An AssertionError of Inductor often has no message: its file and line help to find it among torch's issues."""
+    with pytest.raises(AssertionError) as caught:
+        torch._check_with(AssertionError, False, lambda: "")
+    assert re.fullmatch(r"torch.compile failed: AssertionError in torch/__init__.py:\d+", why_failed(caught.value))
+    assert why_failed(ValueError("a\nb")) == "torch.compile failed: ValueError: a"

@@ -1,0 +1,61 @@
+"""The code that Inductor writes for compiled updates on a GPU."""
+
+from collections.abc import Iterable
+
+import gpu_code
+import pytest
+import torch
+from harness import allow_inductor_warnings
+from torch import Tensor
+from torch.optim import SGD, AdamW
+
+import ampkit
+from ampkit._commands.bench.cases import CASES
+from ampkit._optimizer.compiled_update import CompiledUpdate
+from ampkit._optimizer.param_groups import CapturableGroups
+from ampkit._step.compiled import _OPTIONS
+from ampkit._torch.compile import Compiler
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def kernels_of_update(monkeypatch: pytest.MonkeyPatch, like: Iterable[Tensor], *, is_sgd: bool, compile: str) -> int:
+    """Return how many kernels the update of such parameters has. It clips; gradients are bfloat16 but for biases."""
+    device = torch.device("cuda", 0)
+    with gpu_code.h200(monkeypatch):
+        params = [torch.empty_strided(p.shape, p.stride(), device=device, requires_grad=True) for p in like]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        optimizer = SGD(params, lr=0.1, momentum=0.9) if is_sgd else AdamW(params)
+        for param in params:
+            moments = ("momentum_buffer",) if is_sgd else ("exp_avg", "exp_avg_sq")
+            optimizer.state[param] = {name: torch.empty_like(param) for name in moments}
+            optimizer.state[param] |= {} if is_sgd else {"step": torch.empty((), device=device)}
+        scaler, groups = ampkit.GradScaler("cuda", enabled=False), CapturableGroups(optimizer, device)
+        groups.refresh()
+        update = CompiledUpdate(optimizer, scaler, groups, 1.0, Compiler(_OPTIONS[compile]))
+        prepared = update.prepared({param: param.bfloat16() for param in params if param.dim() > 1})
+        assert prepared is not None
+        return len(gpu_code.kernels(monkeypatch, lambda: update.run(prepared)))
+
+
+@allow_inductor_warnings
+@pytest.mark.parametrize("compile", ["default", "max"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_convolutions_in_channels_last(optimizer: str, compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor writes code for them: in torch 2.11 it fails with SGD where it may reorder loops."""
+    shapes = [(64, 3, 3, 3), (64,), (512, 256, 3, 3), (512,), (512, 512, 3, 3), (512,), (512, 256, 1, 1), (512,)]
+    like = [torch.empty(shape) for shape in shapes]
+    like = [tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor for tensor in like]
+    assert kernels_of_update(monkeypatch, like, is_sgd=optimizer == "SGD", compile=compile) <= len(shapes)
+
+
+@allow_inductor_warnings
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18-cifar", "vit_b_16"])
+def test_models_of_the_bench(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update has fewer kernels than the model has parameters."""
+    case = CASES[name](1, seed=0, count=1)
+    like = [param.detach() for param in case.model.parameters()]
+    is_sgd = isinstance(case.optimizer(case.model.parameters()), SGD)
+    assert kernels_of_update(monkeypatch, like, is_sgd=is_sgd, compile="default") <= len(like)

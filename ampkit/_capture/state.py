@@ -3,6 +3,7 @@
 import gc
 import operator
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from .._text import value_text
 from .._torch.modes import DeviceContext, function_modes
 from .._torch.optimizers import step_hooks
 from .._torch.settings import SETTINGS, settings
+from .attributes import Attributes, AttributeValues
 from .bound import Bound, cells
 from .watch import (
     Look,
@@ -60,11 +62,18 @@ class Settings(NamedTuple):
     gradients: tuple[int, ...]  # addresses of gradients at the beginning of the step, if it may find any
     host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, the caller's autocast, by name
     torch_settings: tuple[Any, ...]  # settings of torch that decide which kernels run, in the order of `SETTINGS`
+    attributes: AttributeValues  # of modules: numbers, texts, functions and tensors that steps read
 
     def named(self) -> dict[str, Any]:
         """Return every setting by the name that messages use."""
         read = zip(SETTINGS, self.torch_settings, strict=True)
-        return {MODES: self.modes, GRADIENTS: self.gradients, **dict(self.host), **dict(read)}
+        return {
+            MODES: self.modes,
+            GRADIENTS: self.gradients,
+            ATTRIBUTES: self.attributes,
+            **dict(self.host),
+            **dict(read),
+        }
 
     def changed(self, new: "Settings") -> list[str]:
         """Return the names of the settings that differ from `new`."""
@@ -88,9 +97,12 @@ class Settings(NamedTuple):
         changed = [f"{name} changed{_from_to(old, now) * values}" for (name, old), (_, now) in pairs if old != now]
         read = zip(SETTINGS, self.torch_settings, new.torch_settings, strict=True)
         changed += [f"{name} changed from {old!r} to {now!r}" for name, old, now in read if old != now]
+        attributes = self.attributes.changed(new.attributes).items()
+        changed += [f"the attribute {path} changed{_from_to(old, now) * values}" for path, (old, now) in attributes]
         return ", ".join(changed)
 
 
+ATTRIBUTES = "attributes of modules"
 MODES, GRADIENTS = "train/eval mode or requires_grad", "gradients outside of the step"
 _AFTER_EVALUATION = " (after an evaluation under model.eval(), call model.train() before the next step)"
 
@@ -175,6 +187,15 @@ class TrainingState:
         """Return the present generation: the same object as before if nothing has changed since. Sync: none."""
         return self.watch.present()
 
+    @property
+    def attributes(self) -> Attributes:
+        """Which attributes of the modules are compared."""
+        return self.watch.attributes
+
+    def noting_attributes(self) -> AbstractContextManager[None]:
+        """Context for a step, whose code tells which attributes of the modules are compared from then on."""
+        return self.attributes.noting(list(chain.from_iterable(root.modules() for root in self.modules.values())))
+
     def tensors(self) -> Bound:
         """Return every tensor of modules, optimizers and scaler by a path that a user can read.
 
@@ -213,6 +234,7 @@ def _generation(look: Look) -> Generation:
             gradients=tuple(look.gradients),
             host=_host(look),
             torch_settings=_unchangeable(settings()),
+            attributes=look.attributes,
         ),
     )
 

@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-from .state import Generation, Settings, TrainingState
+from .state import ATTRIBUTES, Generation, Settings, TrainingState
 
 
 class CallSettings(NamedTuple):
@@ -80,6 +80,7 @@ class Surroundings:
         number = next((number for number, known in self._settings.items() if known == now.settings), None)
         if number is not None:
             self.number = number
+            self._settings[number] = now.settings  # more attributes may be compared than were then
             return None
         self.number = next(self._numbers)
         self._settings[self.number] = now.settings
@@ -99,6 +100,14 @@ class Surroundings:
         self.generation = self._state.generation()
         self._settings[self.number] = self.generation.settings
 
+    def take_attributes(self) -> None:
+        """Take the present attributes of the modules for those of the call that was made last."""
+        self._state.look_again()  # other attributes may be compared now
+        if self.generation is not None:
+            attributes = self._state.generation().settings.attributes
+            settings = self._settings[self.number]._replace(attributes=attributes)
+            self._settings[self.number], self.generation = settings, self.generation._replace(settings=settings)
+
     def forget(self) -> None:
         """Forget the last call, so that the next one counts as the first."""
         self.generation = None
@@ -107,6 +116,8 @@ class Surroundings:
 
 def setting_advice(name: str) -> str:
     """Return what to write instead of changing this setting in each call; "" if `Change.advice` has no entry for it."""
+    if name == ATTRIBUTES:
+        return "Graphs read a number that changes if it is in a buffer and is changed there in place (fill_)."
     if name.endswith(("['momentum']", "['betas']")):
         return "OneCycleLR and CyclicLR change it in every step, unless they get cycle_momentum=False."
     return "Of a param group, only lr may change without a new graph." if "param_groups[" in name else ""

@@ -65,8 +65,8 @@ def verified(
         ranks: the processes that exchange gradients in both.
 
     Memory: up to four copies of the state. Time: a replay and an eager step. If they differ, two more replays and one
-    more eager step. Before that counts as an error, six more replays and one more eager step. Sync: waits for the
-    device.
+    more eager step. If replays differ too, six more and one more eager step before that counts as an error. Sync: waits
+    for the device.
     """
     start = Snapshot(state, generators)
     with Undo() as undo:

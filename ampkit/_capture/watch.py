@@ -25,6 +25,7 @@ from .._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from .._torch.settings import ENUM_READERS, PLAIN_READERS
 from .._torch.sharding import local_shard
 from .._torch.tensors import layout_check
+from .attributes import Attributes
 
 _G = TypeVar("_G")
 
@@ -138,6 +139,11 @@ class Walk:
         """Put back the flags that were changed since."""
         self.set_flags([(place, before[place]) for place, _ in self.changed_flags(before)])
 
+    def paths(self) -> list[str]:
+        """Return the path of each module, by the first name that leads to it."""
+        paths = {module: path for root, top in self._roots.items() for path, module in top.named_modules(prefix=root)}
+        return [paths.get(module, "?") for module in self.modules]
+
     def first_change(self, new: "Walk") -> str:
         """Return in words the first difference from a walk of the same roots."""
         pairs = zip(self._names, self._objects.objects, new._names, new._objects.objects, strict=False)
@@ -149,8 +155,7 @@ class Walk:
         return "a parameter, buffer or module was added or removed"
 
     def _paths(self) -> list[str]:
-        paths = {module: path for root, top in self._roots.items() for path, module in top.named_modules(prefix=root)}
-        owners = (paths.get(module, "?") for module in self.modules for _ in range(3))  # three tables each
+        owners = (path for path in self.paths() for _ in range(3))  # three tables each
         return [f"{owner}.{key}" for owner, table in zip(owners, self.tables, strict=True) for key in table]
 
 
@@ -198,6 +203,7 @@ class Look:
         finds_gradients: see `TrainingState`.
         held: whether graphs hold all numbers of the optimizers as constants.
         sees_hooks: see `TrainingState`.
+        attributes: which attributes of the modules are compared.
 
     Attributes:
         walk, optimizers, scaler, held: as given.
@@ -206,6 +212,7 @@ class Look:
         layouts: of parameters and buffers.
         gradients: addresses of gradients, [] if there are none.
         hooks: those of modules, parameters and buffers, behind the table that has them.
+        attributes: the values of the modules' attributes that are compared.
     """
 
     def __init__(
@@ -217,6 +224,7 @@ class Look:
         finds_gradients: bool,
         held: bool,
         sees_hooks: bool,
+        attributes: Attributes,
     ) -> None:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
@@ -242,8 +250,10 @@ class Look:
         hooks = tables_with_hooks(walk.modules, walk.tensors) if sees_hooks else []
         self.hooks = _with_contents(hooks)
         self._tables += tuple(hooks)  # so that hooks that are removed are noticed
-        self._lists = lists
-        self._lengths = list(map(len, lists))
+        self.attributes = attributes.values(walk.modules, walk.paths)
+        self._attributes = attributes.readers(walk.modules)
+        self._lists: list[Any] = [*lists, *attributes.tables(walk.modules)]
+        self._lengths = list(map(len, self._lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
         self._read_identities = _identities_of(len(self._objects))
         self._identities = self._read_identities(self._objects)
@@ -255,7 +265,7 @@ class Look:
         """Return whether the state is still what was seen."""
         try:
             objects = self._read_objects()
-        except KeyError:  # an entry of a param group is gone
+        except KeyError:  # an entry of a param group, or an attribute, is gone
             return False
         return (
             len(objects) == len(self._objects)
@@ -305,6 +315,7 @@ class Look:
         for group, frozen in self._groups:
             found += group
             found += frozen(group)
+        found += chain.from_iterable(map(_call, *self._attributes))
         if function_mode_count():
             modes = function_modes()
             found += map(type, modes)
@@ -347,6 +358,9 @@ class StateWatch(Generic[_G]):
         sees_hooks: see `TrainingState`.
         rates: see `TrainingState`.
         describe: `describe(look)` returns what stands for the state that was looked at.
+
+    Attributes:
+        attributes: which attributes of the modules are compared.
     """
 
     def __init__(
@@ -363,6 +377,7 @@ class StateWatch(Generic[_G]):
         self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
         self._sees_hooks = sees_hooks
+        self.attributes = Attributes()
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
@@ -415,12 +430,15 @@ class StateWatch(Generic[_G]):
                 finds_gradients=self._finds_gradients,
                 held=self._held,
                 sees_hooks=self._sees_hooks,
+                attributes=self.attributes,
             )
             now = self._describe(look)
         self._seen = look, now
         return now
 
 
+# New in Python 3.11, a call of C.
+_call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 _gradient: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 

@@ -75,9 +75,11 @@ class EvaluationStep:
         self._loaders_seen: set[int] = set()
         self._problem = ""  # found in the current call
         self.why_eager = ""
+        state = TrainingState({"model": module}, ())
+        state.attributes.leave_out(module=module)  # HostReads has them
         self._engine = Engine(
             self._captured,
-            TrainingState({"model": module}, ()),
+            state,
             device=device,
             options=options,
             ranks=Ranks(None, device),

@@ -145,6 +145,7 @@ class TrainerStep:
         self, device: torch.device, options: Options, place: OptimizerPlace, compile: str | None
     ) -> Engine:
         state = self._step.state({"model": self._module})
+        state.attributes.leave_out(module=self._module)  # HostReads has them
         return Engine(
             self._step,
             state,

@@ -1,0 +1,223 @@
+"""Plain attributes of modules that a step reads, such as the `p` of a dropout. A graph holds them as constants."""
+
+import operator
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._user_line import NOT_THE_USERS, TORCH
+
+# The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
+_MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
+# DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
+_NOT_COMPARED = ("torch.nn.parallel.", "torchmetrics.")
+_KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, type, Enum, Tensor)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of attributes.
+
+    Attributes:
+        of_all: those that are compared in all modules.
+        of_class: by class: further ones, which only the methods of the class read.
+    """
+
+    of_all: frozenset[str] = frozenset()
+    of_class: dict[type, frozenset[str]] = field(default_factory=dict)
+
+    def has(self, kind: type, name: str) -> bool:
+        return name in self.of_all or name in self.of_class.get(kind, ())
+
+
+@dataclass(frozen=True, eq=False)
+class AttributeValues:
+    """The values of attributes of modules, as far as they are numbers, texts, functions or tensors.
+
+    Two of these are equal if the attributes that both looked at have the same values.
+
+    Attributes:
+        names: the attributes that were looked at.
+        kinds: the class of each module.
+        found: the values, by the place of the module and the attribute. Of any other object it is its type.
+        paths: returns the path of each module.
+    """
+
+    names: _Names
+    kinds: list[type]
+    found: dict[tuple[int, str], Any]
+    paths: Callable[[], list[str]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttributeValues) and not any(True for _ in self._different(other))
+
+    def __hash__(self) -> int:
+        return hash(AttributeValues)
+
+    def changed(self, new: "AttributeValues") -> dict[str, tuple[Any, Any]]:
+        """Return the old and the new value of each attribute that is another one now, by its path."""
+        paths = self.paths()
+        return {
+            f"{paths[key[0]]}.{key[1]}": (self.found.get(key, _ABSENT), new.found.get(key, _ABSENT))
+            for key in self._different(new)
+        }
+
+    def _different(self, other: "AttributeValues") -> Iterator[tuple[int, str]]:
+        for key in {**self.found, **other.found}:
+            place, name = key
+            both = place < min(len(self.kinds), len(other.kinds)) and all(
+                values.names.has(values.kinds[place], name) for values in (self, other)
+            )
+            if both and not _are_same(self.found.get(key, _ABSENT), other.found.get(key, _ABSENT)):
+                yield key
+
+
+class Attributes:
+    """Which attributes of modules are compared from call to call, and what reads them.
+
+    They are those that the Python code of a step reads by name. Which code that is, a step that is watched shows. If a
+    step changes an attribute itself, no attribute of that name is compared, since a replay would not change it.
+    """
+
+    def __init__(self) -> None:
+        self.names = _Names()
+        self._left_out: set[str] = set(_KEPT_ELSEWHERE)
+        self._left_out_of: list[nn.Module] = []
+
+    def leave_out(self, names: Iterable[str] = (), module: nn.Module | None = None) -> None:
+        """Do not compare attributes with these names, or those of a module. Something else does."""
+        self._left_out.update(names)
+        self._left_out_of += [] if module is None else [module]
+        self._learn(_Names())
+
+    @contextmanager
+    def noting(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Context for a step, whose code tells which attributes of these modules are compared from then on."""
+        before = [dict(vars(module)) for module in modules]
+        code: set[CodeType] = set()
+
+        def note(frame: FrameType, event: str, arg: object) -> None:
+            if event == "call":
+                code.add(frame.f_code)
+
+        observed = sys.getprofile() is None
+        if observed:
+            sys.setprofile(note)
+        try:
+            yield
+        finally:
+            if observed:
+                sys.setprofile(None)
+        methods = {kind: set(_methods(kind)) for kind in dict.fromkeys(map(type, modules))}
+        if not observed:  # another profiler runs
+            code.update(chain.from_iterable(methods.values()))
+        for old, module in zip(before, modules, strict=True):
+            now = vars(module)
+            self._left_out.update(key for key in {**old, **now} if old.get(key, old) is not now.get(key, old))
+        # The methods of a module that has others inside may read attributes of those.
+        outer = {type(module) for module in modules if any(True for _ in module.children())}
+        leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
+        leaves.difference_update(*(methods[kind] for kind in outer))
+        own = {kind: frozenset(_names(methods[kind] & code)) for kind in methods if kind not in outer}
+        self._learn(_Names(frozenset(_names(code - leaves)), own))
+
+    def _learn(self, names: _Names) -> None:
+        before = self.names
+        kinds = before.of_class.keys() | names.of_class.keys()
+        empty: frozenset[str] = frozenset()
+        self.names = _Names(
+            (before.of_all | names.of_all) - self._left_out,
+            {
+                kind: (before.of_class.get(kind, empty) | names.of_class.get(kind, empty)) - self._left_out
+                for kind in kinds
+            },
+        )
+
+    def values(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> AttributeValues:
+        """Return the values that these modules have now."""
+        found = {
+            (place, name): value if _is_plain(value) else type(value)
+            for place, module in enumerate(modules)
+            for name, value in self._compared(module)
+        }
+        return AttributeValues(self.names, list(map(type, modules)), found, paths)
+
+    def readers(self, modules: Sequence[nn.Module]) -> tuple[list[Any], list[dict[str, Any]]]:
+        """Return functions that read these attributes, and the `__dict__` to pass to each of them.
+
+        A function returns a tuple. It raises a `KeyError` if an attribute is gone.
+        """
+        getters: list[Any] = []
+        tables: list[dict[str, Any]] = []
+        for module in modules:
+            keys = [name for name, value in self._compared(module) if _is_plain(value)]
+            if keys:  # with two keys, it returns a tuple
+                getters.append(operator.itemgetter(*keys, keys[0]))
+                tables.append(vars(module))
+        return getters, tables
+
+    def tables(self, modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+        """Return the `__dict__` of each module in which another attribute may hide one of the class."""
+        return [vars(module) for module in modules if self._is_compared(module)] if self.names.of_all else []
+
+    def _compared(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        if self._is_compared(module):
+            for name, value in vars(module).items():
+                if self.names.has(type(module), name):
+                    yield name, value
+
+    def _is_compared(self, module: nn.Module) -> bool:
+        of_others = any(base.__module__.startswith(_NOT_COMPARED) for base in type(module).__mro__)
+        return not of_others and not any(module is left for left in self._left_out_of)
+
+
+def _names(code: Collection[CodeType]) -> set[str]:
+    """Return the names that this code reads attributes by, and its texts, which `getattr` may be given."""
+    found: set[str] = set()
+    for each in code:
+        if each.co_filename.startswith(_MODULES) or not each.co_filename.startswith(NOT_THE_USERS):
+            found.update(each.co_names)
+            found.update(text for text in each.co_consts if type(text) is str and text.isidentifier())
+    return found
+
+
+def _methods(kind: type) -> Iterator[CodeType]:
+    """Yield the code of all methods and properties of a class but for those that torch's base class has."""
+    for base in kind.__mro__:
+        for value in vars(base).values() if base not in nn.Module.__mro__ else ():
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(function, FunctionType):
+                yield function.__code__
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*_NUMBERS, *_BY_IDENTITY))
+
+
+def _are_same(old: Any, now: Any) -> bool:
+    """Return whether a graph may have the one in place of the other: equal numbers, or the same tensor or function."""
+    if old is now:
+        return True
+    if type(old) is not type(now):
+        return False
+    if isinstance(old, tuple):
+        return len(old) == len(now) and all(map(_are_same, old, now))
+    if isinstance(old, (float, complex)):
+        return repr(old) == repr(now)  # 0.0 and -0.0 are equal, and nan is not
+    return isinstance(old, (*_NUMBERS, MethodType)) and bool(old == now)
+
+
+_ABSENT = object()

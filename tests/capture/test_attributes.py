@@ -1,0 +1,225 @@
+"""Plain attributes of modules, which a graph holds as constants: a change between two calls is noticed."""
+
+import cProfile
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit._capture.attributes import Attributes
+
+Engine = tuple[str, str]
+
+
+class Net(nn.Module):
+    """A model that computes with many kinds of attributes."""
+
+    shift = 0.0
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.drop = nn.Dropout(0.5)
+        self.scale = 1.0
+        self.powers: tuple[int, ...] = (1, 2)
+        self.residual = True
+        self.activation: Callable[[Tensor], Tensor] = F.relu
+        self.mask = torch.ones(4, device=device)
+        self.kept: float | None = None
+        self.calls, self.unread = 0, 0
+        self.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = self.activation(self.norm(self.first(x)))
+        out = self.drop(out) * getattr(self, "scale") + self.shift  # noqa: B009 - as generic code reads it
+        out = sum((out**power for power in self.powers), out * 0 if self.kept is None else out * self.kept)
+        out = self.last((out + x if self.residual else out) * self.mask)
+        return out.square().mean()
+
+
+def train(model: nn.Module, device: str, graph: str, changes: list[Callable[[Any], object]]) -> tuple[Any, Any]:
+    """Make six steps, then six more behind each change. Return state and losses behind each step, and the step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    step = ampkit.graphed_step(lambda model, x: model(x), model, optimizer, graph=graph)
+    made = torch.Generator().manual_seed(1)
+    torch.manual_seed(2)
+    found = []
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)
+        for change in [lambda model: None, *changes]:
+            change(model)
+            for _ in range(6):
+                loss = step(torch.randn(8, 4, generator=made).to(device))
+                found.append((loss.loss.clone(), {key: value.clone() for key, value in model.state_dict().items()}))
+    return found, step
+
+
+def set_to(path: str, value: Any) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        owner, _, name = path.rpartition(".")
+        made = value(model) if isinstance(value, type(set_to)) and value.__name__ == "<lambda>" else value
+        setattr(model.get_submodule(owner), name, made)
+
+    return change
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "momentum of a batch norm": ("norm.momentum", 0.5),
+    "no statistics": ("norm.track_running_stats", False),
+    "p of a dropout": ("drop.p", 0.1),
+    "number by getattr": ("scale", 0.5),
+    "minus zero": ("scale", -0.0),
+    "not a number": ("scale", math.nan),
+    "hides one of the class": ("shift", 1.0),
+    "tuple": ("powers", (1, 3)),
+    "bool": ("residual", False),
+    "function": ("activation", F.gelu),
+    "from None": ("kept", 2.0),
+    "tensor": ("mask", lambda model: torch.full_like(model.mask, 0.5)),
+    "forward": ("first.forward", lambda model: lambda x: F.linear(x, model.first.weight)),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change: str, engine: Engine) -> None:
+    """R7: the steps behind a change are those of an eager loop. With the old value the first graph is used again."""
+    device, graph = engine
+    path, value = CHANGES[change]
+    before: list[Any] = []
+
+    def note_and_set(model: nn.Module) -> None:
+        owner, _, name = path.rpartition(".")
+        before.append(vars(model.get_submodule(owner)).get(name))
+        set_to(path, value)(model)
+
+    def set_back(model: nn.Module) -> None:
+        owner, _, name = path.rpartition(".")
+        if before[-1] is None and name != "kept":
+            delattr(model.get_submodule(owner), name)
+        else:
+            setattr(model.get_submodule(owner), name, before[-1])
+
+    changes = [note_and_set, set_back]
+    expected, _ = train(Net(device), device, "off", changes)
+    found, step = train(Net(device), device, graph, changes)
+    assert_same(expected, found)
+    report = step.report()
+    assert (report.captures, report.graphs, report.replays) == (2, 2, 3 + 3 + 6), report
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_not_a_change(engine: Engine) -> None:
+    """An attribute that the step does not read, or changes itself; an equal value; another value that is put back."""
+    device, graph = engine
+    changes = [
+        set_to("unread", 3),
+        set_to("calls", 100),
+        set_to("another", 1),
+        set_to("scale", float("1.0")),
+        set_to("powers", tuple([1, 2])),
+        lambda model: (set_to("scale", 3.0)(model), set_to("scale", 1.0)(model)),
+    ]
+    found, step = train(Net(device), device, graph, changes)
+    assert (step.report().captures, step.report().replays) == (1, len(found) - 3)
+
+
+class Reads(nn.Module):
+    """Has a line that no graph can hold between two parts that one can."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Softplus(), nn.Linear(4, 4), nn.Softplus())
+        self.last = nn.Sequential(nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, 4))
+        self.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        return self.last(out).square().mean() * (2.0 if out.sum().item() > -math.inf else 1.0)
+
+
+@pytest.mark.usefixtures("untimed")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_in_parts(engine: Engine) -> None:
+    """R4: an attribute that a captured part reads has changed: the parts are captured again, and have the new value."""
+    device, graph = engine
+    changes = [set_to("first.1.momentum", 0.5), set_to("first.2.beta", 2.0), lambda model: None, lambda model: None]
+    expected, _ = train(Reads(device), device, "off", changes)
+    found, step = train(Reads(device), device, graph, changes)
+    assert_same(expected, found)
+    report = step.report()
+    assert report.eager["looking for modules to capture"] == 2 * 3
+    assert (report.replays, report.in_parts) == (0, len(expected) - 5 * 3), report
+
+
+def test_the_warning_names_it() -> None:
+    """Once: the attribute with both values, and what to write instead."""
+    model = Net("cpu")
+    step = ampkit.graphed_step(
+        lambda model, x: model(x), model, torch.optim.SGD(model.parameters(), lr=0.1), graph="emulate"
+    )
+    x = torch.ones(8, 4)
+    for _ in range(5):
+        step(x)
+    model.drop.p = 0.1
+    says = r"the attribute model\.drop\.p changed from 0\.5 to 0\.1\. .* buffer .* in place \(fill_\)"
+    with pytest.warns(ampkit.AmpkitWarning, match=says):
+        step(x)
+    model.drop.p = 0.2
+    step(x)
+
+
+def test_a_number_that_changes_in_each_call_ends_the_capture() -> None:
+    """R9: no graph is captured any more, and a warning says so."""
+    model = Net("cpu")
+    step = ampkit.graphed_step(
+        lambda model, x: model(x), model, torch.optim.SGD(model.parameters(), lr=0.1), graph="emulate"
+    )
+
+    def train() -> None:
+        for i in range(40):
+            model.scale = 1.0 + i
+            step(torch.ones(8, 4))
+
+    with pytest.warns(ampkit.AmpkitWarning) as caught:
+        train()
+    texts = [str(warning.message) for warning in caught]
+    assert any("attributes of modules" in text for text in texts), texts
+    assert step.report().captures == 0
+
+
+def test_under_another_profiler() -> None:
+    """Python has one profiler at a time. The methods of the modules tell then what is read."""
+    model = Net("cpu")
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        _, step = train(model, "cpu", "emulate", [set_to("norm.momentum", 0.5)])
+    finally:
+        profiler.disable()
+    assert step.report().captures == 2
+    assert sys.getprofile() is None
+
+
+def test_names_are_those_in_code_that_ran() -> None:
+    """Neither those of other methods, nor those that the step changes."""
+    model = Net("cpu")
+    attributes = Attributes()
+    with attributes.noting(list(model.modules())):
+        model(torch.ones(8, 4))
+    drop = attributes.names.of_class[nn.Dropout]
+    assert {"scale", "powers", "mask", "shift", "kept", "activation"} <= attributes.names.of_all
+    assert "p" in drop
+    assert not {"calls", "unread", "training", "p"} & attributes.names.of_all
+    assert not {"in_features", "_forward_hooks"} & (attributes.names.of_all | drop)

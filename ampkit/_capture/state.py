@@ -17,6 +17,7 @@ from .._torch.settings import SETTINGS, settings
 from .attributes import Attributes, AttributeValues
 from .bound import Bound, cells
 from .watch import (
+    Kept,
     Look,
     Objects,
     Rates,
@@ -35,6 +36,7 @@ class Generation(NamedTuple):
 
     containers: "Objects"  # optimizer.state, param_groups, their parameters: load_state_dict replaces them
     moments: tuple["Objects", ...]  # in each optimizer.state: the parameters, and a dict for each
+    kept: "Kept"  # the tensors in these dicts
     walk: "Walk"  # the parameters, buffers and child modules themselves
     addresses: tuple[int, ...]  # of parameters and buffers: `.data =` and module.to() change them
     layouts: tuple[Any, ...]  # of parameters and buffers: `.data =` may change them at the same address
@@ -43,11 +45,13 @@ class Generation(NamedTuple):
 
     def replaced_in(self, new: "Generation") -> str:
         """Return in words which memory was replaced in `new`, so that older graphs are outdated; "" if none was."""
+        moment = self.kept.replaced_in(new.kept)
         words = (
             ("a param group was added or removed", len(self.sizes), len(new.sizes)),
             ("a parameter was added to a param group, or removed", self.sizes, new.sizes),
             ("the optimizer's state was replaced (load_state_dict)", self.containers, new.containers),
             ("the optimizer's state was cleared or replaced", True, _grew(self.moments, new.moments)),
+            (f"{moment} in the optimizer's state was replaced by another tensor", "", moment),
             (self.walk.first_change(new.walk), self.walk, new.walk),
             ("a parameter or buffer was moved to other memory", self.addresses, new.addresses),
             ("a parameter or buffer got another shape, other strides or another dtype", self.layouts, new.layouts),
@@ -225,6 +229,7 @@ def _generation(look: Look) -> Generation:
     return Generation(
         containers=Objects([part for optimizer in look.optimizers for part in _containers(optimizer)]),
         moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in look.optimizers]),
+        kept=Kept(look.kept),
         walk=look.walk,
         addresses=tuple(look.addresses),
         layouts=tuple(look.layouts),

@@ -70,6 +70,31 @@ class Objects:
         return len(self.objects) == len(others) and all(map(operator.is_, self.objects, others))
 
 
+class Kept:
+    """The tensors that optimizers keep of each parameter, compared by identity.
+
+    Args:
+        tables: the dictionaries in which they keep them.
+    """
+
+    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
+        self._tables = tables  # kept alive, so that no other one gets the same identity
+        self._tensors = {
+            (id(table), name): value for table in tables for name, value in table.items() if isinstance(value, Tensor)
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and self._tensors.keys() == other._tensors.keys() and not self.replaced_in(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._tensors))
+
+    def replaced_in(self, new: "Kept") -> str:
+        """Return the name of a tensor that is another one in `new`, "" if there is none. Others may have been added."""
+        found = new._tensors
+        return next((key[1] for key, tensor in self._tensors.items() if found.get(key, tensor) is not tensor), "")
+
+
 class Walk:
     """The modules below some roots with everything in them, kept as long as no table of any of them changes.
 
@@ -213,6 +238,7 @@ class Look:
         gradients: addresses of gradients, [] if there are none.
         hooks: those of modules, parameters and buffers, behind the table that has them.
         attributes: the values of the modules' attributes that are compared.
+        kept: what the optimizers keep of each parameter.
     """
 
     def __init__(
@@ -240,9 +266,12 @@ class Look:
         self._groups = [_Group(group, _getter([key for key in group if key not in self.followed])) for group in groups]
         # The params are a list, and betas out of a JSON file, too. What is in them may change in place.
         lists = [value for group in groups for value in group.values() if type(value) is list]
+        # What the optimizers keep of each parameter, which someone may replace to begin anew.
+        self.kept = [table for optimizer in optimizers for table in optimizer.state.values() if type(table) is dict]
         self._tables: tuple[Any, ...] = (
             *walk.tables,
             *[part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)],
+            *self.kept,
             *lists,
         )
         self._sees_hooks = sees_hooks

@@ -120,6 +120,14 @@ REPLACED: dict[str, tuple[str, Touch]] = {
         lambda m, o: o.param_groups[0]["params"].reverse(),
     ),
     "a parameter more": ("added to a param group", lambda m, o: o.param_groups[0]["params"].append(m.head.bias)),
+    "moment": (
+        "exp_avg in the optimizer's state was replaced",
+        lambda m, o: o.state[m.conv.bias].update(exp_avg=torch.zeros(8)),
+    ),
+    "step count": (
+        "step in the optimizer's state was replaced",
+        lambda m, o: o.state[m.head.bias].update(step=o.state[m.head.bias]["step"].clone()),
+    ),
     "parameter": ("model.head.bias was replaced", lambda m, o: setattr(m.head, "bias", nn.Parameter(torch.ones(10)))),
     "parameter, same memory": (
         "model.head.bias was replaced",

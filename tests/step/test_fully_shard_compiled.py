@@ -59,7 +59,8 @@ def check(name: str, rows: Rows) -> None:
             assert place in message
             assert any(line.startswith("graph break: ") and place in line for line in row["compiled"])
         else:
-            assert row["messages"] == []
+            hooked = case.event == "exception"  # by a hook, which makes another graph
+            assert ["hooks of modules and parameters" in text for text in row["messages"]] == [True] * hooked
             assert not any(line.startswith("graph break") for line in row["compiled"])
             assert f"of the loss, {FIRST_PARTS[case.model]}" in row["compiled"][0]
 

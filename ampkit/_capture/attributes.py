@@ -3,6 +3,7 @@
 import operator
 import os
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ class Attributes:
     def values(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> AttributeValues:
         """Return the values that these modules have now."""
         found = {
-            (place, name): value if _is_plain(value) else type(value)
+            (place, name): _noted(value) if _is_plain(value) else type(value)
             for place, module in enumerate(modules)
             for name, value in self._compared(module)
         }
@@ -207,9 +208,16 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*_NUMBERS, *_BY_IDENTITY))
 
 
+def _noted(value: Any) -> Any:
+    """Return a value, and in place of a tensor a weak reference, so that settings of earlier calls keep no memory."""
+    if isinstance(value, tuple):
+        return tuple(map(_noted, value))
+    return weakref.ref(value) if isinstance(value, Tensor) else value
+
+
 def _are_same(old: Any, now: Any) -> bool:
     """Return whether a graph may have the one in place of the other: equal numbers, or the same tensor or function."""
-    if old is now:
+    if old is now:  # there is one weak reference of a tensor
         return True
     if type(old) is not type(now):
         return False

@@ -1,9 +1,11 @@
 """Plain attributes of modules, which a graph holds as constants: a change between two calls is noticed."""
 
 import cProfile
+import gc
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +163,20 @@ def test_a_step_in_parts(engine: Engine) -> None:
     report = step.report()
     assert report.eager["looking for modules to capture"] == 2 * 3
     assert (report.replays, report.in_parts) == (0, len(expected) - 5 * 3), report
+
+
+def test_a_tensor_that_was_replaced_is_freed() -> None:
+    """Earlier settings are remembered, and keep no tensor alive."""
+    old = []
+
+    def replace(model: Any) -> None:
+        old.append(weakref.ref(model.mask))
+        model.mask = model.mask.clone()
+
+    _, step = train(Net("cpu"), "cpu", "emulate", [replace, replace])
+    gc.collect()
+    assert step.report().captures == 3
+    assert [mask() for mask in old] == [None, None]
 
 
 def test_the_warning_names_it() -> None:

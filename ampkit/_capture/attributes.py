@@ -39,19 +39,21 @@ class _Names:
     of_class: dict[type, frozenset[str]] = field(default_factory=dict)
 
     def has(self, kind: type, name: str) -> bool:
+        """Return whether attributes of this name are compared in modules of this class."""
         return name in self.of_all or name in self.of_class.get(kind, ())
 
 
 @dataclass(frozen=True, eq=False)
 class AttributeValues:
-    """The values of attributes of modules, as far as they are numbers, texts, functions or tensors.
+    """The values of attributes of modules.
 
     Two of these are equal if the attributes that both looked at have the same values.
 
     Attributes:
         names: the attributes that were looked at.
         kinds: the class of each module.
-        found: the values, by the place of the module and the attribute. Of any other object it is its type.
+        found: by the place of the module and the attribute: a number, text or function itself, a weak reference of a
+            tensor, and the type of any other object.
         paths: returns the path of each module.
     """
 

@@ -94,7 +94,7 @@ class Attributes:
     """
 
     def __init__(self) -> None:
-        self.names = _Names()
+        self.names: _Names = _Names()
         self._left_out: set[str] = set(_KEPT_ELSEWHERE)
         self._left_out_of: list[nn.Module] = []
 

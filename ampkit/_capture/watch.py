@@ -406,7 +406,7 @@ class StateWatch(Generic[_G]):
         self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
         self._sees_hooks = sees_hooks
-        self.attributes = Attributes()
+        self.attributes: Attributes = Attributes()
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None

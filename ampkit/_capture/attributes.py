@@ -115,9 +115,9 @@ class Attributes:
                 code.add(frame.f_code)
 
         observed = sys.getprofile() is None
-        if observed:
-            sys.setprofile(note)
         try:
+            if observed:
+                sys.setprofile(note)
             yield
         finally:
             if observed:

@@ -70,31 +70,6 @@ class Objects:
         return len(self.objects) == len(others) and all(map(operator.is_, self.objects, others))
 
 
-class Kept:
-    """The tensors that optimizers keep of each parameter, compared by identity.
-
-    Args:
-        tables: the dictionaries in which they keep them.
-    """
-
-    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
-        self._tables = tables  # kept alive, so that no other one gets the same identity
-        self._tensors = {
-            (id(table), name): value for table in tables for name, value in table.items() if isinstance(value, Tensor)
-        }
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and self._tensors.keys() == other._tensors.keys() and not self.replaced_in(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._tensors))
-
-    def replaced_in(self, new: "Kept") -> str:
-        """Return the name of a tensor that is another one in `new`, "" if there is none. Others may have been added."""
-        found = new._tensors
-        return next((key[1] for key, tensor in self._tensors.items() if found.get(key, tensor) is not tensor), "")
-
-
 class Walk:
     """The modules below some roots with everything in them, kept as long as no table of any of them changes.
 

@@ -15,7 +15,7 @@ import torch
 from .._arguments import check_at_least, check_callable, check_flag, wrong
 from .._errors import AmpkitError, AmpkitWarning
 from .._torch.autograd import current_node
-from .._torch.streams import GPU_TRACE_KINDS, activate_gpu_trace
+from .._torch.gpu_trace import GPU_TRACE_KINDS, activate_gpu_trace, deactivate_gpu_trace, gpu_trace_registries
 from .._user_line import running_line, users_level
 
 KINDS = tuple(GPU_TRACE_KINDS)
@@ -121,15 +121,17 @@ class Trace:
         """
         if self._listens:
             raise ValueError("trace: it listens already; make another one with ampkit.debug.trace().")
-        _register_callbacks()
+        registries = _registries()
         if not torch.cuda.is_available():
             warnings.warn(
                 "trace: there is no CUDA device, so there will be no events.", AmpkitWarning, stacklevel=users_level()
             )
         self._listens = True
         with _listening_lock:
+            _register_callbacks(registries)
             for kind in self._kinds:
                 _listening[kind] = (*_listening[kind], self)
+            activate_gpu_trace()
         return self
 
     def stop(self) -> None:
@@ -159,6 +161,8 @@ class Trace:
         with _listening_lock:
             for kind in self._kinds:
                 _listening[kind] = tuple(trace for trace in _listening[kind] if trace is not self)
+            if not any(_listening.values()) and not _others_listen():
+                deactivate_gpu_trace()
 
     # -------------------------------------------------------------------------------------------------------- an event
 
@@ -231,8 +235,10 @@ def trace(
     none, and neither does the replay of a graph. Memory events are those of the caching allocator, when it hands out a
     block or takes it back. Several traces may listen at the same time. Nothing is read from the device or changed.
 
-    torch cannot end its GPU trace. Once it has started, each later event of the process costs a call into Python, even
-    if no trace is listening. So use it to look at a run, but not in a process whose time you measure.
+    While a trace listens, each event costs a call into Python, and an exception that frees GPU memory on its way may
+    become a SystemError without a message, which is torch's error (pytorch#181865). So use it to look at a run, but do
+    not measure times in it. torch itself cannot end its GPU trace. ampkit ends it when the last trace stops, unless
+    somebody else has registered callbacks.
 
     Args:
         listener: called with each `TraceEvent` when it happens, inside torch's own call, so it must be quick. If it
@@ -272,21 +278,30 @@ def _dispatch(listening: dict[str, tuple[Trace, ...]], kind: str, *handles: int)
 _CALLBACKS = {kind: functools.partial(_dispatch, _listening, kind) for kind in KINDS}
 
 
-def _register_callbacks() -> None:
-    """Have torch call `_dispatch`, which stays in torch's lists of callbacks for good.
-
-    It could not be removed safely. Another thread that goes through such a list at that moment would skip somebody
-    else's callback; and if the list were replaced, a callback that is added at that moment would be lost.
-    """
+def _registries() -> dict[str, Any]:
     built = torch.backends.cuda.is_built()
-    registries = activate_gpu_trace() if built else None
+    registries = gpu_trace_registries() if built else None
     if registries is None:
         why = "has no GPU trace callbacks" if built else "was built without CUDA, and has no GPU trace"
         raise AmpkitError(
             f"trace: torch {torch.__version__} {why}. Install a CUDA build of torch that ampkit was checked on. "
             "ampkit.debug.find_syncs finds the lines at which the host waits without it."
         )
-    with _listening_lock:
-        for kind, registry in registries.items():
-            if _CALLBACKS[kind] not in registry.callback_list:
-                registry.add_callback(_CALLBACKS[kind])
+    return registries
+
+
+def _register_callbacks(registries: dict[str, Any]) -> None:
+    """Have torch call `_dispatch`, which stays in torch's lists of callbacks for good.
+
+    It could not be removed safely. Another thread that goes through such a list at that moment would skip somebody
+    else's callback; and if the list were replaced, a callback that is added at that moment would be lost.
+    """
+    for kind, registry in registries.items():
+        if _CALLBACKS[kind] not in registry.callback_list:
+            registry.add_callback(_CALLBACKS[kind])
+
+
+def _others_listen() -> bool:
+    """Return whether callbacks are registered that are not ampkit's."""
+    lists = {kind: registry.callback_list for kind, registry in (gpu_trace_registries() or {}).items()}
+    return any(callback is not _CALLBACKS[kind] for kind, callbacks in lists.items() for callback in callbacks)

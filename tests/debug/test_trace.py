@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.cuda import _gpu_trace
 
 import ampkit
-from ampkit._torch.streams import activate_gpu_trace
+from ampkit._torch import gpu_trace
 from ampkit.debug import TraceEvent, _trace, trace
 
 REGISTRIES: dict[str, Any] = {
@@ -69,7 +69,7 @@ def test_the_kinds_are_torchs() -> None:
     """The table of kinds has torch's registries, all of them."""
     registers = {name for name in vars(_gpu_trace) if name.startswith("register_callback_for_")}
     assert {f"register_callback_for_{kind}" for kind in _trace.KINDS} == registers
-    assert activate_gpu_trace() == REGISTRIES
+    assert gpu_trace.gpu_trace_registries() == REGISTRIES
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)
@@ -126,6 +126,56 @@ def test_x1_unregistering() -> None:
         fire("event_wait")
     assert recorded.counts["event_wait"] == 2
     assert entries == {kind: len(registry.callback_list) for kind, registry in REGISTRIES.items()}
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_activate_gpu_trace"), reason="this torch has no GPU trace")
+def test_x1_the_trace_ends() -> None:
+    """X1: torch's GPU trace is on while a trace listens, and off behind the last one; others may turn it on again."""
+    on = gpu_trace._switch
+    assert on is not None  # torch's variable is found in its library
+    assert not on.value
+    with trace():
+        with trace():
+            assert on.value
+        assert on.value
+    assert not on.value
+    with trace():
+        assert on.value
+    torch._C._activate_gpu_trace()  # as torch's CUDA sanitizer does
+    assert on.value
+    with trace():
+        assert on.value
+    assert on.value
+    on.value = False
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_activate_gpu_trace"), reason="this torch has no GPU trace")
+def test_x1_the_trace_of_others_stays() -> None:
+    """X1: who registers callbacks while a trace listens goes on to hear, whether or not that code activated."""
+    on = gpu_trace._switch
+    assert on is not None
+    with trace():
+        torch._C._activate_gpu_trace()
+        _gpu_trace.register_callback_for_event_wait(lambda event, stream: None)
+    assert on.value
+    REGISTRIES["event_wait"].callback_list.pop()
+    with trace():
+        pass
+    assert not on.value
+
+
+@pytest.mark.parametrize("library", ["nothing.so", "libm.so.6"])
+def test_x1_a_torch_without_the_switch(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: where torch's switch is not found, the trace works and stays on, as torch leaves it."""
+    assert gpu_trace._switch_of(Path(library)) is None
+    before = gpu_trace._switch
+    assert before is not None
+    monkeypatch.setattr(gpu_trace, "_switch", None)
+    with trace() as recorded:
+        fire("event_wait")
+    assert recorded.counts["event_wait"] == 1
+    assert before.value
+    before.value = False
 
 
 def test_x1_unregistering_while_an_event_is_told() -> None:
@@ -355,6 +405,21 @@ def test_x1_every_kind_is_told_on_cuda() -> None:
     counts = json.loads(done.stdout)
     assert set(counts) == set(REGISTRIES)
     assert all(counts.values()), counts
+
+
+@pytest.mark.cuda
+def test_x1_exceptions_survive_on_cuda() -> None:
+    """X1: behind the last trace, an exception that frees GPU memory on its way arrives (pytorch#181865)."""
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(3):
+            yield torch.ones(1000, device="cuda")
+        raise KeyError("found me")
+
+    with trace():
+        torch.ones(1, device="cuda")
+    with pytest.raises(KeyError, match="found me"):
+        list(losses())
 
 
 @pytest.mark.cuda

@@ -311,6 +311,7 @@ class Engine:
         if start is not None and self._ranks.several:
             start = self._clock.now()  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
+        self._state.renew_gradient_nodes()
         left = self._warmup if key.outcomes is NEW else 2 if len(self._layouts) > _EARLY_PREFLIGHTS else 3
         outputs = self._warm_up_call(
             self.run, layout, leaves, key.phase, args, kwargs, preflight_left=left, start=start

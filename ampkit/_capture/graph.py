@@ -235,6 +235,11 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
         warnings.warn(message, CaptureWarning, stacklevel=2)
 
 
+_KEPT_GRAPH = (
+    "Delete what keeps the autograd graph of an earlier step alive (`del loss`), and make DistributedDataParallel "
+    "under a side stream: with torch.cuda.stream(torch.cuda.Stream()): ..."
+)
+
 # What torch 2.11's message has in it, and what to write instead. These errors have no type of their own.
 _ADVICE = (
     (
@@ -254,11 +259,8 @@ _ADVICE = (
         "fail_on_recompile",
         "torch.compile had not compiled this part of the step for this input. Raise warmup, or call it before.",
     ),
-    (
-        "AccumulateGrad",
-        "Delete what keeps the autograd graph of an earlier step alive (`del loss`), and make DistributedDataParallel "
-        "under a side stream: with torch.cuda.stream(torch.cuda.Stream()): ...",
-    ),
+    ("AccumulateGrad", _KEPT_GRAPH),
+    ("legacy stream depend on a capturing", _KEPT_GRAPH),
     (
         "out of memory",
         "The graph needs a pool beside the memory of eager steps. Reduce the batch, or pass graph='off'.",

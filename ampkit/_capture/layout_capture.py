@@ -199,6 +199,7 @@ def record(
     flags = walk.flags()
     failure: CaptureError | None = None
     ranks.reducers.begin_capture()
+    state.renew_gradient_nodes()
     with Undo() as undo:
         undo.note(walk.put_back, flags)
         undo.note(state.rebind, before)

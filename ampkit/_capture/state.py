@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._text import value_text
+from .._torch.gradient_nodes import renew_gradient_nodes
 from .._torch.modes import DeviceContext, function_modes
 from .._torch.optimizers import step_hooks
 from .._torch.settings import SETTINGS, settings
@@ -237,6 +238,11 @@ class TrainingState:
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""
         return bool(self.optimizers) and self.scaler is not None and self.scaler.is_undecided()
+
+    def renew_gradient_nodes(self) -> None:
+        """Have gradients be accumulated on the stream of the next call, though the graph of an earlier one is alive."""
+        walk = Walk(self.modules)
+        renew_gradient_nodes(walk.modules, walk.tensors)
 
     def rebound_since(self, before: dict[str, Tensor]) -> list[str]:
         """Return the paths that hold another tensor than in `before`, an earlier result of `tensors`."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from .gradient_nodes import node_notes
 from .guard import private
 
 _MARK = "ampkit: the Reducer"  # a key of the metadata of autograd nodes
@@ -59,7 +59,7 @@ def manages_all(ddp: DistributedDataParallel) -> bool:
 
 def is_rebuilt(ddp: DistributedDataParallel) -> bool:
     """Return whether `rebuild` has made the Reducer of this model."""
-    return all(_marks(param).get(_MARK) == "new" for param in _managed(ddp))
+    return all(node_notes(param).get(_MARK) == "new" for param in _managed(ddp))
 
 
 def rebuild(ddp: DistributedDataParallel) -> list[str]:
@@ -81,11 +81,11 @@ def rebuild(ddp: DistributedDataParallel) -> list[str]:
     names = private(ddp, "_build_debug_param_to_name_mapping")(params)
     name, hook, state = communication_hook(ddp)
     for param in params:
-        _marks(param)[_MARK] = "old"
+        node_notes(param)[_MARK] = "old"
     del ddp.reducer, ddp.logger  # a node ends with the last reference to it
-    if any(_marks(param) for param in params):
+    if any(node_notes(param) for param in params):
         gc.collect()  # a loss in a cycle may have kept them
-    kept = [names[i] for i, param in enumerate(params) if _marks(param).get(_MARK) == "old"]
+    kept = [names[i] for i, param in enumerate(params) if node_notes(param).get(_MARK) == "old"]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # the old buckets, which have the size of all gradients
     private(ddp, "_ddp_init_helper")(params, sparse, names, ddp.static_graph)
@@ -97,20 +97,13 @@ def rebuild(ddp: DistributedDataParallel) -> list[str]:
     if name:
         _register(ddp, name, hook, state)
     for param in params:
-        _marks(param)[_MARK] = "new"
+        node_notes(param)[_MARK] = "new"
     return kept
 
 
 def _managed(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     params: list[nn.Parameter] = private(ddp, "_build_params_for_reducer")()[0]
     return params
-
-
-def _marks(param: nn.Parameter) -> dict[str, Any]:
-    """Return what is noted at the node that accumulates this parameter's gradient. A new node has no notes."""
-    node: Any = get_gradient_edge(param).node  # `metadata` is a method in torch's annotations
-    marks: dict[str, Any] = node.metadata
-    return marks
 
 
 def _logger(ddp: DistributedDataParallel) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from harness import allow_inductor_warnings
 
 ROOT = Path(__file__).parents[2]
 FENCED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -60,6 +61,7 @@ RECIPES = [(page, block) for page in FOUND for block in blocks(page.read_text())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@allow_inductor_warnings
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_runs(page, plain_blocks(page))

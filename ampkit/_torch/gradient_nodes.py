@@ -1,0 +1,77 @@
+"""The nodes of autograd that add gradients to parameters, and new ones in place of those that a kept graph holds."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+_MARK = "ampkit: kept"  # a key of the notes at a node
+
+
+def node_notes(param: Tensor) -> dict[str, Any]:
+    """Return what is noted at the node that accumulates this parameter's gradient. A new node has no notes."""
+    node: Any = get_gradient_edge(param).node  # `metadata` is a method in torch's annotations
+    notes: dict[str, Any] = node.metadata
+    return notes
+
+
+def renew_gradient_nodes(modules: Iterable[nn.Module], params: Iterable[Tensor]) -> None:
+    """Give parameters new nodes where the old ones are kept alive, as by the loss of an earlier step.
+
+    A node runs on the stream that was current when it was made (torch/csrc/autograd/input_metadata.cpp). If that is the
+    default stream, no capture can wait for it, and a capture fails. A backward through the old graph still uses the old
+    nodes, which add to the same gradients.
+
+    Three kinds of nodes stay: those that Python code holds, as `register_multi_grad_hook` does, for it waits for just
+    these; those of DistributedDataParallel, whose Reducer has hooks on them; and those of parameters that are no plain
+    tensors. A hook that was registered with a node itself is lost, as it is when the old graph ends.
+
+    Args:
+        modules: the modules that have the parameters.
+        params: parameters and buffers.
+
+    Sync: none. Aliasing: the parameters keep their memory.
+    """
+    managed = {p for module in modules if isinstance(module, DistributedDataParallel) for p in module.parameters()}
+    with torch.inference_mode(False), torch.enable_grad():
+        for param in params:
+            if _is_plain_leaf(param) and param not in managed and _is_kept(param) and not _is_held(param):
+                _renew(param)
+
+
+def _is_plain_leaf(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and type(tensor.data) is Tensor and tensor.layout is torch.strided
+    return plain and tensor.requires_grad and tensor.is_leaf and not tensor.is_inference()
+
+
+def _is_kept(param: Tensor) -> bool:
+    """Return whether the node lives on by itself: then it still has the note."""
+    node_notes(param)[_MARK] = True
+    return _MARK in node_notes(param)
+
+
+def _is_held(param: Tensor) -> bool:
+    """Return whether Python code holds the node: a node that is known in Python is one object there."""
+    return _references(param) > _references(torch.zeros((), requires_grad=True))
+
+
+def _references(leaf: Tensor) -> int:
+    node = get_gradient_edge(leaf).node
+    return sys.getrefcount(node)
+
+
+def _renew(param: Tensor) -> None:
+    """Have torch make another node when it next needs one: it drops the node where data of another dtype are set.
+
+    See `VariableHooks::set_data` in torch/csrc/autograd/variable.cpp.
+    """
+    data = param.data
+    other = torch.float32 if param.dtype == torch.float64 else torch.float64
+    try:
+        param.data = torch.empty(0, dtype=other, device=param.device)
+    finally:
+        param.data = data

@@ -241,8 +241,7 @@ class TrainingState:
 
     def renew_gradient_nodes(self) -> None:
         """Have gradients be accumulated on the stream of the next call, though the graph of an earlier one is alive."""
-        walk = Walk(self.modules)
-        renew_gradient_nodes(walk.modules, walk.tensors)
+        renew_gradient_nodes(Walk(self.modules).tensors)
 
     def rebound_since(self, before: dict[str, Tensor]) -> list[str]:
         """Return the paths that hold another tensor than in `before`, an earlier result of `tensors`."""

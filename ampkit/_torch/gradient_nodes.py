@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 
 _MARK = "ampkit: kept"  # a key of the notes at a node
 
@@ -19,27 +18,28 @@ def node_notes(param: Tensor) -> dict[str, Any]:
     return notes
 
 
-def renew_gradient_nodes(modules: Iterable[nn.Module], params: Iterable[Tensor]) -> None:
+def renew_gradient_nodes(params: Iterable[Tensor]) -> None:
     """Give parameters new nodes where the old ones are kept alive, as by the loss of an earlier step.
 
     A node runs on the stream that was current when it was made (torch/csrc/autograd/input_metadata.cpp). If that is the
     default stream, no capture can wait for it, and a capture fails. A backward through the old graph still uses the old
     nodes, which add to the same gradients.
 
-    Three kinds of nodes stay: those that Python code holds, as `register_multi_grad_hook` does, for it waits for just
-    these; those of DistributedDataParallel, whose Reducer has hooks on them; and those of parameters that are no plain
-    tensors. A hook that was registered with a node itself is lost, as it is when the old graph ends.
+    Some nodes stay. Python code holds a node where it waits for it, as `register_multi_grad_hook` does. A parameter
+    that is no plain tensor keeps its node. While a process group exists, all nodes stay: the Reducer of a
+    DistributedDataParallel model has hooks on them, and a node does not show that. A hook that Python code has
+    registered with a node without keeping the node is lost, as it is when the old graph ends.
 
     Args:
-        modules: the modules that have the parameters.
         params: parameters and buffers.
 
     Sync: none. Aliasing: the parameters keep their memory.
     """
-    managed = {p for module in modules if isinstance(module, DistributedDataParallel) for p in module.parameters()}
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
     with torch.inference_mode(False), torch.enable_grad():
         for param in params:
-            if _is_plain_leaf(param) and param not in managed and _is_kept(param) and not _is_held(param):
+            if _is_plain_leaf(param) and _is_kept(param) and not _is_held(param):
                 _renew(param)
 
 

@@ -59,18 +59,24 @@ class HostReads:
             frozen = f"{readers[changing]} reads self.{changing}, whose value a graph would freeze."
             self.problem = f"{frozen} {_CHANGING[changing].format(HOOK_BEHIND[method])}"
         self._reads_epoch = "current_epoch" in readers
+        self._reads_hparams = "hparams" in readers
         self._attributes = [name for name in readers if name != "training"]  # the engine knows the mode of each module
         self._last: tuple[tuple[str, Hashable], ...] = ()
         self._changes = 0
         self.reads_index = _loads_argument(type(module), method, 1)
 
     def parts(self, epoch: int) -> list[Part]:
-        """Return the values that the code may read now, with names: attributes that are numbers, strings or tensors."""
+        """Return the values that the code may read now, with names: numbers, strings and tensors.
+
+        They are those of attributes and, if the code reads `self.hparams`, all that are in there.
+        """
         attributes = vars(self._module)
+        read = [(name, attributes[name]) for name in self._attributes if name in attributes]
+        hparams = self._module.hparams if self._reads_hparams else None
+        if isinstance(hparams, dict):
+            read += [(f"hparams.{name}", value) for name, value in hparams.items()]
         found: list[tuple[str, Hashable]] = [("current_epoch", epoch)] if self._reads_epoch else []
-        for name in self._attributes:
-            if name in attributes and isinstance(attributes[name], (Tensor, *_SCALARS)):
-                found.append((name, _comparable(attributes[name])))
+        found += [(name, _comparable(value)) for name, value in read if isinstance(value, (Tensor, *_SCALARS))]
         self._changes = self._changes + 1 if self._last and self._last != tuple(found) else 0
         self._last, before = tuple(found), self._last
         if self._changes >= _MAX_CHANGES:

@@ -20,9 +20,7 @@ Engine = tuple[str, str]
 
 
 def renew(*modules: nn.Module) -> None:
-    renew_gradient_nodes(
-        modules, [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    )
+    renew_gradient_nodes([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())])
 
 
 def noted(param: Tensor) -> bool:
@@ -105,12 +103,12 @@ def test_nodes_that_python_holds_stay() -> None:
 
 
 def test_nodes_of_ddp_stay(tmp_path: Path) -> None:
-    """The Reducer has hooks on them. `Reducers` makes it anew."""
+    """The Reducer has hooks on them, also where only the module in the wrapper is known. `Reducers` makes it anew."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         ddp = DistributedDataParallel(nn.Linear(3, 2))
         assert note(ddp.module.weight)
-        renew(ddp, ddp.module)
+        renew(ddp.module)
         assert noted(ddp.module.weight)
     finally:
         dist.destroy_process_group()

@@ -683,12 +683,27 @@ class Weighted(Net):
         return loss * self.weight + (0.1 * loss if self.current_epoch > 0 else 0.0)
 
 
+class WeightedByHparams(Net):
+    """The number is in `self.hparams`, beside others and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"weight": 1.0, "name": "net", "widths": [8, 8]})
+
+    def on_train_epoch_start(self) -> None:
+        self.hparams.weight = 0.5**self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1]) * self.hparams.weight
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_numbers_of_the_module_are_part_of_the_key(engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [Weighted, WeightedByHparams])
+def test_numbers_of_the_module_are_part_of_the_key(engine: Engine, make: type[Net], tmp_path: Path) -> None:
     """A graph is of one value of each number that training_step reads; another value has its own."""
     device, graph = engine
     reference = None if device == "cpu" else "off"
-    runs = [fit(tmp_path / str(way), device, way, make=Weighted, max_epochs=3) for way in (reference, graph)]
+    runs = [fit(tmp_path / str(way), device, way, make=make, max_epochs=3) for way in (reference, graph)]
     assert_same_runs(*runs)
     assert runs[1].report.captures == 3
     assert runs[1].report.replays == 33 - 9

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,20 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not ask for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what `sampled` leaves to `make test-all`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None or any(item.get_closest_marker(name) for name in ("cuda", "multigpu", "slow")):
+            continue
+        family = item.nodeid.partition("[")[0]
+        if seen[family] % mark.args[0]:
+            item.add_marker(pytest.mark.slow)
+        seen[family] += 1
 
 
 def global_state() -> dict[str, Any]:

@@ -68,6 +68,7 @@ QUICK = [
     ],
 )
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.sampled(2)
 def test_equals_lightning(
     engine: Engine, tmp_path: Path, kind: str, accumulate: int, clip: float | None, interval: str
 ) -> None:
@@ -291,6 +292,7 @@ def test_schedulers(engine: Engine, tmp_path: Path, name: str) -> None:
     ],
     ids=["limit", "overfit", "max_steps", "window longer than an epoch", "accumulation changes"],
 )
+@pytest.mark.sampled(2)
 def test_parts_of_epochs(tmp_path: Path, options: dict[str, Any]) -> None:
     """Lightning says which batches there are, and which of them ends a window."""
     runs = []
@@ -648,6 +650,7 @@ STEPPED_EAGERLY = [
     STEPPED_EAGERLY,
     ids=[str(i) + case[3][:25] for i, case in enumerate(STEPPED_EAGERLY)],
 )
+@pytest.mark.sampled(2)
 def test_stepped_eagerly(tmp_path: Path, make: Any, data: Any, options: dict[str, Any], message: str) -> None:
     """What a graph would freeze or leave out is noticed in the warm-up, and said once; the steps are Lightning's."""
     batches = None if data is None else data("cpu")

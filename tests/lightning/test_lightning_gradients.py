@@ -75,6 +75,7 @@ SETTINGS = [("32-true", 1), ("bf16-mixed", 3), ("16-mixed", 1)]
 
 @pytest.mark.parametrize(("kind", "accumulate"), SETTINGS)
 @pytest.mark.parametrize(("make", "name"), [(case[0], case[2]) for case in USERS], ids=[case[2] for case in USERS])
+@pytest.mark.sampled(2)
 def test_a_hook_that_uses_gradients_gets_them(tmp_path: Path, make: Any, name: str, kind: str, accumulate: int) -> None:
     """Item 6: from the first step on, bit by bit those of Lightning without ampkit. One warning names hook and line."""
     options: dict[str, Any] = {"make": make, "kind": kind, "accumulate_grad_batches": accumulate}
@@ -111,6 +112,7 @@ class MeasuresBehind(Callback):
     ids=["late", "behind the step"],
 )
 @pytest.mark.parametrize(("kind", "accumulate"), SETTINGS)
+@pytest.mark.sampled(3)
 def test_a_gradient_that_is_not_there(
     tmp_path: Path, make: Any, callbacks: Any, steps: int, message: str, kind: str, accumulate: int
 ) -> None:

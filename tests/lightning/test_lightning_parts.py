@@ -53,6 +53,7 @@ class Reads(Net):
     ("kind", "accumulate", "clip", "interval"),
     [("32-true", 1, None, "step"), ("bf16-mixed", 3, 0.1, "epoch"), ("16-mixed", 1, 0.1, "epoch")],
 )
+@pytest.mark.sampled(3)
 def test_equals_lightning(
     engine: Engine, tmp_path: Path, kind: str, accumulate: int, clip: float | None, interval: str
 ) -> None:

@@ -97,6 +97,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", few(CASES, ("float16, overflow, clip", "accumulate")))
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
+@pytest.mark.sampled(2)
 def test_captured_as_uncaptured(engine: Engine, case: str) -> None:
     """R11: a captured compiled step has the bits of the same compiled step uncaptured, dropout included."""
     with deterministic():
@@ -231,6 +232,7 @@ UPDATES: dict[str, Callable[[Scalar], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", every(2, UPDATES))
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
+@pytest.mark.sampled(2)
 def test_the_update_is_the_optimizers(engine: Engine, name: str, scaled: bool) -> None:
     """R11: parameters, state and norm are the optimizer's own to 12 digits of float64, also in its first steps.
 

@@ -49,6 +49,7 @@ def no_warnings() -> Iterator[None]:
         for i, (k, p) in enumerate((k, p) for k, phases in CASES.items() for p in phases)
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
     """R8: later calls train, replay what eager computes, and nothing is left on."""
     found = moments(kind, phase)
@@ -83,6 +84,7 @@ def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
                      id="parameters of a graphed callable"),
     ],
 )  # fmt: skip
+@pytest.mark.sampled(2)
 def test_where_it_hurt(kind: type[Job], phase: Phase, lines: list[str]) -> None:
     """R8: the moments between two changes that belong together."""
     found = moments(kind, phase)

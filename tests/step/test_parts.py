@@ -96,6 +96,7 @@ def trajectory(engine: Engine, name: str, options: dict[str, Any], overflows: bo
     ],
     ids=["plain", "scaled", "accumulated", "all"],
 )
+@pytest.mark.sampled(2)
 def test_the_bits_of_eager_steps(engine: Engine, name: str, options: dict[str, Any]) -> None:
     """R4: forward and backward are replayed, under a rate that changes in each step and with skipped steps."""
     overflows = options.get("policy") == "float16"
@@ -254,6 +255,7 @@ def two_groups(params: Any) -> torch.optim.Optimizer:
     ],
     ids=["groups", "observed", "observed-bf16", "verified", "verified-fp16"],
 )
+@pytest.mark.sampled(2)
 def test_the_bits_of_eager_steps_with_several_groups(engine: Engine, options: dict[str, Any]) -> None:
     """R4: with two param groups, a scaler with hysteresis and limits, an observer, `verify`, and a resumed training."""
     results, reports = [], []

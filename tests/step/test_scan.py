@@ -95,6 +95,7 @@ QUICK = ("bfloat16, clip", "schedule: step", "float16, all", "accumulate", "veri
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", few(CASES, QUICK))
+@pytest.mark.sampled(2)
 def test_equals_single_calls(engine: Engine, case: str) -> None:
     """R11: K steps per launch have the bits of K calls: state, outputs, random numbers; with overflows, if scaled."""
     options = CASES[case]

@@ -328,6 +328,7 @@ def compared(engine: Engine, make: Callable[[], nn.Module], calls: int = 13, **o
         for j, (name, options) in enumerate(OPTIONS.items())
     ],
 )
+@pytest.mark.sampled(2)
 def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, Any]) -> None:
     """R4: losses, parameters, state, scale, average and random numbers are those of eager steps after each call."""
     calls = 36 if "accumulate" in options else 13
@@ -420,6 +421,7 @@ class Using(nn.Linear):
         ("keeps", ["net[0:8]", "net[9:18]", "net[19:28]"]),
     ],
 )
+@pytest.mark.sampled(2)
 def test_neighbours_are_captured_together(engine: Engine, kind: str, parts: list[str]) -> None:
     """R4: small layers without an uncapturable line, next to each other in an `nn.Sequential`, are one pair of graphs.
 
@@ -452,6 +454,7 @@ def change_neighbours(name: str, run: Run) -> None:
 @pytest.mark.parametrize(
     "name", few(["hook", "hook on the whole", "forward", "another layer", "one more", "mode"], ("hook", "one more"))
 )
+@pytest.mark.sampled(2)
 def test_neighbours_that_change(engine: Engine, name: str) -> None:
     """R4: the bits are those of eager steps after each change of the layers, and of the `nn.Sequential`."""
 
@@ -596,6 +599,7 @@ class Around(Reads):
         ("hooked", "there are hooks on a module in it"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_what_cannot_be_captured_rightly_stays_eager(engine: Engine, kind: str, why: str) -> None:
     """R4: the encoder stays eager, and the report says why; the decoder is captured."""
     report = compared(engine, lambda: Around(kind)).report()
@@ -708,6 +712,7 @@ def change_of(name: str, run: Run) -> None:
 @pytest.mark.parametrize(
     "name", few(["mode", "freeze", "replace", "hook", "forward", "moved", "resume"], ("freeze", "hook", "resume"))
 )
+@pytest.mark.sampled(2)
 def test_what_changes_between_calls_is_followed(engine: Engine, name: str) -> None:
     """R4: the parts are made anew, and the bits are those of eager steps."""
 

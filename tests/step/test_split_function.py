@@ -135,6 +135,7 @@ ALL = {("modules[0]", 0), ("modules[1]", 0), ("modules[1]", 1), ("modules[1]", 2
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", every(2, ["plain", "float16", "one cast for all", "unfused", "without gradients"]))
+@pytest.mark.sampled(2)
 def test_gan(engine: Engine, kind: str) -> None:
     """R4: two models and two optimizers; after every call the bits of eager, and each call of a model is replayed."""
     scaled = kind in ("float16", "one cast for all")

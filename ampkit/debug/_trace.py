@@ -266,7 +266,8 @@ def trace(
 
 # The traces that listen, by kind. Tuples are replaced, never changed, so that an event sees either the old or the new.
 _listening: dict[str, tuple[Trace, ...]] = dict.fromkeys(KINDS, ())
-_listening_lock = threading.Lock()
+# Reentrant: garbage that is collected while it is held frees tensors, and a listener that hears of it may stop a trace.
+_listening_lock = threading.RLock()
 
 
 def _dispatch(listening: dict[str, tuple[Trace, ...]], kind: str, *handles: int) -> None:

@@ -60,7 +60,11 @@ PAGES = [page for page in FOUND if plain_blocks(page)]
 RECIPES = [(page, block) for page in FOUND for block in blocks(page.read_text()) if block.needs]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+# The same code computes on a GPU where there is one, so `-m cuda` is to find it too.
+ON_CUDA = [pytest.param(page, id=f"{page.name}-cuda", marks=pytest.mark.cuda) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", [*[pytest.param(page, id=page.name) for page in PAGES], *ON_CUDA])
 @allow_inductor_warnings
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

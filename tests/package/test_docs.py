@@ -5,8 +5,10 @@ A block whose first line is `# needs: package` runs alone, as a test of its own,
 
 import ast
 import re
+import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -41,17 +43,18 @@ def plain_blocks(page: Path) -> list[Block]:
     return [block for block in blocks(page.read_text()) if not block.needs]
 
 
-def assert_runs(page: Path, blocks: list[Block]) -> None:
-    namespace = {"__name__": page.stem}
+def assert_runs(page: Path, blocks: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType(f"page_{page.stem}")
+    # torch.compile imports the module of a function by its name (import_source in torch/_dynamo/symbolic_convert.py).
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks:
         # The newlines put the code on the page's own line numbers, in tracebacks and in ampkit's messages.
         code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
         try:
-            exec(code, namespace)
+            exec(code, vars(module))
         except Exception as err:
-            line = [frame.lineno for frame in traceback.extract_tb(err.__traceback__) if frame.filename == str(page)][
-                -1
-            ]
+            frames = traceback.extract_tb(err.__traceback__)
+            line = [frame.lineno for frame in frames if frame.filename == str(page)][-1]
             pytest.fail(f"{page.name}:{line}: {type(err).__name__}: {err}")
 
 
@@ -68,16 +71,22 @@ ON_CUDA = [pytest.param(page, id=f"{page.name}-cuda", marks=pytest.mark.cuda) fo
 @allow_inductor_warnings
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert_runs(page, plain_blocks(page))
+    assert_runs(page, plain_blocks(page), monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("page", "block"), RECIPES, ids=[f"{page.name}:{block.line} {block.needs}" for page, block in RECIPES]
+    ("page", "block"),
+    [
+        pytest.param(page, block, id=f"{page.name}:{block.line} {block.needs}{device}", marks=marks)
+        for device, marks in {"": (), "-cuda": pytest.mark.cuda}.items()
+        for page, block in RECIPES
+    ],
 )
+@allow_inductor_warnings
 def test_block_that_needs_a_package(page, block, tmp_path, monkeypatch):
     pytest.importorskip(block.needs)
     monkeypatch.chdir(tmp_path)
-    assert_runs(page, [block])
+    assert_runs(page, [block], monkeypatch)
 
 
 def messages() -> list[str]:
@@ -114,8 +123,8 @@ def test_blocks_of_a_page():
     assert not Block(1, "import timm\n# needs: timm\n").needs, "only the first line of a block"
 
 
-def test_failure_names_page_and_line(tmp_path):
+def test_failure_names_page_and_line(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("# T\n\n```python\na = 1\n```\n\n```python\nb = a\n\nb / 0\n```\n")
     with pytest.raises(pytest.fail.Exception, match=r"page\.md:10: ZeroDivisionError"):
-        assert_runs(page, blocks(page.read_text()))
+        assert_runs(page, blocks(page.read_text()), monkeypatch)

@@ -37,6 +37,7 @@ current_node: Callable[[], Any] = private(torch._C, "_current_autograd_node")
 _override_streams: Callable[[bool], None] | None = getattr(
     torch.autograd.graph, "set_override_stale_capture_stream", None
 )
+CAN_RUN_ON_ONE_STREAM = _override_streams is not None
 
 
 @contextmanager

@@ -99,7 +99,11 @@ class _Event:
 
 
 class _Stream:
-    """Stands for a CUDA stream, and a context in which it is the current one."""
+    """Stands for the default stream of CUDA device 0."""
+
+    stream_id = 0
+    device_index = 0
+    device_type = 1  # CUDA, in torch's enumeration of device types (torch/headeronly/core/DeviceType.h)
 
     def __init__(self, priority: int = 0) -> None:
         pass

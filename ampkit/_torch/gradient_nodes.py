@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from .autograd import CAN_RUN_ON_ONE_STREAM
+
 _MARK = "ampkit: kept"  # a key of the notes at a node
 
 
@@ -30,12 +32,14 @@ def renew_gradient_nodes(params: Iterable[Tensor]) -> None:
     DistributedDataParallel model has hooks on them, and a node does not show that. A hook that Python code has
     registered with a node without keeping the node is lost, as it is when the old graph ends.
 
+    Nothing is changed where torch runs all nodes of a capture on its stream: see `one_stream`.
+
     Args:
         params: parameters and buffers.
 
     Sync: none. Aliasing: the parameters keep their memory.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if CAN_RUN_ON_ONE_STREAM or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     with torch.inference_mode(False), torch.enable_grad():
         for param in params:

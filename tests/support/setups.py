@@ -156,7 +156,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 15),
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 + epoch)),
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
-        optimizer, [2 * float(g["lr"]) for g in optimizer.param_groups], total_steps=60, cycle_momentum=False
+        optimizer, [2 * float(g["lr"]) for g in optimizer.param_groups], total_steps=80, cycle_momentum=False
     ),
 }
 # What happens between two calls, beside `flush`. The former make a step drop its graphs, or capture others.

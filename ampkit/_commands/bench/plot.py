@@ -9,10 +9,11 @@ from .report import Figures, FiguresError, Result, Row, by_model, cases
 
 _SWEEP = 3  # if a model has this many batch sizes or more, lines are drawn instead of bars
 
-# In a text column of 740 pixels, that of the documentation, this font is 12 pixels high.
-_WIDTH = 9.0  # inches
+# In a text column of 740 pixels, that of the documentation, the letters of lines are 12 pixels high. Bars are narrower,
+# so that their letters are as high on a phone.
+_WIDTH, _WIDTH_OF_BARS = 9.0, 5.2  # inches
 _DPI = 160
-_FONT = 11
+_FONT, _FONT_OF_BARS = 11, 9
 
 
 def figure_class(path: Path) -> Any:
@@ -44,92 +45,105 @@ def draw(figures: Figures, path: Path) -> None:
     models = [group for _, group in by_model(figures.results)]
     if not any(row.ms is not None for result in figures.results for row in result.rows):
         raise FiguresError("there is nothing to plot: no variant has a time.")
-    swept = any(len(group) >= _SWEEP for group in models)
-    panels = [
-        panel
-        for panel in (_LINES if swept else _BARS)
-        if any(panel.has(result, row) for result, row in cases(figures.results))
-    ]
     variants = list({row.variant: row.label for _, row in cases(figures.results)}.items())
-    make_figure = figure_class(path)
-    if swept:
-        figure = make_figure(figsize=(_WIDTH, 2.7 * len(panels) + 1), dpi=_DPI, layout="constrained")
-        grid = figure.subplots(len(panels), len(models), squeeze=False, sharey="row")
-        for panel, axes_of_panel in zip(panels, grid, strict=True):
-            for axes, group in zip(axes_of_panel, models, strict=True):
-                _draw_lines(axes, panel, group, variants)
-    else:
-        results = [result for group in models for result in group]
-        height = len(results) * (0.32 * len(variants) + 0.95) + 1
-        figure = make_figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
-        widths = [panel.width for panel in panels]
-        grid = figure.subplots(len(results), len(panels), squeeze=False, sharey=True, width_ratios=widths)
-        for result, axes_of_result in zip(results, grid, strict=True):
-            for axes, panel in zip(axes_of_result, panels, strict=True):
-                _draw_bars(axes, panel, result, variants)
+    swept = any(len(group) >= _SWEEP for group in models)
+    figure, grid = (_lines if swept else _bars)(figure_class(path), models, variants)
+    font = _FONT if swept else _FONT_OF_BARS
     setting = figures.setting
     where = f"{setting['device']}, torch {setting['torch']}, {setting['date']}"
-    figure.suptitle(f"One training step, {where}", fontsize=_FONT)
+    what = "" if swept else "\nmilliseconds, times as fast as torch AMP, peak device memory"
+    figure.suptitle(f"One training step, {where}{what}", fontsize=font)
     handles, names = _legend_entries(grid)
     bare = any("(*)" in label for _, label in variants)
     footnote = "(*) the kernels alone: no clipping, no schedule, no input" if bare else None
     if names or footnote:
         columns = max(1, min(len(names), 2))
         place = {"loc": "outside lower center", "ncols": columns}
-        figure.legend(handles, names, title=footnote, title_fontsize=_FONT, fontsize=_FONT, **place)
+        figure.legend(handles, names, title=footnote, title_fontsize=font, fontsize=font, **place)
     figure.savefig(path)
+
+
+def _lines(make_figure: Any, models: Sequence[Sequence[Result]], variants: Sequence[tuple[str, str]]) -> Any:
+    """Return a figure with a column of lines for each model, and its axes."""
+    measured = [case for group in models for case in cases(group)]
+    panels = [panel for panel in _PANELS if any(panel.value(*case) is not None for case in measured)]
+    figure = make_figure(figsize=(_WIDTH, 2.7 * len(panels) + 1), dpi=_DPI, layout="constrained")
+    grid = figure.subplots(len(panels), len(models), squeeze=False, sharey="row")
+    for panel, axes_of_panel in zip(panels, grid, strict=True):
+        for axes, group in zip(axes_of_panel, models, strict=True):
+            _draw_lines(axes, panel, group, variants)
+    return figure, grid
+
+
+def _bars(make_figure: Any, models: Sequence[Sequence[Result]], variants: Sequence[tuple[str, str]]) -> Any:
+    """Return a figure with bars for each result, one below the other, and its axes."""
+    results = [result for group in models for result in group]
+    height = len(results) * (0.36 * len(variants) + 0.75) + 0.8
+    figure = make_figure(figsize=(_WIDTH_OF_BARS, height), dpi=_DPI, layout="constrained")
+    grid = figure.subplots(len(results), 1, squeeze=False)
+    for result, axes in zip(results, grid[:, 0], strict=True):
+        _draw_bars(axes, result, variants)
+    return figure, grid
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One quantity to draw."""
+    """One quantity to draw as lines."""
 
     unit: str
     value: Callable[[Result, Row], float | None]
     linear: bool = False
-    width: float = 1.0  # of bars, beside the other quantities
-
-    def has(self, result: Result, row: Row) -> bool:
-        return self.value(result, row) is not None
 
 
-_TIME = _Panel("ms per step", lambda _, row: row.ms, width=1.6)
-_MEMORY = _Panel("peak device memory, MiB", lambda _, row: row.peak_mib)
-_RATIO = _Panel("times faster than torch AMP, eager", lambda result, row: result.ratio(row), linear=True)
-_BARS = [_TIME, _MEMORY]
-_LINES = [_TIME, _RATIO, _MEMORY]
+_PANELS = [
+    _Panel("ms per step", lambda _, row: row.ms),
+    _Panel("times faster than torch AMP, eager", lambda result, row: result.ratio(row), linear=True),
+    _Panel("peak device memory, MiB", lambda _, row: row.peak_mib),
+]
 
 
-def _draw_bars(axes: Any, panel: _Panel, result: Result, variants: Sequence[tuple[str, str]]) -> None:
+def _draw_bars(axes: Any, result: Result, variants: Sequence[tuple[str, str]]) -> None:
+    """Draw a bar of time for each variant. Above it stand its name, and in numbers what was measured."""
     rows = {row.variant: row for row in result.rows}
-    ends = [0.0]
-    for i, (key, _) in enumerate(variants):
+    right = axes.get_yaxis_transform()  # from 0 to 1 to the right, in rows downwards
+    for i, (key, label) in enumerate(variants):
         row = rows.get(key)
-        value = None if row is None else panel.value(result, row)
-        if row is None or value is None:
-            axes.text(0, i, " not measured" if row is None or not row.error else " failed", va="center", fontsize=_FONT)
-            continue
-        ends.append(end := _draw_bar(axes, panel, i, row, value))
-        ratio = result.ratio(row) if panel is _TIME else None
-        number = f"{value:.3g}" if value < 100 else f"{value:.0f}"
-        axes.text(end, i, f" {number}" + (f", {ratio:.1f}x" if ratio else ""), va="center", fontsize=_FONT)
-    axes.set_yticks(range(len(variants)), [label for _, label in variants], fontsize=_FONT)
-    axes.set_ylim(len(variants) - 0.5, -0.5)
-    axes.set_xlim(0, 1.42 * max(ends) or 1.0)
-    axes.set_xlabel(panel.unit, fontsize=_FONT)
-    axes.set_title(f"{result.model}, batch {result.batch}", fontsize=_FONT)
+        axes.text(0, i - 0.28, label, va="bottom", fontsize=_FONT_OF_BARS)
+        numbers = _numbers(result, row)
+        axes.text(1, i - 0.28, numbers, va="bottom", ha="right", transform=right, fontsize=_FONT_OF_BARS)
+        if row is not None and row.ms is not None:
+            _draw_bar(axes, i, row, row.ms)
+    axes.set_yticks([])
+    axes.set_ylim(len(variants) - 0.6, -0.85)
+    axes.set_xlim(left=0)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=_FONT_OF_BARS)
+    axes.set_xlabel("ms per step", fontsize=_FONT_OF_BARS)
+    axes.set_title(f"{result.model}, batch {result.batch}", loc="left", weight="bold", fontsize=_FONT_OF_BARS)
 
 
-def _draw_bar(axes: Any, panel: _Panel, i: int, row: Row, value: float) -> float:
-    """Draw one bar and return where it ends. A bar of time also shows the spread, and how long the GPU is busy."""
-    if panel is not _TIME or row.fastest is None or row.slowest is None:
-        axes.barh(i, value, color="tab:green", alpha=0.6)
-        return value
-    spread = [[value - row.fastest], [row.slowest - value]]
-    axes.barh(i, value, xerr=spread, capsize=3, color="tab:blue", alpha=0.35, label="step, fastest to slowest repeat")
+def _numbers(result: Result, row: Row | None) -> str:
+    if row is None or row.ms is None:
+        return "not measured" if row is None or not row.error else "failed"
+    ratio = result.ratio(row)
+    parts = [
+        f"{row.ms:.3g} ms" if row.ms < 100 else f"{row.ms:.0f} ms",
+        f"{ratio:.1f}x" if ratio else "",
+        f"{row.peak_mib:.0f} MiB" if row.peak_mib is not None else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _draw_bar(axes: Any, i: int, row: Row, ms: float) -> None:
+    """Draw a bar of time, with the spread over the repeats, and how long the GPU is busy."""
+    place = {"y": i, "height": 0.4, "color": "tab:blue"}
+    if row.fastest is None or row.slowest is None:
+        axes.barh(width=ms, alpha=0.35, label="step", **place)
+    else:
+        spread = [[ms - row.fastest], [row.slowest - ms]]
+        axes.barh(width=ms, xerr=spread, capsize=2, alpha=0.35, label="step, fastest to slowest repeat", **place)
     if row.busy_ms is not None:
-        axes.barh(i, min(row.busy_ms, value), height=0.4, color="tab:blue", label="GPU busy")
-    return row.slowest
+        axes.barh(width=min(row.busy_ms, ms), label="GPU busy", **{**place, "height": 0.22})
 
 
 def _draw_lines(axes: Any, panel: _Panel, group: Sequence[Result], variants: Sequence[tuple[str, str]]) -> None:

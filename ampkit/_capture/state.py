@@ -160,6 +160,8 @@ class TrainingState:
         scaler: the gradient scaler, or None.
         own: tensors of ampkit's own that a step changes, by name; may grow.
         finds_gradients: whether `param.grad` may hold something when the step begins.
+        bare: a module whose parameters have no gradients when a call begins; None if there is none. Gradients that a
+            backward of the caller's has left there are cleared.
         sees_hooks: whether graphs contain what hooks of the modules and their parameters do.
         rates: of the optimizers.
         eager_optimizers: further optimizers that steps call, and that no graph can hold.
@@ -174,6 +176,7 @@ class TrainingState:
         *,
         own: dict[str, Tensor] | None = None,
         finds_gradients: bool = False,
+        bare: nn.Module | None = None,
         sees_hooks: bool = True,
         rates: Sequence[Rates] = (),
         eager_optimizers: Sequence[torch.optim.Optimizer] = (),
@@ -191,6 +194,7 @@ class TrainingState:
             self.optimizers,
             scaler,
             finds_gradients=finds_gradients,
+            bare=bare,
             sees_hooks=sees_hooks,
             rates=rates,
             describe=_generation,

@@ -201,6 +201,7 @@ class Look:
         optimizers: see `TrainingState`.
         scaler: see `TrainingState`.
         finds_gradients: see `TrainingState`.
+        bare: parameters that have no gradient.
         held: whether graphs hold all numbers of the optimizers as constants.
         sees_hooks: see `TrainingState`.
         attributes: which attributes of the modules are compared.
@@ -223,13 +224,14 @@ class Look:
         scaler: Scaler | None,
         *,
         finds_gradients: bool,
+        bare: Sequence[Tensor],
         held: bool,
         sees_hooks: bool,
         attributes: Attributes,
     ) -> None:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
-        self._finds_gradients = finds_gradients
+        self._finds_gradients, self._bare = finds_gradients, bare
         self.layouts = walk.layouts()
         # One call of C in place of several per tensor. It sees no `requires_grad` where gradients are off, and of
         # DTensors it is given the parts.
@@ -280,6 +282,7 @@ class Look:
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
             and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
+            and not gradients(self._bare)
         )
 
     def _layouts_are_same(self) -> bool:
@@ -359,6 +362,7 @@ class StateWatch(Generic[_G]):
         optimizers: see `TrainingState`.
         scaler: see `TrainingState`.
         finds_gradients: see `TrainingState`.
+        bare: see `TrainingState`.
         sees_hooks: see `TrainingState`.
         rates: see `TrainingState`.
         describe: `describe(look)` returns what stands for the state that was looked at.
@@ -374,13 +378,14 @@ class StateWatch(Generic[_G]):
         scaler: Scaler | None,
         *,
         finds_gradients: bool,
+        bare: nn.Module | None,
         sees_hooks: bool,
         rates: Sequence[Rates],
         describe: Callable[[Look], _G],
     ) -> None:
         self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
-        self._sees_hooks = sees_hooks
+        self._bare, self._sees_hooks = bare, sees_hooks
         self.attributes: Attributes = Attributes()
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
@@ -427,11 +432,15 @@ class StateWatch(Generic[_G]):
         if self._walk is None or len(self._modules) != self._walked or not self._walk.is_current():
             self._walk, self._walked = Walk(self._modules), len(self._modules)
         with without_torch_function():
+            bare = [] if self._bare is None else list(self._bare.parameters())
+            for param in bare:
+                param.grad = None
             look = Look(
                 self._walk,
                 self._optimizers,
                 self._scaler,
                 finds_gradients=self._finds_gradients,
+                bare=bare,
                 held=self._held,
                 sees_hooks=self._sees_hooks,
                 attributes=self.attributes,
@@ -453,12 +462,15 @@ def packs_saved_tensors() -> bool:
     return hooks is not None and not is_of_torch(hooks[0])
 
 
+def gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradient of each tensor, [] if none of them has one. No Python code runs for each of them."""
+    found = list(map(_gradient, tensors))
+    return found if any(map(operator.is_not, found, repeat(None))) else []
+
+
 def gradient_addresses(tensors: list[Tensor]) -> list[int]:
     """Return [] if there is no gradient, else an address per tensor, 0 for a tensor without gradient."""
-    found = list(map(_gradient, tensors))
-    if not any(map(operator.is_not, found, repeat(None))):
-        return []
-    return [0 if gradient is None else local_shard(gradient).data_ptr() for gradient in found]
+    return [0 if gradient is None else local_shard(gradient).data_ptr() for gradient in gradients(tensors)]
 
 
 def own_values(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -219,7 +219,8 @@ class TrainingStep:
     def state(self, modules: dict[str, nn.Module]) -> TrainingState:
         """Return the state that a call changes, of the model and other modules by the name in messages."""
         optimizers, rates = ([], []) if self._place.behind else ([self._optimizer], [self.groups])
-        state = TrainingState(modules, optimizers, self.scaler, own=self.gradients, rates=rates)
+        # An eager call clears the gradients that it finds, and a replay would leave them.
+        state = TrainingState(modules, optimizers, self.scaler, own=self.gradients, bare=self._model, rates=rates)
         self._place.join_later(state)
         return state
 

@@ -1,10 +1,11 @@
 """The tape stands for a CUDA graph on the CPU: it freezes the host, and nothing else."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
-from harness import assert_same, make_batches, make_net, training_state
+from harness import assert_same, boosted_loss, deterministic, make_batches, make_net, training_state
 from tape import taped
 from torch import Tensor
 from torch.nn import functional as F
@@ -52,3 +53,42 @@ def test_a_number_of_the_host_is_frozen(graph: str) -> None:
     with taped():
         train("emulate", factor)
     assert len(asked) < 8  # in warm-up calls and the capture alone
+
+
+WAYS = ["call", "accumulate", "scan", "window"]  # a tape runs what it records, for which a stack has no values yet
+
+
+@pytest.mark.parametrize(
+    ("graph", "way"),
+    [*[("tape", way) for way in WAYS[:2]], *[pytest.param("cuda", way, marks=pytest.mark.cuda) for way in WAYS]],
+)
+def test_gradients_of_the_caller_are_gone(graph: str, way: str) -> None:
+    """A backward of your own between calls leaves gradients. A replay clears them, as an eager call does."""
+    device = "cuda" if graph == "cuda" else "cpu"
+    batches = make_batches(device, [4] * 24)
+
+    def run(mode: str) -> tuple[list[object], ampkit.Report]:
+        model = make_net(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        size = 1 if way in ("call", "scan") else 2
+        step = ampkit.graphed_step(boosted_loss, model, optimizer, accumulate=size, max_norm=1.0, graph=mode)
+        seen: list[object] = []
+        count = 1 if way in ("call", "accumulate") else 2
+        for i in range(0, len(batches), count):
+            model.eval()  # so that the statistics of batch norm stay as they are
+            F.cross_entropy(model(batches[i][0]), batches[i][1]).backward()
+            seen.append([param.grad.clone() for param in model.parameters()])
+            model.train()
+            if count == 1:
+                step(*batches[i])
+            else:
+                getattr(step, way)(*map(torch.stack, zip(*batches[i : i + count], strict=True)))
+            assert all(param.grad is None for param in model.parameters())
+        return [seen, training_state(model, optimizer, step.scaler)], step.report()
+
+    with deterministic():
+        expected, _ = run("off")
+        with nullcontext() if graph == "cuda" else taped():
+            found, report = run("auto" if graph == "cuda" else "emulate")
+    assert report.replays + report.scanned >= 4
+    assert_same(found, expected)

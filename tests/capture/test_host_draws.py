@@ -295,6 +295,7 @@ def test_other_draws_stay_refused(engine: Engine, kind: type[Layers]) -> None:
         assert any(marked in str(warning.message) for warning in caught)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"policy": "float16"}, {"verify": 3}, {"warmup": 5}], ids=str)
 def test_with_options(engine: Engine, options: dict[str, Any]) -> None:
@@ -405,6 +406,7 @@ def test_too_many_outcomes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     assert report.replays > 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decide", ["rand([]) < p", "bernoulli", "1 - p < item()"])
 def test_a_rate_that_changes(engine: Engine, decide: str) -> None:

@@ -116,6 +116,7 @@ def test_clipping_of_float16_is_that_of_lightning(tmp_path: Path, accumulate: in
     assert plain.state()["loss scale"] == ours.state()["loss scale"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_clipping_by_value_equals_lightning(engine: Engine, tmp_path: Path, kind: str) -> None:
@@ -262,6 +263,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.filterwarnings("ignore:AmpkitCallback. param_groups.0...betas..")
@@ -494,6 +496,7 @@ LEFT_TO_LIGHTNING = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "options", "message"), every(3, LEFT_TO_LIGHTNING), ids=[case[2][:30] for case in LEFT_TO_LIGHTNING]
 )
@@ -521,6 +524,7 @@ def adafactor(params: Any) -> torch.optim.Optimizer:
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 
 
+@pytest.mark.sampled(2)
 # With a loss scale, this optimizer can only be skipped by the host, as without ampkit.
 @pytest.mark.filterwarnings("ignore:.*Adafactor keeps its step count on the host:ampkit.AmpkitWarning")
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def test_what_uses_no_gradients_is_captured(tmp_path: Path) -> None:
     assert_same_runs(fit(tmp_path / "plain", "cpu", None, make=Averages, callbacks=[TrainsAProbe()]), ours)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "accumulate"), [(kind, n) for kind in ("32-true", "16-mixed") for n in (1, 3)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_hook_is_called_as_ever(engine: Engine, tmp_path: Path, kind: str, accumulate: int) -> None:

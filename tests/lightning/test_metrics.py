@@ -75,6 +75,7 @@ def test_metrics_without_a_loss_scale() -> None:
     assert step.metrics()["replay_share"] == 0.25
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("accumulate", "how"), [(1, "scan"), (2, "scan"), (20, "window")])
 def test_calls_of_scan_and_window_count(accumulate: int, how: str) -> None:
     """Each slice is a call: the share counts those that a launch of many calls has done."""

@@ -644,6 +644,7 @@ def test_in_a_captured_step(engine, options, with_setup):
     assert_same(*trained)
 
 
+@pytest.mark.sampled(2)
 # torch._dynamo makes an instance itself, also for a plain Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("with_setup", [False, True])

@@ -179,6 +179,7 @@ EXPECTED = {  # of a ResNet-50 and of an encoder under float16 on CUDA: inputs b
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", ["resnet50", "encoder", "vit"])
 def test_cuda_without_gpu(name, training):
@@ -390,6 +391,7 @@ def test_wrong_argument(kwargs):
         ampkit.explain(nn.Linear(4, 4), torch.randn(2, 4), **kwargs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("columns", [72, 80, 100, 160])
 def test_table_fits_the_terminal(columns, monkeypatch):
     """No line is wider; repeated blocks are one row; what is hidden is said; all=True hides nothing."""

@@ -152,6 +152,7 @@ def trained(engine: Engine, ahead: dict[int, str], **options: Any) -> tuple[list
     return history, step
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("options", [{}, {"verify": 3}, {"policy": "bfloat16"}], ids=["plain", "verified", "bf16"])
 def test_a_captured_step_has_the_bits_of_an_eager_one(engine: Engine, options: dict[str, Any]) -> None:

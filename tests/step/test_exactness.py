@@ -1,7 +1,7 @@
 """Exactness as a property: random training set-ups, graphed and eager, agree bit by bit after every call."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,11 @@ from setups import HandTraining, Setup, StepTraining, draw
 import ampkit
 
 SEEDS = {"cpu": range(240), "cuda": range(70)}
-QUICK = {"cpu": range(61, 87), "cuda": range(70)}  # the seeds that are not slow; they draw every value, too
+# The seeds that are not slow: those on the CPU are few that draw every value.
+QUICK = {
+    "cpu": [43, 65, 67, 69, 115, 116, 127, 128, 131, 168, 177, 190, 198, 214, 221],
+    "cuda": range(70),
+}
 GRAPHS = {"cpu": "emulate", "cuda": "auto"}
 
 
@@ -139,7 +143,7 @@ def set_random_states(states: list[torch.Tensor], device: str) -> None:
 
 @pytest.mark.parametrize("seeds", [SEEDS, QUICK], ids=["all", "quick"])
 @pytest.mark.parametrize("device", SEEDS)
-def test_every_value_is_drawn(device: str, seeds: dict[str, range]) -> None:
+def test_every_value_is_drawn(device: str, seeds: dict[str, Sequence[int]]) -> None:
     """The set-ups leave out no model, optimizer, policy, option or event, alone or against the loop of torch."""
     found = {pair for seed in seeds[device] for pair in setups.axis_values(draw(seed, device))}
     expected = {

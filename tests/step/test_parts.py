@@ -440,6 +440,7 @@ def constant_trajectory(
     return history, step, replays
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CONSTANT)
 @pytest.mark.parametrize(

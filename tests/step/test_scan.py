@@ -117,6 +117,7 @@ def test_every_call_a_scan_of_one_length(engine: Engine, length: int) -> None:
     assert (run.step.report().launches > 0) == (length > 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rate", ["tensor", "tensor on the host"])
 @pytest.mark.parametrize("scheduled", [True, False])

@@ -48,12 +48,14 @@ def outputs_of(training: scan_setups.ScanTraining, piece: scan_setups.Piece) -> 
     return {key: out[key] for key in ("loss", "aux")} if "flush" in piece.actions else out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("seed", "device"), setups.seed_params(SEEDS, QUICK))
 def test_random_setups(seed: int, device: str) -> None:
     """R11: scans of random lengths, between and within windows, leave the bits of eager single calls after each."""
     check(*scan_setups.draw_scans(seed, device))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("seed", "device"), setups.seed_params(WINDOW_SEEDS, QUICK))
 def test_random_windows(seed: int, device: str) -> None:
     """R12: optimizer steps given as windows, short ones too, leave the bits of eager single calls after each."""

@@ -809,6 +809,7 @@ def test_how_the_time_is_shared(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     assert clock.seconds == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("model", ["item", "graph network"])
 @pytest.mark.parametrize(("factor", "outcome"), [(1.1, "eager"), (0.9, "in parts")])

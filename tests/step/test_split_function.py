@@ -246,6 +246,7 @@ def reads_first(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor, *, chang
     return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", ["mode", "freeze", "strides", "weights"])
 def test_what_a_line_of_the_step_changes_before_a_call(engine: Engine, change: str) -> None:

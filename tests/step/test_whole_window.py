@@ -103,6 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", few(CASES, ("float32", "norm, average", "float16, all", "one")))
 def test_equals_single_calls(engine: Engine, case: str) -> None:

@@ -27,6 +27,7 @@ def assert_captured(row: dict[str, Any]) -> None:
     assert (row["bits"], row["differing"], row["deterministic"]) == ("equal", [], True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", QUICK)
 def test_rows_of_torch(name: str) -> None:
     assert_captured(measure(name))

@@ -2,28 +2,27 @@
 
 import operator
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import chain
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .._user_line import NOT_THE_USERS, TORCH
+from .contents import Holder, holders, holds_others, is_number, is_plain
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
 # DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
 _NOT_COMPARED = ("torch.nn.parallel.", "torchmetrics.")
 _KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, type, Enum, Tensor)
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,15 @@ class _Names:
         """Return whether attributes of this name are compared in modules of this class."""
         return name in self.of_all or name in self.of_class.get(kind, ())
 
+    def has_somewhere(self, name: str) -> bool:
+        """Return whether code of any class reads something by this name."""
+        return name in self.of_all or any(name in names for names in self.of_class.values())
+
+    def has_all(self, kind: type, text: str) -> bool:
+        """Return whether what is written so, such as `config.depth`, is compared in modules of this class."""
+        name, *inside = _IDENTIFIER.findall(text)
+        return self.has(kind, name) and all(map(self.has_somewhere, inside))
+
 
 @dataclass(frozen=True, eq=False)
 class AttributeValues:
@@ -52,8 +60,8 @@ class AttributeValues:
     Attributes:
         names: the attributes that were looked at.
         kinds: the class of each module.
-        found: by the place of the module and the attribute: a number, text or function itself, a weak reference of a
-            tensor, and the type of any other object.
+        found: by the place of the module and how the attribute is written (`p`, `config.depth`): a number, text or
+            function itself, a weak reference of a tensor, and the type of any other object.
         paths: returns the path of each module.
     """
 
@@ -80,7 +88,7 @@ class AttributeValues:
         for key in {**self.found, **other.found}:
             place, name = key
             both = place < min(len(self.kinds), len(other.kinds)) and all(
-                values.names.has(values.kinds[place], name) for values in (self, other)
+                values.names.has_all(values.kinds[place], name) for values in (self, other)
             )
             if both and not _are_same(self.found.get(key, _ABSENT), other.found.get(key, _ABSENT)):
                 yield key
@@ -108,6 +116,7 @@ class Attributes:
     def noting(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Context for a step, whose code tells which attributes of these modules are compared from then on."""
         before = [dict(vars(module)) for module in modules]
+        inside = [(holder, name, holder.copy()) for name, holder in _all_holders(modules)]
         code: set[CodeType] = set()
 
         def note(frame: FrameType, event: str, arg: object) -> None:
@@ -127,7 +136,12 @@ class Attributes:
             code.update(chain.from_iterable(methods.values()))
         for old, module in zip(before, modules, strict=True):
             now = vars(module)
-            self._left_out.update(key for key in {**old, **now} if old.get(key, old) is not now.get(key, old))
+            self._left_out.update(_changed(old, now))
+        for holder, name, was in inside:
+            if isinstance(was, dict):
+                self._left_out.update(key if isinstance(key, str) else name for key in _changed(was, holder.table))
+            elif len(was) != len(holder.table) or not all(map(operator.is_, was, holder.table)):
+                self._left_out.add(name)
         # The methods of a module that has others inside may read attributes of those.
         outer = {type(module) for module in modules if any(True for _ in module.children())}
         leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
@@ -149,30 +163,55 @@ class Attributes:
 
     def values(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> AttributeValues:
         """Return the values that these modules have now."""
-        found = {
-            (place, name): _noted(value) if _is_plain(value) else type(value)
-            for place, module in enumerate(modules)
-            for name, value in self._compared(module)
-        }
+        found: dict[tuple[int, str], Any] = {}
+        seen: set[int] = set()
+        for place, module in enumerate(modules):
+            for name, value in self._compared(module):
+                found[place, name] = _noted(value) if is_plain(value) else type(value)
+                for holder in self._holders(value, seen):
+                    texts = zip(holder.keys, holder.texts, strict=True)
+                    found.update({(place, name + text): _noted(holder.table[key]) for key, text in texts})
         return AttributeValues(self.names, list(map(type, modules)), found, paths)
 
     def readers(self, modules: Sequence[nn.Module]) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Return functions that read these attributes, and the `__dict__` to pass to each of them.
+        """Return functions that read these attributes and what is in them, and the table to pass to each of them.
 
         A function returns a tuple. It raises a `KeyError` if an attribute is gone.
         """
         getters: list[Any] = []
-        tables: list[dict[str, Any]] = []
+        tables: list[Any] = []
+        seen: set[int] = set()
         for module in modules:
-            keys = [name for name, value in self._compared(module) if _is_plain(value)]
-            if keys:  # with two keys, it returns a tuple
-                getters.append(operator.itemgetter(*keys, keys[0]))
+            keys: list[str] = []
+            for name, value in self._compared(module):
+                # What holds others is another object where a whole configuration was replaced.
+                keys += [name] if is_plain(value) or holds_others(value) else []
+                for holder in self._holders(value, seen):
+                    if read := [*holder.keys, *holder.inner]:
+                        getters.append(tuple if isinstance(holder.table, list) else _getter(read))
+                        tables.append(holder.table)
+            if keys:
+                getters.append(_getter(keys))
                 tables.append(vars(module))
         return getters, tables
 
-    def tables(self, modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-        """Return the `__dict__` of each module in which another attribute may hide one of the class."""
-        return [vars(module) for module in modules if self._is_compared(module)] if self.names.of_all else []
+    def tables(self, modules: Sequence[nn.Module]) -> list[Any]:
+        """Return what may get a further entry that counts: the `__dict__` of modules, where it may hide an attribute of
+        the class, and what is in attributes."""
+        if not self.names.of_all:
+            return []
+        compared = [module for module in modules if self._is_compared(module)]
+        seen: set[int] = set()
+        inside = (
+            holder
+            for module in compared
+            for _, value in self._compared(module)
+            for holder in self._holders(value, seen)
+        )
+        return [*map(vars, compared), *[holder.table for holder in inside]]
+
+    def _holders(self, value: Any, seen: set[int]) -> Iterator[Holder]:
+        return iter(()) if is_plain(value) else holders(value, self.names.has_somewhere, seen)
 
     def _compared(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         if self._is_compared(module):
@@ -204,10 +243,24 @@ def _methods(kind: type) -> Iterator[CodeType]:
                 yield function.__code__
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, (*_NUMBERS, *_BY_IDENTITY))
+def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:
+    """Yield the keys whose value is another object now."""
+    return (key for key in {**before, **now} if before.get(key, before) is not now.get(key, before))
+
+
+def _all_holders(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Holder]]:
+    """Yield what is in the attributes of these modules, and by which name the code that changes it reads it."""
+    seen: set[int] = set()
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if name not in _KEPT_ELSEWHERE and not is_plain(value):
+                for holder in holders(value, lambda _: True, seen):
+                    yield _IDENTIFIER.findall(name + holder.path)[-1], holder
+
+
+def _getter(keys: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what reads the entries with these keys, one at least, as a tuple."""
+    return operator.itemgetter(*keys, keys[0])  # of two keys, it is one
 
 
 def _noted(value: Any) -> Any:
@@ -227,7 +280,7 @@ def _are_same(old: Any, now: Any) -> bool:
         return len(old) == len(now) and all(map(_are_same, old, now))
     if isinstance(old, (float, complex)):
         return repr(old) == repr(now)  # 0.0 and -0.0 are equal, and nan is not
-    return isinstance(old, (*_NUMBERS, MethodType)) and bool(old == now)
+    return is_number(old) and bool(old == now)
 
 
 _ABSENT = object()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._capture.contents import holders, holds_others
 from .._capture.inputs import Constant
 from .._capture.variation import Part
 from .._torch.tree import tree_flatten
@@ -52,7 +53,12 @@ class HostReads:
     def __init__(self, module: nn.Module, base: type, method: str = "training_step") -> None:
         self._module = module
         self._method = method
-        readers = _attribute_readers(type(module), method, base)
+        readers: dict[str, str] = {}  # by attribute, which of the functions reads it
+        texts: set[str] = set()
+        for function in _reached(type(module), method, base):
+            for attribute in _attributes(function.__code__):
+                readers.setdefault(attribute, function.__qualname__)
+            texts.update(_texts(function.__code__))
         self.problem = ""
         changing = next((name for name in _CHANGING if name in readers), None)
         if changing is not None:
@@ -60,6 +66,7 @@ class HostReads:
             self.problem = f"{frozen} {_CHANGING[changing].format(HOOK_BEHIND[method])}"
         self._reads_epoch = "current_epoch" in readers
         self._reads_hparams = "hparams" in readers
+        self._names = texts.union(readers)
         self._attributes = [name for name in readers if name != "training"]  # the engine knows the mode of each module
         self._last: tuple[tuple[str, Hashable], ...] = ()
         self._changes = 0
@@ -68,10 +75,16 @@ class HostReads:
     def parts(self, epoch: int) -> list[Part]:
         """Return the values that the code may read now, with names: numbers, strings and tensors.
 
-        They are those of attributes and, if the code reads `self.hparams`, all that are in there.
+        They are those of attributes, the numbers and strings in objects, lists and dicts that are attributes
+        (`self.config.beta`) and, if the code reads `self.hparams`, all that are in there.
         """
         attributes = vars(self._module)
         read = [(name, attributes[name]) for name in self._attributes if name in attributes]
+        seen: set[int] = set()
+        for name, value in [pair for pair in read if holds_others(pair[1])]:
+            for holder in holders(value, self._names.__contains__, seen):
+                inside = [(name + text, holder.table[key]) for key, text in zip(holder.keys, holder.texts, strict=True)]
+                read += [(text, entry) for text, entry in inside if isinstance(entry, _SCALARS)]
         hparams = self._module.hparams if self._reads_hparams else None
         if isinstance(hparams, dict):
             read += [(f"hparams.{name}", value) for name, value in hparams.items()]
@@ -252,23 +265,26 @@ for _name in (*_OTHERS.split(), *_ARITHMETIC.split(), *(f"r{word}" for word in _
 # ------------------------------------------------------------------------------------------------------------ bytecode
 
 
-def _attribute_readers(cls: type, method: str, base: type) -> dict[str, str]:
-    """Return the attributes that a method reads, also through other methods, each with the name of one that reads it.
+def _reached(cls: type, method: str, base: type) -> Iterator[Any]:
+    """Yield the functions of a class that a method may call: those whose name it reads, and so on, itself first.
 
     An attribute of any object counts, since bytecode does not say whose it is.
     """
     classes = [parent for parent in cls.__mro__ if parent not in base.__mro__]
-    readers: dict[str, str] = {}
     to_search, seen = [method], {method}
     while to_search:
         name = to_search.pop()
         for function in filter(None, (_function(vars(parent).get(name)) for parent in classes)):
-            for attribute in _attributes(function.__code__):
-                readers.setdefault(attribute, function.__qualname__)
-                if attribute not in seen:
-                    seen.add(attribute)
-                    to_search.append(attribute)
-    return readers
+            yield function
+            found = dict.fromkeys(_attributes(function.__code__))
+            to_search += [attribute for attribute in found if attribute not in seen]
+            seen.update(found)
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    """Yield the texts in the code, among which are the keys by which it reads dicts."""
+    for part in _codes(code):
+        yield from (text for text in part.co_consts if isinstance(text, str))
 
 
 def _function(member: Any) -> Any:

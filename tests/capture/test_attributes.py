@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,115 @@ def test_what_is_not_a_change(engine: Engine) -> None:
     ]
     found, step = train(Net(device), device, graph, changes)
     assert (step.report().captures, step.report().replays) == (1, len(found) - 3)
+
+
+class Configured(nn.Module):
+    """A model that computes with what is in its configuration."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner = SimpleNamespace(power=2.0, unread=0)
+        self.config = SimpleNamespace(scale=1.0, inner=inner, unread=0, calls=0, activation=F.relu)
+        self.settings: dict[str, Any] = {"shift": 0.5, "deep": {"factor": 2.0}, "unread": 0}
+        self.by_layer = {0: 1.0, 1: 0.5}
+        self.powers = [1, 2]
+        self.seen: list[int] = []
+        self.kept: list[Tensor] = []
+        self.meter = SimpleNamespace(total=0.0, count=0)
+        self.first = Part(self.config)
+        self.last = nn.Linear(4, 2)
+        self.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.calls += 1
+        self.seen.append(len(self.seen))
+        out = self.config.activation(self.first(x)) * self.settings["deep"]["factor"] + self.settings["shift"]
+        out = sum((out**power for power in self.powers), out * self.settings.get("extra", 0.0))
+        for factor in self.by_layer.values():
+            out = out * factor
+        return self.last(out).square().mean()
+
+
+class Part(nn.Module):
+    """Shares the configuration of the model."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.linear = config, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.config.scale).abs() ** self.config.inner.power
+
+
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "object": lambda model: setattr(model.config, "scale", 0.5),
+    "object in an object": lambda model: setattr(model.config.inner, "power", 3.0),
+    "another object in it": lambda model: setattr(model.config, "inner", SimpleNamespace(power=1.5)),
+    "function in an object": lambda model: setattr(model.config, "activation", F.gelu),
+    "another configuration of a part": lambda model: setattr(
+        model.first, "config", SimpleNamespace(scale=0.25, inner=SimpleNamespace(power=1.0))
+    ),
+    "dict": lambda model: model.settings.update(shift=1.5),
+    "dict in a dict": lambda model: model.settings["deep"].update(factor=0.5),
+    "new entry": lambda model: model.settings.update(extra=1.0),
+    "list": lambda model: model.powers.__setitem__(1, 3),
+    "longer list": lambda model: model.powers.append(3),
+    "numbers as keys": lambda model: model.by_layer.update({1: 0.25}),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("change", few(INSIDE, ("object in an object", "new entry", "longer list")))
+def test_a_change_inside_is_noticed(change: str, engine: Engine) -> None:
+    """R7: what objects, dicts and lists hold that modules have as attributes, and that the step reads by name."""
+    device, graph = engine
+    expected, _ = train(Configured(device), device, "off", [INSIDE[change]])
+    found, step = train(Configured(device), device, graph, [INSIDE[change]])
+    assert_same(expected, found)
+    report = step.report()
+    assert (report.captures, report.graphs, report.replays) == (2, 2, 3 + 3), report
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_no_change_inside(engine: Engine) -> None:
+    """What the step does not read, or changes itself; equal values in other objects; tensors in a list; a meter."""
+    device, graph = engine
+
+    def meter(model: Any) -> None:
+        model.meter.total, model.meter.count = model.meter.total + 1.0, model.meter.count + 1
+
+    changes: list[Callable[[Any], Any]] = [
+        lambda model: setattr(model.config, "unread", 1),
+        lambda model: setattr(model.config.inner, "unread", 1),
+        lambda model: setattr(model.config, "calls", 100),
+        lambda model: model.settings.update(unread=1),
+        lambda model: model.seen.clear(),
+        lambda model: model.kept.append(torch.ones(2)),
+        lambda model: setattr(model, "powers", [1, 2]),
+        lambda model: setattr(model, "settings", {"shift": 0.5, "deep": {"factor": 2.0}}),
+        meter,
+    ]
+    found, step = train(Configured(device), device, graph, changes)
+    assert (step.report().captures, step.report().replays) == (1, len(found) - 3)
+
+
+def test_the_warning_names_what_is_inside() -> None:
+    """By the path at which the step reads it."""
+    model = Configured("cpu")
+    step = ampkit.graphed_step(
+        lambda model, x: model(x), model, torch.optim.SGD(model.parameters(), lr=0.1), graph="emulate"
+    )
+    x = torch.ones(8, 4)
+    for _ in range(5):
+        step(x)
+    model.settings["deep"]["factor"] = 3.0
+    model.config.inner.power = 1.0
+    says = (
+        r"model\.config\.inner\.power changed from 2\.0 to 1\.0.*model\.settings\['deep'\]\['factor'\] .* 2\.0 to 3\.0"
+    )
+    with pytest.warns(ampkit.AmpkitWarning, match=says):
+        step(x)
 
 
 class Reads(nn.Module):

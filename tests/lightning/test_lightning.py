@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -704,8 +705,27 @@ class WeightedByHparams(Net):
         return F.cross_entropy(self.net(batch[0]), batch[1]) * self.hparams.weight
 
 
+class WeightedByConfig(Net):
+    """The number is in an object, beside a dict whose entry is read by a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(loss=SimpleNamespace(weight=1.0), more={"power": 1.0, "epoch": 0})
+
+    def on_train_epoch_start(self) -> None:
+        self.config.loss.weight = 0.5**self.current_epoch
+        self.config.more["epoch"] += 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.config.more["number"] = batch_idx
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1]) * self.config.loss.weight
+        return loss ** self.config.more["power"]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("make", [Weighted, WeightedByHparams])
+@pytest.mark.parametrize("make", [Weighted, WeightedByHparams, WeightedByConfig])
 def test_numbers_of_the_module_are_part_of_the_key(engine: Engine, make: type[Net], tmp_path: Path) -> None:
     """A graph is of one value of each number that training_step reads; another value has its own."""
     device, graph = engine

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch.modules import module_tables
+from .._torch.tensors import is_tensor
 
 
 class Cell(NamedTuple):
@@ -39,8 +40,8 @@ class Bound(dict[str, Tensor]):
         super().__init__(tensors)
         self.others: dict[str, Any] = {}
         for prefix, module in _named(modules):
-            plain = {f"{prefix}.{key}": value for key, value in vars(module).items() if not isinstance(value, Tensor)}
-            self.others.update(plain)
+            plain = ((key, value) for key, value in vars(module).items() if not is_tensor(value))
+            self.others.update((f"{prefix}.{key}", value) for key, value in plain)
 
     def restore(self, cells: Iterator[Cell]) -> None:
         """Put these tensors back into the cells and empty those that came since. Copies nothing."""
@@ -65,7 +66,7 @@ def cells(modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer], own
         attributes = vars(module)
         for key, value in attributes.items():
             # A tensor that requires grad is computed from parameters in each forward (weight_norm).
-            if isinstance(value, Tensor) and not value.requires_grad:
+            if is_tensor(value) and not value.requires_grad:
                 yield Cell(f"{prefix}.{key}", attributes, key)
     for i, optimizer in enumerate(optimizers):
         for j, (param, state) in enumerate(optimizer.state.items()):

@@ -55,9 +55,8 @@ def is_number(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value has nothing inside that could change: a number, a text, a function, a tensor itself."""
-    if isinstance(value, tuple):
-        return all(map(is_plain, value))
-    return isinstance(value, (*_NUMBERS, *_BY_IDENTITY))
+    kind = type(value)  # the `__class__` of a weak proxy is that of another object, which may be gone
+    return all(map(is_plain, value)) if issubclass(kind, tuple) else issubclass(kind, (*_NUMBERS, *_BY_IDENTITY))
 
 
 def holders(value: Any, is_read: Callable[[str], bool], seen: set[int]) -> Iterator[Holder]:
@@ -92,14 +91,17 @@ def holds_others(value: Any) -> bool:
 def _entries(owner: Any) -> tuple[bool, Any]:
     """Return whether this is an object with attributes, and the table of what it holds; None if it is left as it is."""
     kind = type(owner)
-    if isinstance(owner, _CLOSED) or kind.__module__.partition(".")[0] in _CLOSED_PACKAGES:
+    if issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _CLOSED_PACKAGES:
         return False, None
-    if isinstance(owner, dict):
+    if issubclass(kind, dict):
         is_usual = kind.__getitem__ is dict.__getitem__ and len(owner) <= _MOST_NAMED
         return False, owner if is_usual else None
     if kind is list:
         return False, owner if len(owner) <= _MOST and all(map(is_plain, owner)) else None
-    table = getattr(owner, "__dict__", None)
+    try:
+        table = object.__getattribute__(owner, "__dict__")  # not what `__getattr__` and weak proxies make of it
+    except AttributeError:
+        return True, None
     return True, table if type(table) is dict and len(table) <= _MOST_NAMED else None
 
 

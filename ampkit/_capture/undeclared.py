@@ -19,7 +19,7 @@ from .._torch.modes import without_torch_function
 from .._torch.modules import module_tables
 from .._torch.operators import LIFT_FRESH, written_arguments
 from .._torch.optimizers import remove_step_hook
-from .._torch.tensors import storage_address
+from .._torch.tensors import is_tensor, storage_address
 from .._torch.tree import tensors_in
 from .._undo import Undo
 from .._user_line import is_users_call, real_frame, running_line, wraps_operations
@@ -184,7 +184,7 @@ def _used(module: nn.Module, uses: dict[int, _Use]) -> list[tuple[str, Tensor, _
 
 def _has_address(value: object) -> bool:
     """Return whether this is a tensor with an address. Modules of the process may have tensors of any kind."""
-    return isinstance(value, Tensor) and not is_fake(type(value)) and not nn.parameter.is_lazy(value)
+    return is_tensor(value) and not is_fake(type(value)) and not nn.parameter.is_lazy(value)
 
 
 def _topmost(owners: Iterable[nn.Module], declared: set[nn.Module]) -> list[nn.Module]:

@@ -4,7 +4,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,6 +35,11 @@ def version(tensor: Tensor) -> int:
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return the `version` of each tensor, at less cost: no Python code runs for each of them."""
     return list(map(_version_of, tensors))
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Return whether this is a tensor. `isinstance` asks a weak proxy for its object, which may be gone."""
+    return issubclass(type(value), Tensor)
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -229,6 +229,26 @@ def test_what_is_no_change_inside(engine: Engine) -> None:
     assert (step.report().captures, step.report().replays) == (1, len(found) - 3)
 
 
+class Odd:
+    """Answers to any attribute, and has none."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_odd_objects_are_left_alone() -> None:
+    """A weak proxy whose object is gone, an object that refuses its attributes, one that contains itself."""
+    model: Any = Configured("cpu")
+    gone = {0.5}
+    model.proxy, model.odd = weakref.proxy(gone), Odd()
+    model.config.itself, model.config.model = model.config, model
+    del gone
+    _, step = train(model, "cpu", "emulate", [INSIDE["object"]])
+    assert step.report().captures == 2
+
+
 def test_the_warning_names_what_is_inside() -> None:
     """By the path at which the step reads it."""
     model = Configured("cpu")

@@ -189,6 +189,18 @@ def _is_users(filename: str, module: str = "") -> bool:
     return not filename.startswith(_STDLIB) or "-packages" in filename
 
 
+def is_users_file(filename: str) -> bool:
+    """Return whether code in this file is the user's own, and not that of an installed package."""
+    return bool(filename) and _is_users(filename) and "-packages" not in filename
+
+
+def is_in_users_file(frame: FrameType) -> bool:
+    """Return whether a function is the user's own, and not that of an installed package."""
+    filename, module = frame.f_code.co_filename, frame.f_globals.get("__name__")
+    of_command = filename == "<string>" and module == "__main__"  # python -c
+    return of_command or (_is_users_frame(frame) and is_users_file(filename))
+
+
 def _is_users_frame(frame: FrameType) -> bool:
     return _is_users(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
 

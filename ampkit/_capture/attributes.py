@@ -4,7 +4,6 @@ import operator
 import os
 import re
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,10 +11,10 @@ from itertools import chain
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._user_line import NOT_THE_USERS, TORCH
-from .contents import Holder, holders, holds_others, is_number, is_plain
+from .contents import ABSENT, Holder, are_same, getter, holders, holds_others, is_plain, noted
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
@@ -76,11 +75,16 @@ class AttributeValues:
     def __hash__(self) -> int:
         return hash(AttributeValues)
 
+    def named(self) -> dict[str, Any]:
+        """Return the values by how messages name them."""
+        paths = self.paths()
+        return {f"the attribute {paths[place]}.{name}": value for (place, name), value in self.found.items()}
+
     def changed(self, new: "AttributeValues") -> dict[str, tuple[Any, Any]]:
         """Return the old and the new value of each attribute that is another one now, by its path."""
         paths = self.paths()
         return {
-            f"{paths[key[0]]}.{key[1]}": (self.found.get(key, _ABSENT), new.found.get(key, _ABSENT))
+            f"{paths[key[0]]}.{key[1]}": (self.found.get(key, ABSENT), new.found.get(key, ABSENT))
             for key in self._different(new)
         }
 
@@ -90,7 +94,7 @@ class AttributeValues:
             both = place < min(len(self.kinds), len(other.kinds)) and all(
                 values.names.has_all(values.kinds[place], name) for values in (self, other)
             )
-            if both and not _are_same(self.found.get(key, _ABSENT), other.found.get(key, _ABSENT)):
+            if both and not are_same(self.found.get(key, ABSENT), other.found.get(key, ABSENT)):
                 yield key
 
 
@@ -106,6 +110,10 @@ class Attributes:
         self._left_out: set[str] = set(_KEPT_ELSEWHERE)
         self._left_out_of: list[nn.Module] = []
 
+    def is_read(self, name: str) -> bool:
+        """Return whether code of a step reads something by this name."""
+        return self.names.has_somewhere(name)
+
     def leave_out(self, names: Iterable[str] = (), module: nn.Module | None = None) -> None:
         """Do not compare attributes with these names, or those of a module. Something else does."""
         self._left_out.update(names)
@@ -113,8 +121,13 @@ class Attributes:
         self._learn(_Names())
 
     @contextmanager
-    def noting(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Context for a step, whose code tells which attributes of these modules are compared from then on."""
+    def noting(self, modules: Sequence[nn.Module], take: Callable[[FrameType], None]) -> Iterator[None]:
+        """Context for a step, whose code tells which attributes of these modules are compared from then on.
+
+        Args:
+            modules: the modules.
+            take: is called with the frame of each function of Python that is called.
+        """
         before = [dict(vars(module)) for module in modules]
         inside = [(holder, name, holder.copy()) for name, holder in _all_holders(modules)]
         code: set[CodeType] = set()
@@ -122,6 +135,7 @@ class Attributes:
         def note(frame: FrameType, event: str, arg: object) -> None:
             if event == "call":
                 code.add(frame.f_code)
+                take(frame)
 
         observed = sys.getprofile() is None
         try:
@@ -167,10 +181,10 @@ class Attributes:
         seen: set[int] = set()
         for place, module in enumerate(modules):
             for name, value in self._compared(module):
-                found[place, name] = _noted(value) if is_plain(value) else type(value)
+                found[place, name] = noted(value) if is_plain(value) else type(value)
                 for holder in self._holders(value, seen):
                     texts = zip(holder.keys, holder.texts, strict=True)
-                    found.update({(place, name + text): _noted(holder.table[key]) for key, text in texts})
+                    found.update({(place, name + text): noted(holder.table[key]) for key, text in texts})
         return AttributeValues(self.names, list(map(type, modules)), found, paths)
 
     def readers(self, modules: Sequence[nn.Module]) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -188,10 +202,10 @@ class Attributes:
                 keys += [name] if is_plain(value) or holds_others(value) else []
                 for holder in self._holders(value, seen):
                     if read := [*holder.keys, *holder.inner]:
-                        getters.append(tuple if isinstance(holder.table, list) else _getter(read))
+                        getters.append(tuple if isinstance(holder.table, list) else getter(read))
                         tables.append(holder.table)
             if keys:
-                getters.append(_getter(keys))
+                getters.append(getter(keys))
                 tables.append(vars(module))
         return getters, tables
 
@@ -211,7 +225,7 @@ class Attributes:
         return [*map(vars, compared), *[holder.table for holder in inside]]
 
     def _holders(self, value: Any, seen: set[int]) -> Iterator[Holder]:
-        return iter(()) if is_plain(value) else holders(value, self.names.has_somewhere, seen)
+        return iter(()) if is_plain(value) else holders(value, self.is_read, seen)
 
     def _compared(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         if self._is_compared(module):
@@ -256,31 +270,3 @@ def _all_holders(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Holder]]:
             if name not in _KEPT_ELSEWHERE and not is_plain(value):
                 for holder in holders(value, lambda _: True, seen):
                     yield _IDENTIFIER.findall(name + holder.path)[-1], holder
-
-
-def _getter(keys: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what reads the entries with these keys, one at least, as a tuple."""
-    return operator.itemgetter(*keys, keys[0])  # of two keys, it is one
-
-
-def _noted(value: Any) -> Any:
-    """Return a value, and in place of a tensor a weak reference, so that settings of earlier calls keep no memory."""
-    if isinstance(value, tuple):
-        return tuple(map(_noted, value))
-    return weakref.ref(value) if isinstance(value, Tensor) else value
-
-
-def _are_same(old: Any, now: Any) -> bool:
-    """Return whether a graph may have the one in place of the other: equal numbers, or the same tensor or function."""
-    if old is now:  # there is one weak reference of a tensor
-        return True
-    if type(old) is not type(now):
-        return False
-    if isinstance(old, tuple):
-        return len(old) == len(now) and all(map(_are_same, old, now))
-    if isinstance(old, (float, complex)):
-        return repr(old) == repr(now)  # 0.0 and -0.0 are equal, and nan is not
-    return is_number(old) and bool(old == now)
-
-
-_ABSENT = object()

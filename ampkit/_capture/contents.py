@@ -1,6 +1,8 @@
-"""What lists, dicts and other objects hold that modules have as attributes, such as `model.config`."""
+"""Values that a graph holds as constants: which ones, and what is in lists, dicts and other objects."""
 
+import operator
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple
@@ -17,7 +19,6 @@ _BY_IDENTITY = (
     Enum,
     Tensor,
 )
-# What is in these is no setting of a step, or is looked at by itself.
 _CLOSED = (nn.Module, torch.optim.Optimizer, types.ModuleType)
 _CLOSED_PACKAGES = frozenset(("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "ampkit"))
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
@@ -88,21 +89,33 @@ def holds_others(value: Any) -> bool:
     return not is_plain(value) and _entries(value)[1] is not None
 
 
+def is_closed(value: Any) -> bool:
+    """Return whether what is in this object is no setting of a step, or is looked at by itself."""
+    kind = type(value)
+    return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
+
+
+def own_table(value: Any) -> dict[str, Any] | None:
+    """Return the `__dict__` of an object; None if it has none."""
+    try:
+        table = object.__getattribute__(value, "__dict__")  # not what `__getattr__` and weak proxies make of it
+    except AttributeError:
+        return None
+    return table if type(table) is dict else None
+
+
 def _entries(owner: Any) -> tuple[bool, Any]:
     """Return whether this is an object with attributes, and the table of what it holds; None if it is left as it is."""
     kind = type(owner)
-    if issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _CLOSED_PACKAGES:
+    if is_closed(owner):
         return False, None
     if issubclass(kind, dict):
         is_usual = kind.__getitem__ is dict.__getitem__ and len(owner) <= _MOST_NAMED
         return False, owner if is_usual else None
     if kind is list:
         return False, owner if len(owner) <= _MOST and all(map(is_plain, owner)) else None
-    try:
-        table = object.__getattribute__(owner, "__dict__")  # not what `__getattr__` and weak proxies make of it
-    except AttributeError:
-        return True, None
-    return True, table if type(table) is dict and len(table) <= _MOST_NAMED else None
+    table = own_table(owner)
+    return True, table if table is not None and len(table) <= _MOST_NAMED else None
 
 
 def _pairs(entries: Any) -> Iterable[tuple[Any, Any]]:
@@ -111,3 +124,31 @@ def _pairs(entries: Any) -> Iterable[tuple[Any, Any]]:
     unnamed = [key for key in entries if not isinstance(key, str)]
     numbered = len(unnamed) <= _MOST and all(map(is_number, unnamed))
     return [(key, entry) for key, entry in list(entries.items()) if isinstance(key, str) or numbered]
+
+
+def getter(keys: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what reads the entries with these keys, one at least, as a tuple."""
+    return operator.itemgetter(*keys, keys[0])  # of two keys, it is one
+
+
+def noted(value: Any) -> Any:
+    """Return a value, and in place of a tensor a weak reference, so that settings of earlier calls keep no memory."""
+    if isinstance(value, tuple):
+        return tuple(map(noted, value))
+    return weakref.ref(value) if isinstance(value, Tensor) else value
+
+
+def are_same(old: Any, now: Any) -> bool:
+    """Return whether a graph may have the one in place of the other: equal numbers, or the same tensor or function."""
+    if old is now:  # there is one weak reference of a tensor
+        return True
+    if type(old) is not type(now):
+        return False
+    if isinstance(old, tuple):
+        return len(old) == len(now) and all(map(are_same, old, now))
+    if isinstance(old, (float, complex)):
+        return repr(old) == repr(now)  # 0.0 and -0.0 are equal, and nan is not
+    return is_number(old) and bool(old == now)
+
+
+ABSENT = object()

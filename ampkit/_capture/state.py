@@ -2,8 +2,8 @@
 
 import gc
 import operator
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from .._torch.optimizers import step_hooks
 from .._torch.settings import SETTINGS, settings
 from .attributes import Attributes, AttributeValues
 from .bound import Bound, cells
+from .variables import Variables, VariableValues
 from .watch import (
     Look,
     Objects,
@@ -92,6 +93,7 @@ class Settings(NamedTuple):
     host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, the caller's autocast, by name
     torch_settings: tuple[Any, ...]  # settings of torch that decide which kernels run, in the order of `SETTINGS`
     attributes: AttributeValues  # of modules: numbers, texts, functions and tensors that steps read
+    variables: VariableValues  # global ones, and those of functions around the step
 
     def named(self) -> dict[str, Any]:
         """Return every setting by the name that messages use."""
@@ -100,6 +102,7 @@ class Settings(NamedTuple):
             MODES: self.modes,
             GRADIENTS: self.gradients,
             ATTRIBUTES: self.attributes,
+            VARIABLES: self.variables,
             **dict(self.host),
             **dict(read),
         }
@@ -128,10 +131,12 @@ class Settings(NamedTuple):
         changed += [f"{name} changed from {old!r} to {now!r}" for name, old, now in read if old != now]
         attributes = self.attributes.changed(new.attributes).items()
         changed += [f"the attribute {path} changed{_from_to(old, now) * values}" for path, (old, now) in attributes]
+        variables = self.variables.changed(new.variables).items()
+        changed += [f"the variable {name} changed{_from_to(old, now) * values}" for name, (old, now) in variables]
         return ", ".join(changed)
 
 
-ATTRIBUTES = "attributes of modules"
+ATTRIBUTES, VARIABLES = "attributes of modules", "variables that the step reads"
 MODES, GRADIENTS = "train/eval mode or requires_grad", "gradients outside of the step"
 _AFTER_EVALUATION = " (after an evaluation under model.eval(), call model.train() before the next step)"
 
@@ -164,6 +169,7 @@ class TrainingState:
             backward of the caller's has left there are cleared.
         sees_hooks: whether graphs contain what hooks of the modules and their parameters do.
         rates: of the optimizers.
+        functions: those of the user's that a step calls.
         eager_optimizers: further optimizers that steps call, and that no graph can hold.
         problem: why no graph can hold them; "" if there are none.
     """
@@ -179,6 +185,7 @@ class TrainingState:
         bare: nn.Module | None = None,
         sees_hooks: bool = True,
         rates: Sequence[Rates] = (),
+        functions: Sequence[Any] = (),
         eager_optimizers: Sequence[torch.optim.Optimizer] = (),
         problem: str = "",
     ) -> None:
@@ -197,6 +204,7 @@ class TrainingState:
             bare=bare,
             sees_hooks=sees_hooks,
             rates=rates,
+            functions=functions,
             describe=_generation,
         )
 
@@ -225,9 +233,24 @@ class TrainingState:
         """Which attributes of the modules are compared."""
         return self.watch.attributes
 
-    def noting_attributes(self) -> AbstractContextManager[None]:
-        """Context for a step, whose code tells which attributes of the modules are compared from then on."""
-        return self.attributes.noting(list(chain.from_iterable(root.modules() for root in self.modules.values())))
+    @property
+    def variables(self) -> Variables:
+        """Which variables are compared, beside those of the modules."""
+        return self.watch.variables
+
+    @contextmanager
+    def noting_reads(self, in_parts: Callable[[], bool]) -> Iterator[None]:
+        """Context for a step, whose code tells which attributes and variables are compared from then on.
+
+        Args:
+            in_parts: returns at the end whether the step cannot be captured as a whole.
+        """
+        modules = list(chain.from_iterable(root.modules() for root in self.modules.values()))
+        notes = self.variables.notes()
+        with self.attributes.noting(modules, notes.take):
+            yield
+            # In here, while the same names count as when the notes were taken.
+            self.variables.learn(notes, in_parts=in_parts())
 
     def tensors(self) -> Bound:
         """Return every tensor of modules, optimizers and scaler by a path that a user can read.
@@ -273,6 +296,7 @@ def _generation(look: Look) -> Generation:
             host=_host(look),
             torch_settings=_unchangeable(settings()),
             attributes=look.attributes,
+            variables=look.variables,
         ),
     )
 

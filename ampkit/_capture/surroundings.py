@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-from .state import ATTRIBUTES, Generation, Settings, TrainingState
+from .state import ATTRIBUTES, VARIABLES, Generation, Settings, TrainingState
 
 
 class CallSettings(NamedTuple):
@@ -93,6 +93,8 @@ class Surroundings:
         changed = old.changed(new)
         advice = {name: text for name in changed if (text := setting_advice(name))}
         of_optimizer = any("param_groups[" in name or name.startswith("the optimizer") for name in changed)
+        if VARIABLES in changed:
+            of_optimizer |= self._state.variables.are_of_optimizers(old.variables, new.variables)
         return Change(outdates, old.changes(new), old.changes(new, values=True), advice, of_optimizer)
 
     def accept(self) -> None:
@@ -100,24 +102,28 @@ class Surroundings:
         self.generation = self._state.generation()
         self._settings[self.number] = self.generation.settings
 
-    def take_attributes(self) -> None:
-        """Take the present attributes of the modules for those of the call that was made last."""
-        self._state.look_again()  # other attributes may be compared now
+    def take_values(self) -> None:
+        """Take the present attributes of the modules, and variables, for those of the call that was made last."""
+        self._state.look_again()  # others may be compared now
         if self.generation is not None:
-            attributes = self._state.generation().settings.attributes
-            settings = self._settings[self.number]._replace(attributes=attributes)
+            now = self._state.generation().settings
+            settings = self._settings[self.number]._replace(attributes=now.attributes, variables=now.variables)
             self._settings[self.number], self.generation = settings, self.generation._replace(settings=settings)
 
     def forget(self) -> None:
         """Forget the last call, so that the next one counts as the first."""
         self.generation = None
         self._settings.clear()
+        self._state.variables.forget()
+        self._state.look_again()
 
 
 def setting_advice(name: str) -> str:
     """Return what to write instead of changing this setting in each call; "" if `Change.advice` has no entry for it."""
     if name == ATTRIBUTES:
         return "Graphs read a number that changes if it is in a buffer and is changed there in place (fill_)."
+    if name == VARIABLES:
+        return "Graphs read a number that changes if it is in a tensor, which is passed to the step or filled in place."
     if name.endswith(("['momentum']", "['betas']")):
         return "OneCycleLR and CyclicLR change it in every step, unless they get cycle_momentum=False."
     return "Of a param group, only lr may change without a new graph." if "param_groups[" in name else ""

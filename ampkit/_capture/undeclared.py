@@ -75,6 +75,14 @@ class Undeclared:
         problems += (_REPLACED.format(_at(use.line)) for use in gone)
         return "\n".join(dict.fromkeys(problems))
 
+    def take_without_tensors(self, modules: Iterable[nn.Module]) -> None:
+        """Have modules that the step reads be taken into the state if they have no tensors, as a dropout or a loss."""
+        declared = {module for top in self._state.modules.values() for module in top.modules()}
+        for module in modules:
+            if module not in declared and not any(True for _ in (*module.parameters(), *module.buffers())):
+                self._to_adopt.append(module)
+                declared.update(module.modules())
+
     def adopt(self) -> bool:
         """Take the modules that need not be declared into the state; return whether there are any."""
         modules, self._to_adopt = self._to_adopt, []

@@ -1,7 +1,8 @@
 """Calls that never find a graph, because something is new in each of them: what that is, and what to write instead."""
 
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -9,9 +10,12 @@ import torch
 
 from .._text import value_text
 from .._torch.tree import TreeSpec
+from .attributes import AttributeValues
+from .contents import are_same
 from .inputs import Constant, Spec, TensorSpec, paths
 from .state import GRADIENTS, MODES
 from .surroundings import CallSettings, memory_advice, setting_advice
+from .variables import VariableValues
 
 
 class Key(NamedTuple):
@@ -59,12 +63,14 @@ class Part(NamedTuple):
         value: its value in a call.
         advice: what to write if it changes all the time; "" for a leaf of the batch, where the advice depends on it.
         statement: what messages say if it keeps changing. If it is "", the message has the name and some values.
+        same: returns whether two values are equal.
     """
 
     name: str
     value: Any
     advice: str = ""
     statement: str = ""
+    same: Callable[[Any, Any], bool] = operator.eq
 
 
 class Cause(NamedTuple):
@@ -193,7 +199,7 @@ class Variation:
         for key, call_settings in calls:
             for part in self._parts(key, call_settings):
                 known = found.setdefault(part.name, [])
-                if all(part.value != other.value for other in known):
+                if not any(part.same(part.value, other.value) for other in known):
                     known.append(part)
         most = max(map(len, found.values()))
         parts = [known for known in found.values() if len(known) > 1 and 2 * len(known) >= most]
@@ -218,9 +224,12 @@ class Variation:
             outcomes = key.outcomes, key.joint
             yield Part("outcomes", outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
         for name, value in call_settings.settings.named().items():
+            advice = setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE)
+            if isinstance(value, (AttributeValues, VariableValues)):
+                yield from (Part(each, found, advice, same=are_same) for each, found in value.named().items())
+                continue
             # The values of these two say nothing to a user.
-            statement = f"{name} kept changing" if name in (MODES, GRADIENTS) else ""
-            yield Part(name, value, setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE), statement)
+            yield Part(name, value, advice, f"{name} kept changing" if name in (MODES, GRADIENTS) else "")
         yield Part(
             call_settings.replaced,
             call_settings.replacements,

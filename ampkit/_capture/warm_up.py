@@ -174,12 +174,15 @@ class WarmUp:
         with self._watching(), self._undeclared.watching(leaves) as observer:
             draws = DrawRecorder(self._device) if self._draws.enabled else None
             preflight = Preflight(self._device, self._generators, observer=observer, draws=draws)
-            with self._state.noting_attributes():
+            with self._state.noting_reads(in_parts=lambda: bool(preflight.findings)):
                 outputs = run(layout.reason, lambda: self._looked(layout, leaves, preflight, call, fn))
             layout.path = None if draws is None else draws.path
         if layout.path is not None:  # a change of what draws are compared with is noticed where they are made
-            self._state.attributes.leave_out(number.name for number in layout.path.numbers)
-        self._surroundings.take_attributes()
+            names = {number.name for number in layout.path.numbers}
+            self._state.attributes.leave_out(names)
+            self._state.variables.leave_out(names)
+        self._undeclared.take_without_tensors(self._state.variables.modules())
+        self._surroundings.take_values()
         # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
         # later ones do not, and so may a scaler that still watches what the optimizer does. Then the preflight is
         # repeated.

@@ -26,6 +26,8 @@ from .._torch.settings import ENUM_READERS, PLAIN_READERS
 from .._torch.sharding import local_shard
 from .._torch.tensors import layout_check
 from .attributes import Attributes
+from .contents import getter
+from .variables import Variables
 
 _G = TypeVar("_G")
 
@@ -205,6 +207,7 @@ class Look:
         held: whether graphs hold all numbers of the optimizers as constants.
         sees_hooks: see `TrainingState`.
         attributes: which attributes of the modules are compared.
+        variables: which variables are compared.
 
     Attributes:
         walk, optimizers, scaler, held: as given.
@@ -214,6 +217,7 @@ class Look:
         gradients: addresses of gradients, [] if there are none.
         hooks: those of modules, parameters and buffers, behind the table that has them.
         attributes: the values of the modules' attributes that are compared.
+        variables: the values of the variables that are compared.
         kept: what the optimizers keep of each parameter.
     """
 
@@ -228,6 +232,7 @@ class Look:
         held: bool,
         sees_hooks: bool,
         attributes: Attributes,
+        variables: Variables,
     ) -> None:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
@@ -240,7 +245,7 @@ class Look:
         # Torch refuses `requires_grad` for integers, such as the counters of batch norm.
         self._differentiable = [] if is_seen else [t for t in walk.tensors if t.is_floating_point() or t.is_complex()]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._groups = [_Group(group, _getter([key for key in group if key not in self.followed])) for group in groups]
+        self._groups = [_Group(group, getter([key for key in group if key not in self.followed])) for group in groups]
         # The params are a list, and betas out of a JSON file, too. What is in them may change in place.
         lists = [value for group in groups for value in group.values() if type(value) is list]
         # What the optimizers keep of each parameter, which someone may replace to begin anew.
@@ -257,8 +262,11 @@ class Look:
         self.hooks = _with_contents(hooks)
         self._tables += tuple(hooks)  # so that hooks that are removed are noticed
         self.attributes = attributes.values(walk.modules, walk.paths)
-        self._attributes = attributes.readers(walk.modules)
-        self._lists: list[Any] = [*lists, *attributes.tables(walk.modules)]
+        self.variables = variables.values()
+        readers = zip(attributes.readers(walk.modules), variables.readers(), strict=True)
+        self._readers: list[list[Any]] = [[*of_modules, *of_others] for of_modules, of_others in readers]
+        self._tables += tuple(variables.cells())
+        self._lists: list[Any] = [*lists, *attributes.tables(walk.modules), *variables.tables()]
         self._lengths = list(map(len, self._lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
         self._read_identities = _identities_of(len(self._objects))
@@ -271,7 +279,7 @@ class Look:
         """Return whether the state is still what was seen."""
         try:
             objects = self._read_objects()
-        except KeyError:  # an entry of a param group, or an attribute, is gone
+        except (KeyError, IndexError):  # an entry of a param group, an attribute, or what a variable leads to, is gone
             return False
         return (
             len(objects) == len(self._objects)
@@ -322,7 +330,7 @@ class Look:
         for group, frozen in self._groups:
             found += group
             found += frozen(group)
-        found += chain.from_iterable(map(_call, *self._attributes))
+        found += chain.from_iterable(map(_call, *self._readers))
         if function_mode_count():
             modes = function_modes()
             found += map(type, modes)
@@ -348,12 +356,6 @@ def _with_contents(tables: Sequence[dict[int, Any]]) -> list[Any]:
     return found
 
 
-def _getter(keys: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Return what reads these entries of a dict. It raises a `KeyError` if one is missing."""
-    read: Any = operator.itemgetter(*keys)  # "params" is one of them
-    return read if len(keys) > 1 else lambda group: (read(group),)
-
-
 class StateWatch(Generic[_G]):
     """Notices when the training state is no longer what it was in the call before.
 
@@ -365,10 +367,12 @@ class StateWatch(Generic[_G]):
         bare: see `TrainingState`.
         sees_hooks: see `TrainingState`.
         rates: see `TrainingState`.
+        functions: see `TrainingState`.
         describe: `describe(look)` returns what stands for the state that was looked at.
 
     Attributes:
         attributes: which attributes of the modules are compared.
+        variables: which variables are compared.
     """
 
     def __init__(
@@ -381,12 +385,14 @@ class StateWatch(Generic[_G]):
         bare: nn.Module | None,
         sees_hooks: bool,
         rates: Sequence[Rates],
+        functions: Sequence[Any],
         describe: Callable[[Look], _G],
     ) -> None:
         self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
         self._bare, self._sees_hooks = bare, sees_hooks
         self.attributes: Attributes = Attributes()
+        self.variables: Variables = Variables(self.attributes.is_read, functions)
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
@@ -444,6 +450,7 @@ class StateWatch(Generic[_G]):
                 held=self._held,
                 sees_hooks=self._sees_hooks,
                 attributes=self.attributes,
+                variables=self.variables,
             )
             now = self._describe(look)
         self._seen = look, now

@@ -154,6 +154,7 @@ class GraphedFunction:
                 self._scaler,
                 finds_gradients=True,
                 rates=() if problem else self._groups,
+                functions=(self._fn,),
                 eager_optimizers=self._optimizers if problem else (),
                 problem=problem,
             ),

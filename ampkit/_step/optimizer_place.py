@@ -68,7 +68,7 @@ class OptimizerPlace:
             return
         rates = [group.get("lr") for group in self._optimizer.param_groups]
         if self._rates is not None and not all(map(_is_same, rates, self._rates)):
-            self._stay_behind(_text(self._optimizer, "its learning rate"))
+            self._stay_behind(_text(self._optimizer, "its learning rate changed"))
             return
         self._rates, self._steps = rates, self._steps + 1
         assert self._changes is not None
@@ -135,7 +135,7 @@ def _name(optimizer: Optimizer) -> str:
 def _text(optimizer: Optimizer, changed: str) -> str:
     can_fuse = all("fused" in group for group in optimizer.param_groups)
     remedy = f"Write {_name(optimizer)}(..., fused=True)." if can_fuse else "Keep it constant."
-    return f"{_name(optimizer)} has numbers that a graph would hold as constants, and {changed} has changed. {remedy}"
+    return f"{_name(optimizer)} has numbers that a graph would hold as constants, and {changed}. {remedy}"
 
 
 def _is_same(rate: Any, before: Any) -> bool:

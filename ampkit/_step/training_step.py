@@ -220,7 +220,15 @@ class TrainingStep:
         """Return the state that a call changes, of the model and other modules by the name in messages."""
         optimizers, rates = ([], []) if self._place.behind else ([self._optimizer], [self.groups])
         # An eager call clears the gradients that it finds, and a replay would leave them.
-        state = TrainingState(modules, optimizers, self.scaler, own=self.gradients, bare=self._model, rates=rates)
+        state = TrainingState(
+            modules,
+            optimizers,
+            self.scaler,
+            own=self.gradients,
+            bare=self._model,
+            rates=rates,
+            functions=(self._loss_fn, self._after_step),
+        )
         self._place.join_later(state)
         return state
 

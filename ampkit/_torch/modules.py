@@ -19,6 +19,8 @@ for _name in (
 ):
     private(_MODULE, _name)
 
+MODULE_CALL = private(nn.Module, "_call_impl").__code__  # of the function that calls `forward`
+
 
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return a module's own dictionaries of parameters, buffers and children. Faster than the iterators."""

@@ -148,21 +148,21 @@ def test_parameters_with_a_gradient_in_some_micro_batches_only(engine: Engine) -
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_exception_ends_the_window(engine: Engine) -> None:
     """An exception of loss_fn comes out. Its window is dropped, since gradients may have a part of the micro-batch."""
-    fail = [False]
+    fail: set[bool] = set()  # what sets hold is not compared from call to call
 
     def loss_fn(model: nn.Module, *batch: Tensor) -> Any:
-        if fail[0]:
+        if fail:
             raise KeyError("a mistake of the user")
         return boosted_loss(model, *batch)
 
     step, model, _ = make(engine, loss_fn=loss_fn, accumulate=2)
     batches = make_batches(engine[0], [8] * 3)
     step(*batches[0])
-    fail[0] = True
+    fail.add(True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(KeyError, match="a mistake of the user"):
         step(*batches[1])
-    fail[0] = False
+    fail.clear()
     step(*batches[2])
     assert_same(before, {name: p.detach() for name, p in model.named_parameters()})
     with pytest.raises(ampkit.InputMismatch):

@@ -428,7 +428,7 @@ def test_a_failing_compilation_raises(part: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("fast")
 def test_an_error_of_the_loss_is_the_users() -> None:
     """R11: an exception that the loss raises comes out as it is, without a warning, and the next call compiles."""
-    fails = []
+    fails: set[bool] = set()  # what sets hold is not compared from call to call
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         if fails:
@@ -441,7 +441,7 @@ def test_an_error_of_the_loss_is_the_users() -> None:
     )
     x = torch.ones(2, 4)
     step(x)
-    fails.append(1)
+    fails.add(True)
     with pytest.raises(KeyError, match="mine"):
         step(x)
     fails.clear()

@@ -308,18 +308,18 @@ def test_step_hooks_are_called_in_each_step(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_verify_finds_a_wrong_graph_and_the_optimizer_steps_all_the_same(engine: Engine) -> None:
     """`verify` compares forward and backward; the step whose graph is wrong is a step like any other."""
-    factor = [1.0]
+    doubled: set[bool] = set()  # what sets hold is not compared from call to call
 
     def scaled(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean() * factor[0]
+        return model(x).square().mean() * (2.0 if doubled else 1.0)
 
     def run(graph: str, verify: int) -> tuple[list[Tensor], ampkit.GraphedStep]:
         torch.manual_seed(0)
         model = nn.Linear(4, 2).to(engine[0])
-        factor[0] = 1.0
+        doubled.clear()
         step = ampkit.graphed_step(scaled, model, Lion(model.parameters()), graph=graph, verify=verify)
         for i in range(8):
-            factor[0] = 1.0 if i < 5 else 2.0
+            doubled.update([True] * (i == 5))
             step(torch.ones(2, 4, device=engine[0]))
         return list(model.parameters()), step
 
@@ -516,8 +516,8 @@ def test_a_rate_in_a_tensor_may_change(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_number_from_elsewhere_that_changes_is_found_at_the_capture(engine: Engine) -> None:
-    """R5: the optimizer reads a number that nothing of its own holds. The capture differs from the rehearsal."""
+def test_a_variable_that_only_the_optimizer_reads(engine: Engine) -> None:
+    """R5: the optimizer reads a number that nothing of its own holds. Once that changes, it leaves the graphs."""
     decay = [0.1]
 
     class Decaying(ConstantLion):
@@ -541,6 +541,6 @@ def test_a_number_from_elsewhere_that_changes_is_found_at_the_capture(engine: En
     assert_same(*results)
     told = [str(warning.message) for warning in caught if issubclass(warning.category, ampkit.CaptureWarning)]
     assert len(told) == 1
-    assert "together with the step of Decaying, the training step could not be captured: " in told[0]
+    assert "numbers that a graph would hold as constants, and the variable decay[0] changed. Keep it" in told[0]
     assert step.report().outcome == "in parts"
-    assert step.replays >= 4
+    assert step.replays == 10  # its changes cost no warm-up any more

@@ -1,0 +1,158 @@
+"""Which variables the bytecode of a function reads, and what of them: `alpha`, `config.loss.weights["l1"]`."""
+
+import dis
+from collections import Counter
+from collections.abc import Iterator
+from enum import Enum
+from types import CodeType
+from typing import Any, NamedTuple
+
+
+class Scope(Enum):
+    """Where a variable of a function is kept."""
+
+    GLOBAL = "in the module of the function"
+    ENCLOSING = "in a function around it"
+    ARGUMENT = "in the function itself, which was given its value"
+
+
+class Part(NamedTuple):
+    """An attribute of a value (`.loss`), or an entry (`["l1"]`).
+
+    Attributes:
+        is_attribute: whether it is an attribute.
+        key: the name of the attribute, or the key of the entry.
+    """
+
+    is_attribute: bool
+    key: Any
+
+    def __str__(self) -> str:
+        return f".{self.key}" if self.is_attribute else f"[{self.key!r}]"
+
+
+class Read(NamedTuple):
+    """An expression in the code of a function.
+
+    Attributes:
+        scope: where its variable is kept.
+        variable: the name of the variable.
+        parts: what is read of its value, of that value, and so on.
+    """
+
+    scope: Scope
+    variable: str
+    parts: tuple[Part, ...] = ()
+
+    def of(self, part: Part) -> "Read":
+        """Return the expression that reads a part of this one."""
+        return self._replace(parts=(*self.parts, part))
+
+
+def reads(code: CodeType) -> list[Read]:
+    """Return the longest expressions of this kind, with those of the functions that are defined in the code.
+
+    A local variable that is assigned once stands for the expression that it was assigned. An argument counts only if
+    something is read of it.
+    """
+    scan = _Scan(code)
+    found = scan.expressions()
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found += filter(None, map(scan.seen_from_outside, reads(inner)))
+    return list(dict.fromkeys(read for read in found if read.parts or read.scope is not Scope.ARGUMENT))
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of all functions that are defined in this code."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner
+            yield from codes_in(inner)
+
+
+class _Scan:
+    """Reads the instructions of a function in their order.
+
+    Instructions that belong to one expression follow each other: one loads the variable, each further one a part. Their
+    names differ between versions of Python.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        self._code = code
+        self._instructions = [each for each in dis.get_instructions(code) if each.opname not in _NOTHING]
+        stored = Counter(name for each in self._instructions if "STORE" in each.opname for name in _names(each))
+        given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self._once = {name for name, times in stored.items() if times == 1}
+        self._locals = {name: Read(Scope.ARGUMENT, name) for name in given if name not in stored}
+
+    def expressions(self) -> list[Read]:
+        found: list[Read] = []
+        now: Read | None = None  # the expression that the last instructions have loaded
+        key: Any = None  # the constant that was loaded behind it, if it may be one
+        keyed: Read | None = None  # the expression in front of that
+        for each in self._instructions:
+            if keyed is not None and _is_subscript(each):
+                now, keyed = keyed.of(Part(False, key)), None
+                continue
+            if keyed is not None and each.opname in _WRITE:
+                keyed = None
+                continue
+            if now is not None and each.opname in _ATTRIBUTE:
+                now = now.of(Part(True, each.argval))
+                continue
+            found += [] if keyed is None else [keyed]
+            keyed = None
+            if each.opname in _CONSTANT:
+                now, keyed, key = None, now, each.argval
+                continue
+            found += [] if now is None else [now]
+            if each.opname.startswith(_STORE) and now is not None and _names(each)[0] in self._once:
+                self._locals[_names(each)[0]] = now
+            *before, now = self._loaded(each)
+            found += filter(None, before)
+        return found
+
+    def seen_from_outside(self, read: Read) -> Read | None:
+        """Return what an expression of a function that is defined in this one is for a caller of this one."""
+        if read.scope is not Scope.ENCLOSING:
+            return read if read.scope is Scope.GLOBAL else None
+        known = self._variable(read.variable)
+        return None if known is None else known._replace(parts=(*known.parts, *read.parts))
+
+    def _loaded(self, instruction: dis.Instruction) -> list[Read | None]:
+        """Return the variables that an instruction loads, [None] if it loads none."""
+        name = instruction.opname
+        if name in _GLOBAL:
+            return [Read(Scope.GLOBAL, instruction.argval)]
+        if name in _CELL:
+            return [self._variable(instruction.argval)]
+        if "LOAD_FAST" in name:
+            names = _names(instruction)
+            return [self._locals.get(each) for each in (names[1:] if name.startswith("STORE") else names)]
+        return [None]
+
+    def _variable(self, name: str) -> Read | None:
+        return Read(Scope.ENCLOSING, name) if name in self._code.co_freevars else self._locals.get(name)
+
+
+def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
+    """Return the variables of an instruction: since Python 3.13 one instruction may load or store two."""
+    found = instruction.argval
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _is_subscript(instruction: dis.Instruction) -> bool:
+    # In Python 3.14 it is a binary operation.
+    return instruction.opname == "BINARY_SUBSCR" or (
+        instruction.opname == "BINARY_OP" and instruction.argrepr.startswith("[")
+    )
+
+
+_NOTHING = frozenset(("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "RESUME"))
+_GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
+_CELL = frozenset(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))
+_WRITE = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR"))
+_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
+_STORE = ("STORE_FAST", "STORE_DEREF")
+_CONSTANT = frozenset(("LOAD_CONST", "LOAD_SMALL_INT"))

@@ -15,6 +15,7 @@ from torch import nn
 
 from .._user_line import NOT_THE_USERS, TORCH
 from .contents import ABSENT, Holder, are_same, getter, holders, holds_others, is_plain, noted
+from .executed import Executed
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
@@ -121,12 +122,15 @@ class Attributes:
         self._learn(_Names())
 
     @contextmanager
-    def noting(self, modules: Sequence[nn.Module], take: Callable[[FrameType], None]) -> Iterator[None]:
+    def noting(
+        self, modules: Sequence[nn.Module], take: Callable[[FrameType], None], executed: Executed
+    ) -> Iterator[None]:
         """Context for a step, whose code tells which attributes of these modules are compared from then on.
 
         Args:
             modules: the modules.
             take: is called with the frame of each function of Python that is called.
+            executed: which instructions of these functions are executed. The context must be within its own.
         """
         before = [dict(vars(module)) for module in modules]
         inside = [(holder, name, holder.copy()) for name, holder in _all_holders(modules)]
@@ -146,8 +150,9 @@ class Attributes:
             if observed:
                 sys.setprofile(None)
         methods = {kind: set(_methods(kind)) for kind in dict.fromkeys(map(type, modules))}
-        if not observed:  # another profiler runs
-            code.update(chain.from_iterable(methods.values()))
+        if not observed or executed.compiled:  # another profiler runs, or no function is called of what was compiled
+            found = chain.from_iterable(methods.values())
+            code.update(executed.compiled, (each for each in found if each.co_name != "__init__"))
         for old, module in zip(before, modules, strict=True):
             now = vars(module)
             self._left_out.update(_changed(old, now))
@@ -160,8 +165,8 @@ class Attributes:
         outer = {type(module) for module in modules if any(True for _ in module.children())}
         leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
         leaves.difference_update(*(methods[kind] for kind in outer))
-        own = {kind: frozenset(_names(methods[kind] & code)) for kind in methods if kind not in outer}
-        self._learn(_Names(frozenset(_names(code - leaves)), own))
+        own = {kind: frozenset(_names(methods[kind] & code, executed)) for kind in methods if kind not in outer}
+        self._learn(_Names(frozenset(_names(code - leaves, executed)), own))
 
     def _learn(self, names: _Names) -> None:
         before = self.names
@@ -238,14 +243,12 @@ class Attributes:
         return not of_others and not any(module is left for left in self._left_out_of)
 
 
-def _names(code: Collection[CodeType]) -> set[str]:
+def _names(code: Collection[CodeType], executed: Executed) -> set[str]:
     """Return the names that this code reads attributes by, and its texts, which `getattr` may be given."""
-    found: set[str] = set()
-    for each in code:
-        if each.co_filename.startswith(_MODULES) or not each.co_filename.startswith(NOT_THE_USERS):
-            found.update(each.co_names)
-            found.update(text for text in each.co_consts if type(text) is str and text.isidentifier())
-    return found
+    counts = (
+        each for each in code if each.co_filename.startswith(_MODULES) or not each.co_filename.startswith(NOT_THE_USERS)
+    )
+    return set(chain.from_iterable(map(executed.names, counts)))
 
 
 def _methods(kind: type) -> Iterator[CodeType]:

@@ -31,6 +31,20 @@ class Part(NamedTuple):
         return f".{self.key}" if self.is_attribute else f"[{self.key!r}]"
 
 
+class Place(NamedTuple):
+    """An instruction in the code of a function.
+
+    Attributes:
+        code: the code.
+        first: where it begins, in bytes; the argument of a long instruction has parts in front of it.
+        last: where its last part begins.
+    """
+
+    code: CodeType
+    first: int
+    last: int
+
+
 class Read(NamedTuple):
     """An expression in the code of a function.
 
@@ -49,18 +63,41 @@ class Read(NamedTuple):
         return self._replace(parts=(*self.parts, part))
 
 
-def reads(code: CodeType) -> list[Read]:
+def reads(code: CodeType) -> dict[Read, list[Place]]:
     """Return the longest expressions of this kind, with those of the functions that are defined in the code.
 
     A local variable that is assigned once stands for the expression that it was assigned. An argument counts only if
     something is read of it.
+
+    Returns:
+        By expression, the last instruction of each place in the code that has it.
     """
     scan = _Scan(code)
     found = scan.expressions()
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found += filter(None, map(scan.seen_from_outside, reads(inner)))
-    return list(dict.fromkeys(read for read in found if read.parts or read.scope is not Scope.ARGUMENT))
+            seen = ((scan.seen_from_outside(read), places) for read, places in reads(inner).items())
+            found += [(read, place) for read, places in seen if read is not None for place in places]
+    table: dict[Read, list[Place]] = {}
+    for read, place in found:
+        if read.parts or read.scope is not Scope.ARGUMENT:
+            table.setdefault(read, []).append(place)
+    return table
+
+
+def names(code: CodeType) -> set[str]:
+    """Return the names that code reads attributes by, and its texts, which `getattr` may be given."""
+    return {*code.co_names, *(text for text in code.co_consts if type(text) is str and text.isidentifier())}
+
+
+def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, Place]]:
+    """Yield the instructions of some code, but not of functions that are defined in it."""
+    first = None
+    for each in dis.get_instructions(code):
+        first = each.offset if first is None else first
+        if each.opname != "EXTENDED_ARG":
+            yield each, Place(code, first, each.offset)
+            first = None
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -80,37 +117,40 @@ class _Scan:
 
     def __init__(self, code: CodeType) -> None:
         self._code = code
-        self._instructions = [each for each in dis.get_instructions(code) if each.opname not in _NOTHING]
-        stored = Counter(name for each in self._instructions if "STORE" in each.opname for name in _names(each))
+        self._instructions = [each for each in instructions(code) if each[0].opname not in _NOTHING]
+        stored = Counter(name for each, _ in self._instructions if "STORE" in each.opname for name in _names(each))
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self._once = {name for name, times in stored.items() if times == 1}
         self._locals = {name: Read(Scope.ARGUMENT, name) for name in given if name not in stored}
 
-    def expressions(self) -> list[Read]:
-        found: list[Read] = []
+    def expressions(self) -> list[tuple[Read, Place]]:
+        """Return the expressions in their order, with the last instruction of each one."""
+        found: list[tuple[Read, Place]] = []
         now: Read | None = None  # the expression that the last instructions have loaded
         key: Any = None  # the constant that was loaded behind it, if it may be one
         keyed: Read | None = None  # the expression in front of that
-        for each in self._instructions:
+        behind = place = Place(self._code, 0, 0)  # the last instructions of these two expressions
+        for each, at in self._instructions:
             if keyed is not None and _is_subscript(each):
-                now, keyed = keyed.of(Part(False, key)), None
+                now, keyed, place = keyed.of(Part(False, key)), None, at
                 continue
             if keyed is not None and each.opname in _WRITE:
                 keyed = None
                 continue
             if now is not None and each.opname in _ATTRIBUTE:
-                now = now.of(Part(True, each.argval))
+                now, place = now.of(Part(True, each.argval)), at
                 continue
-            found += [] if keyed is None else [keyed]
+            found += [] if keyed is None else [(keyed, behind)]
             keyed = None
             if each.opname in _CONSTANT:
-                now, keyed, key = None, now, each.argval
+                now, keyed, key, behind = None, now, each.argval, place
                 continue
-            found += [] if now is None else [now]
+            found += [] if now is None else [(now, place)]
             if each.opname.startswith(_STORE) and now is not None and _names(each)[0] in self._once:
                 self._locals[_names(each)[0]] = now
             *before, now = self._loaded(each)
-            found += filter(None, before)
+            found += [(read, at) for read in before if read is not None]
+            place = at
         return found
 
     def seen_from_outside(self, read: Read) -> Read | None:
@@ -149,7 +189,7 @@ def _is_subscript(instruction: dis.Instruction) -> bool:
     )
 
 
-_NOTHING = frozenset(("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "RESUME"))
+_NOTHING = frozenset(("CACHE", "NOP", "PUSH_NULL", "RESUME"))
 _GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _CELL = frozenset(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))
 _WRITE = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR"))

@@ -17,6 +17,7 @@ from .._torch.optimizers import step_hooks
 from .._torch.settings import SETTINGS, settings
 from .attributes import Attributes, AttributeValues
 from .bound import Bound, cells
+from .executed import Executed
 from .variables import Variables, VariableValues
 from .watch import (
     Look,
@@ -246,8 +247,9 @@ class TrainingState:
             in_parts: returns at the end whether the step cannot be captured as a whole.
         """
         modules = list(chain.from_iterable(root.modules() for root in self.modules.values()))
-        notes = self.variables.notes()
-        with self.attributes.noting(modules, notes.take):
+        executed = Executed()
+        notes = self.variables.notes(modules, executed)
+        with executed.noting(), self.attributes.noting(modules, notes.take, executed):
             yield
             # In here, while the same names count as when the notes were taken.
             self.variables.learn(notes, in_parts=in_parts())

@@ -8,102 +8,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
-from types import CodeType, FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from .._torch.compile import never_compile_by_itself
-from .._torch.modules import MODULE_CALL
-from .._user_line import is_in_users_file, is_users_call, is_users_file
-from .bytecode import Part, Read, Scope, codes_in, reads
+from .bytecode import Scope
 from .contents import ABSENT, Holder, are_same, getter, holders, is_closed, is_plain, noted, own_table
-from .functions import Functions
+from .executed import Executed
+from .variable_notes import Notes, Reader
+from .variable_paths import Path, PathKey, is_left_alone
 
-_Key = tuple[int, str, tuple[Part, ...]]
-_WRITING = frozenset(("add", "append", "clear", "discard", "extend", "insert", "remove", "setdefault", "update"))
 _FEW = 64  # entries of a dict, all of which are compared
-
-
-class Reader(Enum):
-    """What reads a variable."""
-
-    MODULE = "a module that the step calls"
-    OPTIMIZER = "the step of an optimizer"
-    REST = "the rest of the step"
-
-
-class _Root(NamedTuple):
-    """A variable.
-
-    Attributes:
-        scope: where it is kept.
-        owner: the global variables of a Python module, the cell of a variable of a function, or the value itself.
-        name: of the variable.
-    """
-
-    scope: Scope
-    owner: Any
-    name: str
-
-    def value(self) -> Any:
-        """Return the value; `ABSENT` if there is none."""
-        if self.scope is Scope.GLOBAL:
-            return self.owner.get(self.name, ABSENT)
-        if self.scope is Scope.ARGUMENT:
-            return self.owner
-        try:
-            return self.owner.cell_contents
-        except ValueError:  # not assigned yet
-            return ABSENT
-
-
-class _Path(NamedTuple):
-    """A variable and what is read of its value, of that value, and so on.
-
-    Attributes:
-        root: the variable.
-        parts: what is read.
-    """
-
-    root: _Root
-    parts: tuple[Part, ...]
-
-    @property
-    def key(self) -> _Key:
-        """Equal for equal paths, as long as the root is kept."""
-        return id(self.root.owner), self.root.name, self.parts
-
-    @property
-    def last_name(self) -> Any:
-        """What the last part reads, or the name of the variable."""
-        return self.parts[-1].key if self.parts else self.root.name
-
-    def __str__(self) -> str:
-        return "".join((self.root.name, *map(str, self.parts)))
-
-    def steps(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the table that the value of each part is in, and the value, as far as there are such values."""
-        value = self.root.value()
-        for part in self.parts:
-            table = _table(value, part)
-            if table is None:
-                return
-            value = table[part.key]
-            yield table, value
-
-    def only_writes(self) -> bool:
-        """Return whether the path leads to a method that changes a list, dict or set."""
-        values = self.values()
-        part = self.parts[len(values) - 1] if 0 < len(values) <= len(self.parts) else None
-        return part is not None and issubclass(type(values[-1]), (dict, list, set)) and part.key in _WRITING
-
-    def values(self) -> list[Any]:
-        """Return the value of the variable and those of the parts, as far as there are any."""
-        value = self.root.value()
-        return [] if value is ABSENT else [value, *[value for _, value in self.steps()]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +33,8 @@ class VariableValues:
         names: how each path is written.
     """
 
-    found: dict[_Key, dict[str, Any]]
-    names: dict[_Key, str]
+    found: dict[PathKey, dict[str, Any]]
+    names: dict[PathKey, str]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VariableValues) and not any(True for _ in self.different(other))
@@ -142,99 +57,13 @@ class VariableValues:
             for key, text in self.different(new)
         }
 
-    def different(self, other: "VariableValues") -> Iterator[tuple[_Key, str]]:
+    def different(self, other: "VariableValues") -> Iterator[tuple[PathKey, str]]:
         """Yield what has another value in the other one: a path, and what is written behind it."""
         for key, old in self.found.items():
             now = other.found.get(key)
             for text in () if now is None else {**old, **now}:
                 if now is not None and not are_same(old.get(text, ABSENT), now.get(text, ABSENT)):
                     yield key, text
-
-
-class Notes:
-    """What the functions that a step calls read, told by their bytecode.
-
-    Args:
-        look: returns the values of a path.
-        functions: those of the user's that ampkit calls in a step.
-    """
-
-    def __init__(self, look: Callable[[_Path], dict[str, Any]], functions: Iterable[Any]) -> None:
-        self._look = look
-        self._functions = Functions(functions)
-        self.paths: dict[_Key, _Path] = {}
-        self.before: dict[_Key, dict[str, Any]] = {}  # the values when a function that reads them was called
-        self.readers: dict[_Key, set[Reader]] = {}
-        self._reads: dict[CodeType, list[Read]] = {}
-        self._fixed: dict[CodeType, list[_Path]] = {}  # those that are the same in each call of a function
-        self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
-        # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
-        self._known: dict[int, tuple[Any, _Path]] = {}
-
-    def take(self, frame: FrameType) -> None:
-        """Take note of a function that is called."""
-        code = frame.f_code
-        found = self._reads.get(code)
-        if found is None:
-            found = self._reads[code] = reads(code) if is_in_users_file(frame) else []
-            if found and not is_users_call(frame.f_back):
-                self._take_what_is_bound(frame)
-            self._fixed[code] = self._paths_of(frame, found)
-            self._inner.update(codes_in(code) if found else ())
-        if not found:
-            return
-        reader = _reader(frame)
-        given = (self._given(frame, read) for read in found if read.scope is Scope.ARGUMENT)
-        for path in (*self._fixed[code], *filter(None, given)):
-            self._add(path, reader)
-
-    def _paths_of(self, frame: FrameType, found: list[Read]) -> list[_Path]:
-        code = frame.f_code
-        fixed = [
-            _Path(_Root(Scope.GLOBAL, frame.f_globals, read.variable), read.parts)
-            for read in found
-            if read.scope is Scope.GLOBAL and read.variable in frame.f_globals
-        ]
-        enclosing = [read for read in found if read.scope is Scope.ENCLOSING]
-        for function in self._functions.of(code) if enclosing and code not in self._inner else ():
-            cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
-            roots = [(_Root(Scope.ENCLOSING, cells[read.variable], read.variable), read) for read in enclosing]
-            fixed += [_Path(root, read.parts) for root, read in roots]
-        return fixed
-
-    def _given(self, frame: FrameType, read: Read) -> _Path | None:
-        """Return the path of what is read of an argument; None if the argument was not on the path of a variable."""
-        value = frame.f_locals.get(read.variable)
-        if id(value) not in self._known:
-            return None
-        _, path = self._known[id(value)]
-        return _Path(path.root, (*path.parts, *read.parts))
-
-    def _take_what_is_bound(self, frame: FrameType) -> None:
-        """Take note of what a function that ampkit calls is given, and not by the call.
-
-        It is the object that a method belongs to, what `functools.partial` adds, and what arguments are by default.
-        """
-        bound = set(map(id, self._functions.bound(frame.f_code)))
-        for name, value in frame.f_locals.items():
-            if (name == "self" or id(value) in bound) and not _is_left_alone(value):
-                self._known.setdefault(id(value), (value, _Path(_Root(Scope.ARGUMENT, value, name), ())))
-
-    def _add(self, path: _Path, reader: Reader) -> None:
-        if path.key in self.paths:
-            self.readers[path.key].add(reader)
-        if path.key in self.paths or path.only_writes():
-            return
-        self.readers[path.key] = {reader}
-        self.paths[path.key] = path
-        self.before[path.key] = self._look(path)
-        for depth, value in enumerate(path.values()):
-            self._functions.take(value)
-            if not is_plain(value):
-                self._known.setdefault(id(value), (value, _Path(path.root, path.parts[:depth])))
-
-
-never_compile_by_itself(Notes.take)
 
 
 class Variables:
@@ -250,13 +79,23 @@ class Variables:
 
     def __init__(self, is_read: Callable[[str], bool], functions: Iterable[Any] = ()) -> None:
         self._is_read, self._functions = is_read, tuple(functions)
-        self._paths: dict[_Key, _Path] = {}
-        self._readers: dict[_Key, set[Reader]] = {}
-        self._left_out: dict[tuple[_Key, str], _Path] = {}  # the paths keep their keys from being those of others
+        self._paths: dict[PathKey, Path] = {}
+        self._readers: dict[PathKey, set[Reader]] = {}
+        self._compiled: set[PathKey] = set()  # of these, all that is in objects counts
+        self._left_out: dict[tuple[PathKey, str], Path] = {}  # the paths keep their keys from being those of others
 
-    def notes(self) -> Notes:
-        """Return notes to be taken while a step runs."""
-        return Notes(self._look, self._functions)
+    def notes(self, modules: Iterable[nn.Module], executed: Executed) -> Notes:
+        """Return notes to be taken while a step runs.
+
+        Args:
+            modules: those that the step may call.
+            executed: notes meanwhile which instructions the step executes.
+        """
+
+        def look(path: Path, is_compiled: bool) -> dict[str, Any]:
+            return self._look(path, _always if is_compiled else None)
+
+        return Notes(look, self._functions, modules, executed)
 
     def learn(self, notes: Notes, *, in_parts: bool = False) -> None:
         """Compare what a step has read from now on. To be called at its end.
@@ -265,14 +104,16 @@ class Variables:
             notes: those that were taken.
             in_parts: whether only modules are captured. Then what the rest of the step reads is not compared.
         """
-        before, after = (VariableValues(found, {}) for found in (notes.before, self._looks(notes.paths)))
+        before, after = (VariableValues(found, {}) for found in (notes.before, notes.values()))
         for key, text in before.different(after):
             path = notes.paths[key]
             holds_more = any(_is_table(value) for value in path.values()[-1:])
             self._left_out[key, "" if holds_more else text] = path
         for key, path in notes.paths.items():
-            if (key, "") not in self._left_out and not (in_parts and Reader.MODULE not in notes.readers[key]):
+            counts = notes.is_read(key) and not (in_parts and Reader.MODULE not in notes.readers[key])
+            if counts and (key, "") not in self._left_out:
                 self._paths[key] = path
+                self._compiled |= notes.compiled & {key}
                 self._readers[key] = self._readers.get(key, set()) | notes.readers[key]
 
     def leave_out(self, names: Iterable[str]) -> None:
@@ -283,7 +124,7 @@ class Variables:
 
     def forget(self) -> None:
         """Compare nothing any more."""
-        for table in (self._paths, self._readers, self._left_out):
+        for table in (self._paths, self._readers, self._compiled, self._left_out):
             table.clear()
 
     def are_of_optimizers(self, old: VariableValues, new: VariableValues) -> bool:
@@ -293,7 +134,8 @@ class Variables:
 
     def values(self) -> VariableValues:
         """Return the values that the variables have now."""
-        return VariableValues(self._looks(self._paths), {key: str(path) for key, path in self._paths.items()})
+        found = {key: self._look(path) for key, path in self._paths.items()}
+        return VariableValues(found, {key: str(path) for key, path in self._paths.items()})
 
     def readers(self) -> tuple[list[Any], list[Any]]:
         """Return functions that read what the values depend on, and the table to pass to each of them.
@@ -323,7 +165,7 @@ class Variables:
         what is compared with all that is in it."""
         paths = self._paths.values()
         inside = [holder.table for path in paths for holder in self._contents(path)]
-        owned = [own_table(value) for path in paths for value in path.values() if not _is_left_alone(value)]
+        owned = [own_table(value) for path in paths for value in path.values() if not is_left_alone(value)]
         return list({id(table): table for table in (*inside, *owned) if table is not None}.values())
 
     def modules(self) -> list[nn.Module]:
@@ -331,54 +173,25 @@ class Variables:
         values = (path.values() for path in self._paths.values())
         return [value for found in values for value in found[-1:] if issubclass(type(value), nn.Module)]
 
-    def _looks(self, paths: dict[_Key, _Path]) -> dict[_Key, dict[str, Any]]:
-        return {key: self._look(path) for key, path in paths.items()}
-
-    def _look(self, path: _Path) -> dict[str, Any]:
+    def _look(self, path: Path, is_read: Callable[[str], bool] | None = None) -> dict[str, Any]:
+        """Return the values of a path; with `is_read`, also what is in an object by names for which that is true."""
         found: dict[str, Any] = {}
         for value in path.values()[-1:]:
             found[""] = noted(value) if is_plain(value) else _stand_in(value)
-        for holder in self._contents(path):
+        for holder in self._contents(path, is_read):
             texts = zip(holder.keys, holder.texts, strict=True)
             found.update((text, noted(holder.table[key])) for key, text in texts)
         return {text: value for text, value in found.items() if (path.key, text) not in self._left_out}
 
-    def _contents(self, path: _Path) -> Iterator[Holder]:
+    def _contents(self, path: Path, is_read: Callable[[str], bool] | None = None) -> Iterator[Holder]:
         """Yield what is in the last value of a path, if code can read it by what no bytecode tells."""
         for value in path.values()[-1:]:
             if _is_table(value):
-                is_read = _always if len(value) <= _FEW else self._is_read
-                yield from holders(value, is_read, set())
-            elif not _is_left_alone(value) and hasattr(type(value), "__getattr__"):
-                yield from holders(value, self._is_read, set())
-
-
-def _table(value: Any, part: Part) -> Any:
-    """Return the table that has this part of a value; None if there is none, or if it is looked at by other means."""
-    if not part.is_attribute:
-        return value if _has_entry(value, part.key) else None
-    if issubclass(type(value), ModuleType):
-        is_users = is_users_file(getattr(value, "__file__", None) or "")
-        return vars(value) if is_users and part.key in vars(value) else None
-    if issubclass(type(value), type):
-        return _of_class(value, part.key)
-    if _is_left_alone(value):
-        return None
-    table = own_table(value)
-    return table if table is not None and part.key in table else _of_class(type(value), part.key)
-
-
-def _has_entry(value: Any, key: Any) -> bool:
-    kind = type(value)
-    if issubclass(kind, dict):
-        return kind.__getitem__ is dict.__getitem__ and key in value
-    return kind is list and type(key) is int and -len(value) <= key < len(value)
-
-
-def _of_class(kind: type, name: str) -> Any:
-    """Return the `__dict__` of the class in which a class has its attribute of this name."""
-    bases = (base for base in kind.__mro__ if base.__module__ != "builtins")
-    return next((vars(base) for base in bases if name in vars(base)), None)
+                yield from holders(value, _always if len(value) <= _FEW else self._is_read, set())
+            elif not is_left_alone(value) and (
+                is_read or path.key in self._compiled or hasattr(type(value), "__getattr__")
+            ):
+                yield from holders(value, is_read or self._is_read, set())
 
 
 def _always(_: str) -> bool:
@@ -411,18 +224,3 @@ def _is_of_package(value: Any) -> bool:
 
 def _is_table(value: Any) -> bool:
     return issubclass(type(value), (dict, list))
-
-
-def _is_left_alone(value: Any) -> bool:
-    return is_plain(value) or is_closed(value)
-
-
-def _reader(frame: FrameType | None) -> Reader:
-    """Return what a function is called for."""
-    while frame is not None:
-        if frame.f_code is MODULE_CALL:
-            return Reader.MODULE
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
-            return Reader.OPTIMIZER
-        frame = frame.f_back
-    return Reader.REST

@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +68,14 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
 
 def _nothing_was_compiled() -> bool:
     return "torch._dynamo" not in sys.modules  # the import takes a second, so who needs none makes none
+
+
+def original_code(code: CodeType) -> CodeType | None:
+    """Return the code that dynamo has made this code from; None if it was not made by dynamo."""
+    if _nothing_was_compiled():
+        return None
+    made: CodeType | None = private(sys.modules["torch._dynamo"].utils, "orig_code_map").get(code)
+    return made
 
 
 def fail_on_recompile(undo: Undo) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._capture.attributes import Attributes
+from ampkit._capture.executed import Executed
 
 Engine = tuple[str, str]
 
@@ -363,7 +364,7 @@ def test_names_are_those_in_code_that_ran() -> None:
     """Neither those of other methods, nor those that the step changes."""
     model = Net("cpu")
     attributes = Attributes()
-    with attributes.noting(list(model.modules()), lambda frame: None):
+    with attributes.noting(list(model.modules()), lambda frame: None, Executed()):
         model(torch.ones(8, 4))
     drop = attributes.names.of_class[nn.Dropout]
     assert {"scale", "powers", "mask", "shift", "kept", "activation"} <= attributes.names.of_all

@@ -91,7 +91,7 @@ class Job:
     def __init__(self, kind: str, rank: int, device: torch.device, sharded: bool) -> None:
         self.kind, self.rank, self.device = kind, rank, device
         self.here = rank == happens_to(kind)
-        self.call = 0
+        self.begun: set[int] = set()  # calls; what sets hold is not compared from call to call
         self.group = dist.new_group() if kind.startswith("own group") else None
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
         if sharded:
@@ -114,13 +114,13 @@ class Job:
             loss.item()
         if self.here and self.kind == "raises in its capture" and self.capturing():
             raise ValueError("a mistake of the user")
-        if self.here and self.kind == "out of memory" and self.call == self.event():
+        if self.here and self.kind == "out of memory" and self.event() in self.begun:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return loss
 
     def after_step(self, model: nn.Module) -> None:
         """Wait for ever, on other ranks than the one that is to be killed, and behind its last collective."""
-        waits = self.call == EVENT - 1 and not self.here
+        waits = EVENT - 1 in self.begun and not self.here
         while waits and self.kind == "killed, others in Python":
             time.sleep(0.01)
         if waits and self.kind == "killed, others elsewhere":
@@ -139,12 +139,13 @@ class Job:
     def train(self) -> None:
         """Call the step, and have happen what is to."""
         calls = EVENT if self.kind == "fewer batches" and self.here else CALLS
-        for self.call in range(calls):
-            if self.call == self.event() and self.here:
+        for call in range(calls):
+            self.begun.add(call)
+            if call == self.event() and self.here:
                 self.happen()
-            rows = 3 if self.kind == "other shape" and self.here and self.call in (5, EVENT) else 2
+            rows = 3 if self.kind == "other shape" and self.here and call in (5, EVENT) else 2
             out = self.step(torch.randn(rows, 8).to(self.device))
-            if self.call % 4 == 0:
+            if call % 4 == 0:
                 out.loss.item()
         if self.device.type == "cuda":
             torch.cuda.synchronize()

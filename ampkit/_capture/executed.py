@@ -1,0 +1,119 @@
+"""Which instructions of the user's functions are executed in a call."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+from .._torch.compile import never_compile_by_itself
+from .._undo import Undo
+from .bytecode import Place, codes_in, instructions, names
+
+_Monitoring: Any = getattr(sys, "monitoring", None)  # new in Python 3.12; another version of Python traces
+_NAME = "ampkit"
+_IDS = (3, 4, 2, 5, 1, 0)  # of tools; the last ones are meant for optimizers, coverage and debuggers
+_MOST = 1_000_000  # executed instructions, where each one is a call of a function
+
+
+class Executed:
+    """Notes which instructions are executed. Where it cannot tell, it takes each instruction for executed.
+
+    It cannot if a debugger or a coverage tool uses what it would use itself.
+
+    Attributes:
+        compiled: code that torch.compile's code contains.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: set[CodeType] = set()
+        self._seen: dict[CodeType, set[int]] = {}
+        self._watch: Callable[[FrameType], None] | None = None  # None if it cannot tell
+        self._left = _MOST
+        self._tool, self._monitored = -1, set[CodeType]()
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Context for a call, in which `watch` can be called."""
+        with Undo() as undo:
+            if _Monitoring is not None:
+                self._begin_to_monitor(undo)
+            elif sys.gettrace() is None:
+                undo.note(sys.settrace, None)
+                sys.settrace(_trace_nothing)
+                self._watch = self._trace
+            yield
+
+    def watch(self, frame: FrameType) -> None:
+        """Take note of what a function executes, which has just been called, and functions that are defined in it."""
+        if self._watch is None:
+            return
+        if frame.f_code not in self._seen:
+            for code in (frame.f_code, *codes_in(frame.f_code)):
+                self._seen.setdefault(code, set())
+        self._watch(frame)
+
+    def knows(self, code: CodeType) -> bool:
+        """Return whether it can tell what is executed of this code."""
+        return self._watch is not None and code in self._seen and code not in self.compiled
+
+    def has(self, place: Place) -> bool:
+        """Return whether an instruction has been executed."""
+        executed = self._seen.get(place.code, set()) if self.knows(place.code) else None
+        return executed is None or not executed.isdisjoint(range(place.first, place.last + 1))
+
+    def names(self, code: CodeType) -> set[str]:
+        """Return the names that code has read attributes by, and the texts that it has loaded."""
+        known = names(code)
+        if self.knows(code):
+            loaded = (each.argval for each, place in instructions(code) if self.has(place))
+            known.intersection_update(name for name in loaded if isinstance(name, str))
+        return known
+
+    def _begin_to_monitor(self, undo: Undo) -> None:
+        free = (number for number in _IDS if _Monitoring.get_tool(number) is None)
+        tool = next(free, None)
+        if tool is None:
+            return
+        undo.note(_stop_monitoring, tool, self._monitored)
+        _Monitoring.use_tool_id(tool, _NAME)
+        _Monitoring.register_callback(tool, _Monitoring.events.INSTRUCTION, self._on_instruction)
+        _Monitoring.restart_events()  # in functions of which an earlier call has told all
+        self._tool, self._watch = tool, self._monitor
+
+    def _monitor(self, frame: FrameType) -> None:
+        if frame.f_code not in self._monitored:
+            self._monitored.add(frame.f_code)
+            _Monitoring.set_local_events(self._tool, frame.f_code, _Monitoring.events.INSTRUCTION)
+
+    def _on_instruction(self, code: CodeType, offset: int) -> Any:
+        self._seen[code].add(offset)
+        return _Monitoring.DISABLE  # once is enough
+
+    def _trace(self, frame: FrameType) -> None:
+        frame.f_trace_lines, frame.f_trace_opcodes, frame.f_trace = False, True, self._on_event
+
+    def _on_event(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "opcode":
+            self._seen[frame.f_code].add(frame.f_lasti)
+            self._left -= 1
+        if self._left < 0:  # a long loop, which would take minutes
+            self._watch = None
+            sys.settrace(None)
+        return self._on_event
+
+
+def _trace_nothing(*_: object) -> None:
+    """Have Python trace the functions whose frames ask for it, and no others."""
+
+
+for _function in (_trace_nothing, Executed._on_event, Executed._on_instruction):
+    never_compile_by_itself(_function)
+
+
+def _stop_monitoring(tool: int, functions: set[CodeType]) -> None:
+    if _Monitoring.get_tool(tool) == _NAME:
+        for code in functions:
+            _Monitoring.set_local_events(tool, code, 0)
+        _Monitoring.register_callback(tool, _Monitoring.events.INSTRUCTION, None)
+        _Monitoring.free_tool_id(tool)

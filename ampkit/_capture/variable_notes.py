@@ -1,0 +1,212 @@
+"""Which variables the functions that a step calls read, told by their bytecode and by what of it is executed."""
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .._torch.compile import never_compile_by_itself, original_code
+from .._torch.modules import MODULE_CALL
+from .._user_line import is_in_users_file, is_users_call, is_users_file
+from .bytecode import Place, Read, Scope, codes_in, reads
+from .contents import is_plain
+from .executed import Executed
+from .functions import Functions
+from .variable_paths import Path, PathKey, Root, is_left_alone
+
+
+class Reader(Enum):
+    """What reads a variable."""
+
+    MODULE = "a module that the step calls"
+    OPTIMIZER = "the step of an optimizer"
+    REST = "the rest of the step"
+
+
+class Notes:
+    """What the functions that a step calls read, told by their bytecode.
+
+    Args:
+        look: returns the values of a path, and what is in them if that is wanted.
+        functions: those of the user's that ampkit calls in a step.
+        modules: those that the step may call.
+        executed: notes which instructions the step executes. What stands behind an `if` may be read in no call.
+
+    Attributes:
+        paths: what is read.
+        before: the values of each path when a function that reads it was called.
+        readers: what reads each path.
+        compiled: the paths of which torch.compile's code may contain all values.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[Path, bool], dict[str, Any]],
+        functions: Iterable[Any],
+        modules: Iterable[nn.Module],
+        executed: Executed,
+    ) -> None:
+        self._look, self._executed, self._modules = look, executed, modules
+        self._functions = Functions(functions)
+        self.paths: dict[PathKey, Path] = {}
+        self.before: dict[PathKey, dict[str, Any]] = {}
+        self.compiled: set[PathKey] = set()
+        self.readers: dict[PathKey, set[Reader]] = {}
+        self._places: dict[PathKey, set[Place]] = {}  # where each path is read
+        self._reads: dict[CodeType, dict[Read, list[Place]] | None] = {}  # None: not of the user's code
+        self._fixed: dict[CodeType, list[tuple[Path, Read]]] = {}  # those that are the same in each call of a function
+        self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
+        # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
+        self._known: dict[int, tuple[Any, Path]] = {}
+
+    def take(self, frame: FrameType) -> None:
+        """Take note of a function that is called."""
+        code = frame.f_code
+        if code not in self._reads:
+            self._reads[code] = self._begin(frame)
+        found = self._reads[code]
+        if found is None:
+            return
+        self._executed.watch(frame)
+        if not found:
+            return
+        reader = _reader(frame)
+        given = ((self._given(frame, read), read) for read in found if read.scope is Scope.ARGUMENT)
+        for path, read in (*self._fixed[code], *given):
+            if path is not None:
+                self._add(path, reader, found[read])
+
+    def values(self) -> dict[PathKey, dict[str, Any]]:
+        """Return the values that the paths have now."""
+        return {key: self._look(path, key in self.compiled) for key, path in self.paths.items()}
+
+    def is_read(self, key: PathKey) -> bool:
+        """Return whether the step has executed code that reads a path."""
+        return key in self.compiled or any(map(self._executed.has, self._places[key]))
+
+    def _begin(self, frame: FrameType) -> dict[Read, list[Place]] | None:
+        """Return what the code of a function reads that is called for the first time; None if that is no matter."""
+        code = frame.f_code
+        if not is_in_users_file(frame):
+            return None
+        original = original_code(code)
+        if original is not None:
+            self._take_compiled(frame, original)
+            return None
+        found = reads(code)
+        if found and not is_users_call(frame.f_back):
+            self._take_what_is_bound(frame, code)
+        is_around = code not in self._inner and any(read.scope is Scope.ENCLOSING for read in found)
+        own = self._functions.of(code) if is_around else []  # looks at all objects
+        fixed = [(_path(frame.f_globals, None, read), read) for read in found]
+        fixed += [(_path({}, function, read), read) for function in own for read in found]
+        self._fixed[code] = [(path, read) for path, read in fixed if path is not None]
+        self._inner.update(codes_in(code) if found else ())
+        return found
+
+    def _take_compiled(self, frame: FrameType, original: CodeType) -> None:
+        """Take note of a function whose compiled code is called.
+
+        Python calls none of the functions that are a part of it, and reads no number. So all that they could read
+        counts, and what is in it.
+        """
+        self._take_what_is_bound(frame, original)
+        left = [*self._functions.of(original), *(_forward(module) for module in self._modules)]
+        reader, seen = _reader(frame), set()
+        while left:
+            function = left.pop()
+            if id(function) in seen or not _is_users(function):
+                continue
+            seen.add(id(function))
+            self._executed.compiled.update((function.__code__, *codes_in(function.__code__)))
+            found = (_path(function.__globals__, function, read) for read in reads(function.__code__))
+            for path in filter(None, found):
+                self._add_compiled(path, reader)
+                called = list(map(_function, path.values()[-1:]))
+                if path.parts and FunctionType in map(type, called):  # a method, which reads its object
+                    self._add_compiled(path.up(), reader)
+                left += called
+        for _, path in list(self._known.values()):
+            if path.root.scope is Scope.ARGUMENT:
+                self._add_compiled(path, reader)
+
+    def _add_compiled(self, path: Path, reader: Reader) -> None:
+        if path.key not in self.compiled:
+            self.compiled.add(path.key)
+            if path.key in self.before:
+                self.before[path.key] = self._look(path, True)
+        self._add(path, reader, [])
+
+    def _given(self, frame: FrameType, read: Read) -> Path | None:
+        """Return the path of what is read of an argument; None if the argument was not on the path of a variable."""
+        value = frame.f_locals.get(read.variable)
+        if id(value) not in self._known:
+            return None
+        _, path = self._known[id(value)]
+        return Path(path.root, (*path.parts, *read.parts))
+
+    def _take_what_is_bound(self, frame: FrameType, code: CodeType) -> None:
+        """Take note of what a function that ampkit calls is given, and not by the call.
+
+        It is the object that a method belongs to, what `functools.partial` adds, and what arguments are by default.
+        """
+        bound = set(map(id, self._functions.bound(code)))
+        for name, value in frame.f_locals.items():
+            if (name == "self" or id(value) in bound) and not is_left_alone(value):
+                self._known.setdefault(id(value), (value, Path(Root(Scope.ARGUMENT, value, name), ())))
+
+    def _add(self, path: Path, reader: Reader, places: list[Place]) -> None:
+        self._places.setdefault(path.key, set()).update(places)
+        if path.key in self.paths:
+            self.readers[path.key].add(reader)
+        if path.key in self.paths or path.only_writes():
+            return
+        self.readers[path.key] = {reader}
+        self.paths[path.key] = path
+        self.before[path.key] = self._look(path, path.key in self.compiled)
+        for depth, value in enumerate(path.values()):
+            self._functions.take(value)
+            if not is_plain(value):
+                self._known.setdefault(id(value), (value, Path(path.root, path.parts[:depth])))
+
+
+def _path(variables: dict[str, Any], function: FunctionType | None, read: Read) -> Path | None:
+    """Return the path of a global variable, or of one of the functions around a function; None if it is neither."""
+    if read.scope is Scope.GLOBAL and read.variable in variables:
+        return Path(Root(Scope.GLOBAL, variables, read.variable), read.parts)
+    if read.scope is Scope.ENCLOSING and function is not None and function.__closure__:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+        return Path(Root(Scope.ENCLOSING, cells[read.variable], read.variable), read.parts)
+    return None
+
+
+def _function(value: Any) -> Any:
+    """Return the function that is called if this value is, if Python wrote it down."""
+    if issubclass(type(value), nn.Module):
+        return _forward(value)
+    return value.__func__ if type(value) is MethodType else value
+
+
+def _is_users(function: Any) -> bool:
+    return type(function) is FunctionType and is_users_file(function.__code__.co_filename)
+
+
+def _forward(module: nn.Module) -> Any:
+    return getattr(type(module), "forward", None)
+
+
+def _reader(frame: FrameType | None) -> Reader:
+    """Return what a function is called for."""
+    while frame is not None:
+        if frame.f_code is MODULE_CALL:
+            return Reader.MODULE
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return Reader.OPTIMIZER
+        frame = frame.f_back
+    return Reader.REST
+
+
+never_compile_by_itself(Notes.take)

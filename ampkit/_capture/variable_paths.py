@@ -1,0 +1,120 @@
+"""A variable and what is read of it: the way to a value, and through which tables it leads."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from .._user_line import is_users_file
+from .bytecode import Part, Scope
+from .contents import ABSENT, is_closed, is_plain, own_table
+
+PathKey = tuple[int, str, tuple[Part, ...]]
+_WRITING = frozenset(("add", "append", "clear", "discard", "extend", "insert", "remove", "setdefault", "update"))
+
+
+class Root(NamedTuple):
+    """A variable.
+
+    Attributes:
+        scope: where it is kept.
+        owner: the global variables of a Python module, the cell of a variable of a function, or the value itself.
+        name: of the variable.
+    """
+
+    scope: Scope
+    owner: Any
+    name: str
+
+    def value(self) -> Any:
+        """Return the value; `ABSENT` if there is none."""
+        if self.scope is Scope.GLOBAL:
+            return self.owner.get(self.name, ABSENT)
+        if self.scope is Scope.ARGUMENT:
+            return self.owner
+        try:
+            return self.owner.cell_contents
+        except ValueError:  # not assigned yet
+            return ABSENT
+
+
+class Path(NamedTuple):
+    """A variable and what is read of its value, of that value, and so on.
+
+    Attributes:
+        root: the variable.
+        parts: what is read.
+    """
+
+    root: Root
+    parts: tuple[Part, ...]
+
+    @property
+    def key(self) -> PathKey:
+        """Equal for equal paths, as long as the root is kept."""
+        return id(self.root.owner), self.root.name, self.parts
+
+    @property
+    def last_name(self) -> Any:
+        """What the last part reads, or the name of the variable."""
+        return self.parts[-1].key if self.parts else self.root.name
+
+    def __str__(self) -> str:
+        return "".join((self.root.name, *map(str, self.parts)))
+
+    def up(self) -> "Path":
+        """Return the path of what the last part is read of."""
+        return self._replace(parts=self.parts[:-1])
+
+    def steps(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the table that the value of each part is in, and the value, as far as there are such values."""
+        value = self.root.value()
+        for part in self.parts:
+            table = _table(value, part)
+            if table is None:
+                return
+            value = table[part.key]
+            yield table, value
+
+    def only_writes(self) -> bool:
+        """Return whether the path leads to a method that changes a list, dict or set."""
+        values = self.values()
+        part = self.parts[len(values) - 1] if 0 < len(values) <= len(self.parts) else None
+        return part is not None and issubclass(type(values[-1]), (dict, list, set)) and part.key in _WRITING
+
+    def values(self) -> list[Any]:
+        """Return the value of the variable and those of the parts, as far as there are any."""
+        value = self.root.value()
+        return [] if value is ABSENT else [value, *[value for _, value in self.steps()]]
+
+
+def is_left_alone(value: Any) -> bool:
+    """Return whether nothing is read of a value: it is plain, or is looked at by itself."""
+    return is_plain(value) or is_closed(value)
+
+
+def _table(value: Any, part: Part) -> Any:
+    """Return the table that has this part of a value; None if there is none, or if it is looked at by other means."""
+    if not part.is_attribute:
+        return value if _has_entry(value, part.key) else None
+    if issubclass(type(value), ModuleType):
+        is_users = is_users_file(getattr(value, "__file__", None) or "")
+        return vars(value) if is_users and part.key in vars(value) else None
+    if issubclass(type(value), type):
+        return _of_class(value, part.key)
+    if is_left_alone(value):
+        return None
+    table = own_table(value)
+    return table if table is not None and part.key in table else _of_class(type(value), part.key)
+
+
+def _has_entry(value: Any, key: Any) -> bool:
+    kind = type(value)
+    if issubclass(kind, dict):
+        return kind.__getitem__ is dict.__getitem__ and key in value
+    return kind is list and type(key) is int and -len(value) <= key < len(value)
+
+
+def _of_class(kind: type, name: str) -> Any:
+    """Return the `__dict__` of the class in which a class has its attribute of this name."""
+    bases = (base for base in kind.__mro__ if base.__module__ != "builtins")
+    return next((vars(base) for base in bases if name in vars(base)), None)

@@ -1,0 +1,136 @@
+"""What code reads that the user has compiled: Python calls none of its functions, and it holds numbers as constants."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import few
+from torch import Tensor, nn
+
+import ampkit
+
+# Each test sets these anew.
+ALPHA = BETA = 1.0
+CONFIG: Any = None
+
+
+class Offset:
+    """An object with a method that the compiled function calls."""
+
+    def __init__(self) -> None:
+        self.offset = 1.0
+
+    def of(self, x: Tensor) -> Tensor:
+        return x + self.offset
+
+
+class Model(nn.Module):
+    """Reads an attribute of its own, a global variable, and the rate of a dropout in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop, self.gain, self.calls = nn.Linear(4, 2), nn.Dropout(0.5), 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x)) * self.gain * ALPHA
+
+
+def called(x: Tensor) -> Tensor:
+    return x * BETA
+
+
+def given(config: Any, x: Tensor) -> Tensor:
+    return x * config.scale
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    loss = given(CONFIG.inner, called(model(x).square().mean()))
+    if CONFIG.inner.bound:
+        loss = loss + CONFIG.inner.unread
+    return CONFIG.offset.of(loss)
+
+
+Change = Callable[[Model], object]
+CHANGES: dict[str, Change] = {
+    "global variable of a module": lambda model: globals().update(ALPHA=2.0),
+    "global variable of a function that is called": lambda model: globals().update(BETA=2.0),
+    "what a function is given": lambda model: setattr(CONFIG.inner, "scale", 2.0),
+    "of the object of a method": lambda model: setattr(CONFIG.offset, "offset", 2.0),
+    "another object": lambda model: setattr(CONFIG, "inner", SimpleNamespace(scale=2.0, bound=False, unread=0.0)),
+    "behind a condition": lambda model: setattr(CONFIG.inner, "bound", True),
+    "attribute of a module": lambda model: setattr(model, "gain", 2.0),
+    "rate of a dropout": lambda model: setattr(model.drop, "p", 0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Compiled code is made anew, and a number that has changed is a constant of the next code, too.
+
+    Otherwise dynamo reads it by `.item()` from a tensor, which the preflight refuses where the step is on a CPU.
+    """
+    torch._dynamo.reset()
+    inner = SimpleNamespace(scale=1.0, bound=False, unread=0.0)
+    globals().update(ALPHA=1.0, BETA=1.0, CONFIG=SimpleNamespace(inner=inner, offset=Offset()))
+    with torch._dynamo.config.patch(specialize_float=True):
+        yield
+    torch._dynamo.reset()
+
+
+def make_step(way: str, model: Model) -> Any:
+    """Return a step with a part that torch.compile has compiled."""
+    parts: tuple[Any, Any] = loss_fn, model
+    if way == "the loss":
+        parts = torch.compile(loss_fn, backend="eager"), model
+    elif way == "the module":
+        parts = loss_fn, torch.compile(model, backend="eager")
+    elif way == "in place":
+        model.compile(backend="eager")
+    else:
+        compiled = torch.compile(loss_fn, backend="eager")
+        parts = (lambda model, x: compiled(model, x)), model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    return ampkit.graphed_step(*parts, optimizer, graph="emulate")
+
+
+def train(step: Any, calls: int) -> None:
+    for _ in range(calls):
+        step(torch.ones(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
+@pytest.mark.parametrize("way", ["the loss", "the module", "in place", "within the loss"])
+@pytest.mark.parametrize("change", few(CHANGES, ("what a function is given", "rate of a dropout")))
+def test_a_change_is_noticed(change: str, way: str) -> None:
+    """R7: another value of what compiled code holds as a constant is another graph."""
+    step = make_step(way, model := Model())
+    train(step, 8)
+    assert (step.captures, step.replays) == (1, 5)
+    CHANGES[change](model)
+    train(step, 5)
+    assert (step.captures, step.replays) == (2, 7)
+
+
+def test_code_that_was_compiled_before() -> None:
+    """R7: the functions in it are found, though nothing is compiled while the step is watched."""
+    model = Model()
+    compiled = torch.compile(loss_fn, backend="eager")
+    compiled(model, torch.ones(2, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampkit.graphed_step(lambda model, x: compiled(model, x), model, optimizer, graph="emulate")
+    train(step, 8)
+    CONFIG.inner.scale = 2.0
+    with pytest.warns(ampkit.CaptureWarning, match=r"CONFIG\.inner\.scale changed from 1\.0 to 2\.0"):
+        train(step, 5)
+    assert (step.captures, step.replays) == (2, 7)
+
+
+def test_a_counter_of_a_compiled_module() -> None:
+    """A number that no code of the step reads makes no graph of its own."""
+    step = make_step("the module", model := Model())
+    for _ in range(8):
+        model.calls += 1
+        train(step, 1)
+    assert (step.captures, step.replays) == (1, 5)

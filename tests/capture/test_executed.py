@@ -1,0 +1,249 @@
+"""Which instructions of the user's functions a call executes."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampkit
+from ampkit._capture import executed as module
+from ampkit._capture.bytecode import instructions, reads
+from ampkit._capture.executed import Executed
+
+CONFIG: Any = SimpleNamespace(on=False, off=True, first=1.0, second=2.0, third=3.0, keys={"a": 1.0})
+
+
+def either(x: Any) -> Any:
+    return CONFIG.first if CONFIG.on else CONFIG.second
+
+
+def both(x: Any) -> Any:
+    return CONFIG.on and CONFIG.first
+
+
+def loop(x: Any) -> Any:
+    for _ in range(3):
+        if CONFIG.on:
+            return CONFIG.first
+        x = CONFIG.keys["a"]
+    return x
+
+
+def handles(x: Any) -> Any:
+    try:
+        return CONFIG.missing
+    except AttributeError:
+        return CONFIG.third
+
+
+def generator(x: Any) -> Any:
+    def each() -> Any:
+        yield CONFIG.first
+        yield CONFIG.second
+
+    return next(each())
+
+
+def defines(x: Any) -> Any:
+    called = lambda: CONFIG.first  # noqa: E731
+    CONFIG.uncalled = lambda: CONFIG.second
+    return called()
+
+
+def fails(x: Any) -> Any:
+    raise KeyError(either(x))
+
+
+CASES: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "either": (either, {"CONFIG.on", "CONFIG.second"}),
+    "both": (both, {"CONFIG.on"}),
+    "loop": (loop, {"range", "CONFIG.on", "CONFIG.keys['a']"}),
+    "handles": (handles, {"CONFIG.missing", "AttributeError", "CONFIG.third"}),
+    "generator": (generator, {"next", "CONFIG.first", "Any"}),
+    "defines": (defines, {"CONFIG", "CONFIG.first"}),
+    "comprehension": (lambda x: [CONFIG.third for each in x if each or CONFIG.on], {"CONFIG.on"}),
+}
+
+
+@contextmanager
+def watching(executed: Executed) -> Iterator[None]:
+    """Have all functions of this file be watched."""
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == __file__:
+            executed.watch(frame)
+
+    with executed.noting():
+        sys.setprofile(watch)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+
+def read_in(function: Callable[..., Any], executed: Executed) -> set[str]:
+    """Return the expressions of a function that were executed."""
+    found = reads(function.__code__)
+    executed_reads = (read for read, places in found.items() if any(map(executed.has, places)))
+    return {read.variable + "".join(map(str, read.parts)) for read in executed_reads}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read(case: str) -> None:
+    """R7: an expression in a branch that is not taken is not read. A second look begins anew."""
+    function, expected = CASES[case]
+    for _ in range(2):
+        executed = Executed()
+        with watching(executed):
+            function((0,))
+        assert read_in(function, executed) == expected
+        assert executed.knows(function.__code__)
+
+
+def test_other_branches_of_later_calls() -> None:
+    """All calls in the context count, none behind it."""
+    executed = Executed()
+    with watching(executed):
+        either(0)
+    CONFIG.on = True
+    try:
+        either(0)
+        assert read_in(either, executed) == {"CONFIG.on", "CONFIG.second"}
+        with watching(executed := Executed()):
+            either(0)
+            CONFIG.on = False
+            either(0)
+    finally:
+        CONFIG.on = False
+    assert read_in(either, executed) == {"CONFIG.on", "CONFIG.first", "CONFIG.second"}
+
+
+def test_names() -> None:
+    """Names of attributes, and texts, in what was executed; all of them in code that was not watched."""
+
+    def named(x: Any) -> Any:
+        return getattr(CONFIG, "third") if x else CONFIG.first  # noqa: B009
+
+    executed = Executed()
+    with watching(executed):
+        named(1)
+    assert executed.names(named.__code__) == {"getattr", "CONFIG", "third"}
+    assert {"CONFIG", "on", "first", "second"} == executed.names(either.__code__)
+
+
+def test_long_instructions() -> None:
+    """The 300th name of a function needs an argument in two parts."""
+    text = "def function(x):\n    if x:\n        pass\n"
+    text += "".join(f"    CONFIG.a{i} = x\n" for i in range(300))
+    text += "    return CONFIG.first if x else CONFIG.second\n"
+    found: dict[str, Any] = {"CONFIG": SimpleNamespace(first=1.0, second=2.0)}
+    exec(compile(text, __file__, "exec"), found)
+    executed = Executed()
+    with watching(executed):
+        found["function"](1)
+    assert any(place.first < place.last for _, place in instructions(found["function"].__code__))
+    assert {"CONFIG.first"} == read_in(found["function"], executed) - {"CONFIG"}
+
+
+def test_a_debugger_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another tool has what it would use, each instruction is taken for executed."""
+    before = sys.gettrace()
+    if sys.version_info >= (3, 12):
+        taken = [number for number in range(6) if sys.monitoring.get_tool(number) is None]
+        for number in taken:
+            sys.monitoring.use_tool_id(number, "of a test")
+    else:
+        sys.settrace(lambda *_: None)
+    try:
+        with watching(executed := Executed()):
+            either(0)
+    finally:
+        if sys.version_info >= (3, 12):
+            for number in taken:
+                sys.monitoring.free_tool_id(number)
+        sys.settrace(before)
+    assert not executed.knows(either.__code__)
+    assert read_in(either, executed) == {"CONFIG.on", "CONFIG.first", "CONFIG.second"}
+
+
+def test_nothing_is_left_behind() -> None:
+    """No trace function and no tool stays, also after an exception."""
+
+    def used() -> list[Any]:
+        tools = [sys.monitoring.get_tool(number) for number in range(6)] if sys.version_info >= (3, 12) else []
+        return [sys.gettrace(), *tools]
+
+    before = used()
+    with pytest.raises(KeyError), watching(Executed()):
+        fails(0)
+    assert used() == before
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="an instruction is noted once there")
+def test_long_loops_end_the_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After so many instructions, all are taken for executed."""
+    monkeypatch.setattr(module, "_MOST", 20)
+    with watching(executed := Executed()):
+        loop(0)
+        assert sys.gettrace() is None
+    assert read_in(loop, executed) == {"range", "CONFIG.on", "CONFIG.first", "CONFIG.keys['a']"}
+
+
+class Trainer:
+    """A training loop with a counter that the step reads behind a condition."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.call, self.debug, self.alpha, self.late = 0, False, 1.0, False
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        self.step = ampkit.graphed_step(self.loss, model, optimizer, graph="emulate")
+
+    def train(self, calls: int) -> None:
+        for _ in range(calls):
+            self.call += 1
+            self.step(torch.ones(2, 4))
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        if self.debug and self.call % 10 == 0:
+            raise KeyError("a mistake")
+        loss = model(x).square().mean()
+        return loss * self.alpha if self.late else loss
+
+
+class Counting(nn.Linear):
+    """A module with such a counter."""
+
+    calls, debug = 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.debug and self.calls > 3:
+            raise KeyError("a mistake")
+        return super().forward(x)
+
+
+def test_a_counter_behind_a_condition() -> None:
+    """R7: it makes no graph of its own for each value, unless the condition is true. Nor does that of a module."""
+    trainer = Trainer(model := Counting(4, 2))
+    for _ in range(8):
+        model.calls += 1
+        trainer.train(1)
+    assert (trainer.step.captures, trainer.step.replays) == (1, 5)
+
+
+def test_what_is_read_behind_a_condition_that_becomes_true() -> None:
+    """R7: the calls behind the change are watched anew, so a later change of what they read is noticed."""
+    trainer = Trainer(nn.Linear(4, 2))
+    trainer.train(8)
+    trainer.late = True
+    with pytest.warns(ampkit.CaptureWarning, match=r"self\.late changed from False to True"):
+        trainer.train(6)
+    trainer.alpha = 2.0
+    trainer.train(6)
+    assert (trainer.step.captures, trainer.step.replays) == (3, 11)
+    trainer.late, trainer.alpha = False, 3.0
+    trainer.train(1)
+    assert (trainer.step.captures, trainer.step.replays) == (3, 12)

@@ -123,23 +123,24 @@ class Attributes:
 
     @contextmanager
     def noting(
-        self, modules: Sequence[nn.Module], take: Callable[[FrameType], None], executed: Executed
+        self, modules: Sequence[nn.Module], take: Callable[[FrameType], Sequence[nn.Module]], executed: Executed
     ) -> Iterator[None]:
         """Context for a step, whose code tells which attributes of these modules are compared from then on.
 
         Args:
             modules: the modules.
-            take: is called with the frame of each function of Python that is called.
+            take: is called with the frame of each function of Python that is called. It returns further modules, which
+                the step will call.
             executed: which instructions of these functions are executed. The context must be within its own.
         """
-        before = [dict(vars(module)) for module in modules]
-        inside = [(holder, name, holder.copy()) for name, holder in _all_holders(modules)]
+        before = [_Before(modules)]
         code: set[CodeType] = set()
 
         def note(frame: FrameType, event: str, arg: object) -> None:
             if event == "call":
                 code.add(frame.f_code)
-                take(frame)
+                further = take(frame)
+                before.extend([_Before(further)] if further else ())
 
         observed = sys.getprofile() is None
         try:
@@ -153,14 +154,8 @@ class Attributes:
         if not observed or executed.compiled:  # another profiler runs, or no function is called of what was compiled
             found = chain.from_iterable(methods.values())
             code.update(executed.compiled, (each for each in found if each.co_name != "__init__"))
-        for old, module in zip(before, modules, strict=True):
-            now = vars(module)
-            self._left_out.update(_changed(old, now))
-        for holder, name, was in inside:
-            if isinstance(was, dict):
-                self._left_out.update(key if isinstance(key, str) else name for key in _changed(was, holder.table))
-            elif len(was) != len(holder.table) or not all(map(operator.is_, was, holder.table)):
-                self._left_out.add(name)
+        for each in before:
+            self._left_out.update(each.changed())
         # The methods of a module that has others inside may read attributes of those.
         outer = {type(module) for module in modules if any(True for _ in module.children())}
         leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
@@ -241,6 +236,24 @@ class Attributes:
     def _is_compared(self, module: nn.Module) -> bool:
         of_others = any(base.__module__.startswith(_NOT_COMPARED) for base in type(module).__mro__)
         return not of_others and not any(module is left for left in self._left_out_of)
+
+
+class _Before:
+    """The attributes of modules, and what is in them, as they are now."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tables = [(vars(module), dict(vars(module))) for module in modules]
+        self._inside = [(holder, name, holder.copy()) for name, holder in _all_holders(modules)]
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names of what has changed since."""
+        for now, was in self._tables:
+            yield from _changed(was, now)
+        for holder, name, was in self._inside:
+            if isinstance(was, dict):
+                yield from (key if isinstance(key, str) else name for key in _changed(was, holder.table))
+            elif len(was) != len(holder.table) or not all(map(operator.is_, was, holder.table)):
+                yield name
 
 
 def _names(code: Collection[CodeType], executed: Executed) -> set[str]:

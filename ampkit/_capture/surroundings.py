@@ -123,7 +123,10 @@ def setting_advice(name: str) -> str:
     if name == ATTRIBUTES:
         return "Graphs read a number that changes if it is in a buffer and is changed there in place (fill_)."
     if name == VARIABLES:
-        return "Graphs read a number that changes if it is in a tensor, which is passed to the step or filled in place."
+        return (
+            "Graphs read a number that changes if it is in a tensor, which is passed to the step or filled in place. "
+            "Pass tensors that are replaced to the step, too, and read what is only logged behind the call."
+        )
     if name.endswith(("['momentum']", "['betas']")):
         return "OneCycleLR and CyclicLR change it in every step, unless they get cycle_momentum=False."
     return "Of a param group, only lr may change without a new graph." if "param_groups[" in name else ""

@@ -1,6 +1,6 @@
 """Which variables the functions that a step calls read, told by their bytecode and by what of it is executed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
@@ -61,9 +61,15 @@ class Notes:
         self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
         # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
         self._known: dict[int, tuple[Any, Path]] = {}
+        self._found: list[nn.Module] = []  # in this call of `take`
 
-    def take(self, frame: FrameType) -> None:
-        """Take note of a function that is called."""
+    def take(self, frame: FrameType) -> Sequence[nn.Module]:
+        """Take note of a function that is called. Return the modules that were found to be read by that."""
+        self._found = []
+        self._take(frame)
+        return self._found
+
+    def _take(self, frame: FrameType) -> None:
         code = frame.f_code
         if code not in self._reads:
             self._reads[code] = self._begin(frame)
@@ -169,6 +175,8 @@ class Notes:
         self.before[path.key] = self._look(path, path.key in self.compiled)
         for depth, value in enumerate(path.values()):
             self._functions.take(value)
+            if issubclass(type(value), nn.Module) and id(value) not in self._known:
+                self._found += value.modules()
             if not is_plain(value):
                 self._known.setdefault(id(value), (value, Path(path.root, path.parts[:depth])))
 

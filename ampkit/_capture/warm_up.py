@@ -140,7 +140,10 @@ class WarmUp:
                 with layout.rehearsal.rehearsing(), answering(layout.told):  # as a capture answers
                     return self._captured(phase, *args, **kwargs)
 
-            outputs = run(layout.reason, rehearse)
+            # The first call may have taken other branches, where it made something that later calls find.
+            with self._state.noting_reads(in_parts=lambda: False):
+                outputs = run(layout.reason, rehearse)
+            self._compare_what_was_read(layout)
         else:
             fn = answered(self._fn, layout.told)
             outputs = run(layout.reason, lambda: fn(phase, *args, **kwargs))
@@ -177,12 +180,7 @@ class WarmUp:
             with self._state.noting_reads(in_parts=lambda: bool(preflight.findings)):
                 outputs = run(layout.reason, lambda: self._looked(layout, leaves, preflight, call, fn))
             layout.path = None if draws is None else draws.path
-        if layout.path is not None:  # a change of what draws are compared with is noticed where they are made
-            names = {number.name for number in layout.path.numbers}
-            self._state.attributes.leave_out(names)
-            self._state.variables.leave_out(names)
-        self._undeclared.take_without_tensors(self._state.variables.modules())
-        self._surroundings.take_values()
+        self._compare_what_was_read(layout)
         # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
         # later ones do not, and so may a scaler that still watches what the optimizer does. Then the preflight is
         # repeated.
@@ -205,6 +203,15 @@ class WarmUp:
         layout.checked = True  # after the line above, or an interrupt could hide the problem
         layout.calls += 1
         return outputs
+
+    def _compare_what_was_read(self, layout: Layout) -> None:
+        """Compare what the call just made has read with what it is in the next calls."""
+        if layout.path is not None:  # a change of what draws are compared with is noticed where they are made
+            names = {number.name for number in layout.path.numbers}
+            self._state.attributes.leave_out(names)
+            self._state.variables.leave_out(names)
+        self._undeclared.take_without_tensors(self._state.variables.modules())
+        self._surroundings.take_values()
 
     def _looked(
         self,

@@ -247,3 +247,34 @@ def test_what_is_read_behind_a_condition_that_becomes_true() -> None:
     trainer.late, trainer.alpha = False, 3.0
     trainer.train(1)
     assert (trainer.step.captures, trainer.step.replays) == (3, 12)
+
+
+class Lazy:
+    """A loss that makes something in its first call, and reads a number in each later one."""
+
+    def __init__(self) -> None:
+        self.offset: Tensor | None = None
+        self.decay, self.history = 0.5, set[int]()
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if self.offset is None:
+            self.offset = torch.zeros(())
+        else:
+            loss = loss + self.offset * self.decay
+        if self.history:
+            loss = loss * self.decay
+        self.history.add(1)
+        return loss
+
+
+def test_branches_that_the_first_call_does_not_take() -> None:
+    """R7: the rehearsal is watched too, so what only later calls read is compared."""
+    model, loss = nn.Linear(4, 2), Lazy()
+    step = ampkit.graphed_step(loss, model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), graph="emulate")
+    for _ in range(8):
+        step(torch.ones(2, 4))
+    assert (step.captures, step.replays) == (1, 5)
+    loss.decay = 0.25
+    with pytest.warns(ampkit.CaptureWarning, match=r"self\.decay changed from 0\.5 to 0\.25"):
+        step(torch.ones(2, 4))

@@ -14,11 +14,13 @@ from typing import Any
 from torch import nn
 
 from .._user_line import NOT_THE_USERS, TORCH
-from .contents import ABSENT, Holder, are_same, getter, holders, holds_others, is_plain, noted
+from .contents import ABSENT, CLOSED_PACKAGES, Holder, are_same, getter, holders, holds_others, is_plain, noted
 from .executed import Executed
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
+# So does the code of Lightning, whose `self.log` reads attributes of its own.
+_OF_OTHERS = [f"-packages{os.sep}{name}{os.sep}" for name in CLOSED_PACKAGES]
 # DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
 _NOT_COMPARED = ("torch.nn.parallel.", "torchmetrics.")
 _KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
@@ -109,16 +111,14 @@ class Attributes:
     def __init__(self) -> None:
         self.names: _Names = _Names()
         self._left_out: set[str] = set(_KEPT_ELSEWHERE)
-        self._left_out_of: list[nn.Module] = []
 
     def is_read(self, name: str) -> bool:
         """Return whether code of a step reads something by this name."""
         return self.names.has_somewhere(name)
 
-    def leave_out(self, names: Iterable[str] = (), module: nn.Module | None = None) -> None:
-        """Do not compare attributes with these names, or those of a module. Something else does."""
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Do not compare attributes with these names. Something else does."""
         self._left_out.update(names)
-        self._left_out_of += [] if module is None else [module]
         self._learn(_Names())
 
     @contextmanager
@@ -234,8 +234,7 @@ class Attributes:
                     yield name, value
 
     def _is_compared(self, module: nn.Module) -> bool:
-        of_others = any(base.__module__.startswith(_NOT_COMPARED) for base in type(module).__mro__)
-        return not of_others and not any(module is left for left in self._left_out_of)
+        return not any(base.__module__.startswith(_NOT_COMPARED) for base in type(module).__mro__)
 
 
 class _Before:
@@ -258,10 +257,13 @@ class _Before:
 
 def _names(code: Collection[CodeType], executed: Executed) -> set[str]:
     """Return the names that this code reads attributes by, and its texts, which `getattr` may be given."""
-    counts = (
-        each for each in code if each.co_filename.startswith(_MODULES) or not each.co_filename.startswith(NOT_THE_USERS)
-    )
-    return set(chain.from_iterable(map(executed.names, counts)))
+    return set(chain.from_iterable(executed.names(each) for each in code if _counts(each.co_filename)))
+
+
+def _counts(filename: str) -> bool:
+    """Return whether code in this file may read attributes of modules, and not only what it is given."""
+    of_others = filename.startswith(NOT_THE_USERS) or any(package in filename for package in _OF_OTHERS)
+    return filename.startswith(_MODULES) or not of_others
 
 
 def _methods(kind: type) -> Iterator[CodeType]:

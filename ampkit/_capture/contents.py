@@ -20,7 +20,7 @@ _BY_IDENTITY = (
     Tensor,
 )
 _CLOSED = (nn.Module, torch.optim.Optimizer, types.ModuleType)
-_CLOSED_PACKAGES = frozenset(("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "ampkit"))
+CLOSED_PACKAGES = frozenset(("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "ampkit"))
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST = 64  # entries of a list, or of a dict without names; more are data
 _MOST_NAMED = 4096
@@ -92,7 +92,7 @@ def holds_others(value: Any) -> bool:
 def is_closed(value: Any) -> bool:
     """Return whether what is in this object is no setting of a step, or is looked at by itself."""
     kind = type(value)
-    return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
+    return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in CLOSED_PACKAGES
 
 
 def own_table(value: Any) -> dict[str, Any] | None:

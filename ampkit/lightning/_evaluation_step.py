@@ -76,7 +76,6 @@ class EvaluationStep:
         self._problem = ""  # found in the current call
         self.why_eager = ""
         state = TrainingState({"model": module}, ())
-        state.attributes.leave_out(module=module)  # HostReads has them
         self._engine = Engine(
             self._captured,
             state,
@@ -109,9 +108,6 @@ class EvaluationStep:
             return self._forward(batch, *further_args)
         loader = Part("dataloader_idx", further_args[1] if len(further_args) > 1 else 0, _FEW_LOADERS)
         phase = EvaluationPhase((*self._host_reads.parts(epoch), loader))
-        if self._host_reads.problem:
-            self._stay_eager(self._host_reads.problem)
-            return self._forward(batch, *further_args)
         self._further_args, self._problem = further_args, ""
         replays = self._engine.replays
         try:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.contents import holders, holds_others
 from .._capture.inputs import Constant
 from .._capture.variation import Part
 from .._torch.tree import tree_flatten
@@ -34,11 +33,12 @@ _CHANGING = {
 _IN_A_BUFFER = "Make it a buffer, and change the buffer in place."
 _SCALARS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set)
-_MAX_CHANGES = 16  # after this many changes in a row, an attribute is assumed to change in every call
 
 
 class HostReads:
-    """The attributes that a step and the methods it calls read, found in their bytecode, and their values.
+    """What a step and the methods it calls read of the Trainer, found in their bytecode.
+
+    The engine compares the attributes of the LightningModule, as those of all modules.
 
     Args:
         module: the LightningModule.
@@ -51,54 +51,28 @@ class HostReads:
     """
 
     def __init__(self, module: nn.Module, base: type, method: str = "training_step") -> None:
-        self._module = module
-        self._method = method
         readers: dict[str, str] = {}  # by attribute, which of the functions reads it
-        texts: set[str] = set()
         for function in _reached(type(module), method, base):
             for attribute in _attributes(function.__code__):
                 readers.setdefault(attribute, function.__qualname__)
-            texts.update(_texts(function.__code__))
         self.problem = ""
         changing = next((name for name in _CHANGING if name in readers), None)
         if changing is not None:
             frozen = f"{readers[changing]} reads self.{changing}, whose value a graph would freeze."
             self.problem = f"{frozen} {_CHANGING[changing].format(HOOK_BEHIND[method])}"
+        self._module = module
         self._reads_epoch = "current_epoch" in readers
         self._reads_hparams = "hparams" in readers
-        self._names = texts.union(readers)
-        self._attributes = [name for name in readers if name != "training"]  # the engine knows the mode of each module
-        self._last: tuple[tuple[str, Hashable], ...] = ()
-        self._changes = 0
         self.reads_index = _loads_argument(type(module), method, 1)
 
     def parts(self, epoch: int) -> list[Part]:
-        """Return the values that the code may read now, with names: numbers, strings and tensors.
-
-        They are those of attributes, the numbers and strings in objects, lists and dicts that are attributes
-        (`self.config.beta`) and, if the code reads `self.hparams`, all that are in there.
-        """
-        attributes = vars(self._module)
-        read = [(name, attributes[name]) for name in self._attributes if name in attributes]
-        seen: set[int] = set()
-        for name, value in [pair for pair in read if holds_others(pair[1])]:
-            for holder in holders(value, self._names.__contains__, seen):
-                inside = [(name + text, holder.table[key]) for key, text in zip(holder.keys, holder.texts, strict=True)]
-                read += [(text, entry) for text, entry in inside if isinstance(entry, _SCALARS)]
+        """Return the number of the epoch and the hyperparameters with their names, if the code reads them."""
+        found: list[tuple[str, Any]] = [("current_epoch", epoch)] if self._reads_epoch else []
         hparams = self._module.hparams if self._reads_hparams else None
         if isinstance(hparams, dict):
-            read += [(f"hparams.{name}", value) for name, value in hparams.items()]
-        found: list[tuple[str, Hashable]] = [("current_epoch", epoch)] if self._reads_epoch else []
-        found += [(name, _comparable(value)) for name, value in read if isinstance(value, (Tensor, *_SCALARS))]
-        self._changes = self._changes + 1 if self._last and self._last != tuple(found) else 0
-        self._last, before = tuple(found), self._last
-        if self._changes >= _MAX_CHANGES:
-            name = next(name for (name, new), (_, old) in zip(found, before, strict=False) if new != old)
-            self.problem = (
-                f"{self._method} reads self.{name}, which changes with every batch: a graph would freeze its value. "
-                "Make it a buffer, and change the buffer in place."
-            )
-        return [Part(f"self.{name}", value, _IN_A_BUFFER) for name, value in found]
+            found += [(f"hparams.{name}", value) for name, value in hparams.items()]
+        kept = [(name, value) for name, value in found if isinstance(value, (Tensor, *_SCALARS))]
+        return [Part(f"self.{name}", _comparable(value), _IN_A_BUFFER) for name, value in kept]
 
 
 def _comparable(value: Any) -> Hashable:
@@ -279,12 +253,6 @@ def _reached(cls: type, method: str, base: type) -> Iterator[Any]:
             found = dict.fromkeys(_attributes(function.__code__))
             to_search += [attribute for attribute in found if attribute not in seen]
             seen.update(found)
-
-
-def _texts(code: CodeType) -> Iterator[str]:
-    """Yield the texts in the code, among which are the keys by which it reads dicts."""
-    for part in _codes(code):
-        yield from (text for text in part.co_consts if isinstance(text, str))
 
 
 def _function(member: Any) -> Any:

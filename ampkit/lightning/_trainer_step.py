@@ -145,7 +145,6 @@ class TrainerStep:
         self, device: torch.device, options: Options, place: OptimizerPlace, compile: str | None
     ) -> Engine:
         state = self._step.state({"model": self._module})
-        state.attributes.leave_out(module=self._module)  # HostReads has them
         return Engine(
             self._step,
             state,
@@ -206,8 +205,6 @@ class TrainerStep:
             self._ranks.gather("AmpkitCallback")  # the engine compares the parameters with those of the last call
         self._further_args, self.backward_done, self._divisor = further_args, False, place.divisor
         parts = (*self._host_reads.parts(place.epoch), Part("accumulate_grad_batches", place.divisor, _SAME_WINDOW))
-        if self._captures and self._host_reads.problem:
-            self._stay_eager(self._host_reads.problem)
         in_window = Place(place.first, place.last, parts)
         try:
             try:

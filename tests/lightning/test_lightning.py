@@ -4,6 +4,7 @@ import csv
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -725,12 +726,20 @@ class WeightedByConfig(Net):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("make", [Weighted, WeightedByHparams, WeightedByConfig])
-def test_numbers_of_the_module_are_part_of_the_key(engine: Engine, make: type[Net], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (Weighted, r"the attribute model\.weight changed from 1\.0 to 0\.5"),
+        (WeightedByHparams, ""),
+        (WeightedByConfig, r"the attribute model\.config\.loss\.weight changed from 1\.0 to 0\.5"),
+    ],
+)
+def test_numbers_of_the_module_are_part_of_the_key(engine: Engine, make: type[Net], says: str, tmp_path: Path) -> None:
     """A graph is of one value of each number that training_step reads; another value has its own."""
     device, graph = engine
-    reference = None if device == "cpu" else "off"
-    runs = [fit(tmp_path / str(way), device, way, make=make, max_epochs=3) for way in (reference, graph)]
+    runs = [fit(tmp_path / "reference", device, None if device == "cpu" else "off", make=make, max_epochs=3)]
+    with pytest.warns(ampkit.CaptureWarning, match=says) if says else nullcontext():
+        runs.append(fit(tmp_path / graph, device, graph, make=make, max_epochs=3))
     assert_same_runs(*runs)
     assert runs[1].report.captures == 3
     assert runs[1].report.replays == 33 - 9
@@ -744,9 +753,33 @@ class WeightedPerBatch(Weighted):
 def test_a_number_that_changes_with_every_batch(tmp_path: Path) -> None:
     """A graph for each batch would never be replayed."""
     plain = fit(tmp_path / "plain", "cpu", None, make=WeightedPerBatch)
-    with pytest.warns(ampkit.CaptureWarning, match=r"training_step reads self\.weight, which changes with every batch"):
+    with pytest.warns(ampkit.CaptureWarning, match=r"the attribute model\.weight changed from 1\.0 to 0\.5.*fill_"):
         ours = fit(tmp_path / "ours", "cpu", "emulate", make=WeightedPerBatch, options={"on_failure": "eager"})
     assert_same_runs(plain, ours)
+
+
+class Counts(Net):
+    """Has a counter, which training_step reads behind a condition that is false."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches, self.debug, self.step = 0, False, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches, self.step = self.batches + 1, self.step + 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.debug and self.batches % 2 == 0:
+            raise ValueError("a mistake")
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_counter_behind_a_condition(tmp_path: Path) -> None:
+    """R7: a number that the step does not read changes nothing; nor does one whose name Lightning's code has."""
+    ours = fit(tmp_path, "cpu", "emulate", make=Counts)
+    assert (ours.report.captures, ours.report.replays) == (1, 19)
 
 
 class Reads(Net):

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._torch.compile import calls_from_compiled_code
 from .._torch.fake_tensors import is_fake
 from .._torch.modes import without_torch_function
-from .._torch.modules import module_tables
+from .._torch.modules import is_module, module_tables
 from .._torch.operators import LIFT_FRESH, written_arguments
 from .._torch.optimizers import remove_step_hook
 from .._torch.tensors import is_tensor, storage_address
@@ -177,9 +177,8 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _live_modules() -> set[nn.Module]:
-    """Return all modules of this process. `isinstance` is not used, as it may have a lazy proxy make its object."""
-    found = [made for made in gc.get_objects() if issubclass(type(made), nn.Module) and type(made).__hash__ is not None]
-    return {module for module in found if "_modules" in vars(module)}  # others are not initialized yet
+    """Return all modules of this process."""
+    return {made for made in gc.get_objects() if is_module(made) and type(made).__hash__ is not None}
 
 
 def _used(module: nn.Module, uses: dict[int, _Use]) -> list[tuple[str, Tensor, _Use]]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._torch.compile import never_compile_by_itself, original_code
-from .._torch.modules import MODULE_CALL
+from .._torch.modules import MODULE_CALL, is_module
 from .._user_line import is_in_users_file, is_users_call, is_users_file
 from .bytecode import Place, Read, Scope, codes_in, reads
 from .contents import is_plain
@@ -175,7 +175,7 @@ class Notes:
         self.before[path.key] = self._look(path, path.key in self.compiled)
         for depth, value in enumerate(path.values()):
             self._functions.take(value)
-            if issubclass(type(value), nn.Module) and id(value) not in self._known:
+            if is_module(value) and id(value) not in self._known:
                 self._found += value.modules()
             if not is_plain(value):
                 self._known.setdefault(id(value), (value, Path(path.root, path.parts[:depth])))

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from .._torch.modules import is_module
 from .bytecode import Scope
 from .contents import ABSENT, Holder, are_same, getter, holders, is_closed, is_plain, noted, own_table
 from .executed import Executed
@@ -171,7 +172,7 @@ class Variables:
     def modules(self) -> list[nn.Module]:
         """Return the modules that variables lead to."""
         values = (path.values() for path in self._paths.values())
-        return [value for found in values for value in found[-1:] if issubclass(type(value), nn.Module)]
+        return [value for found in values for value in found[-1:] if is_module(value)]
 
     def _look(self, path: Path, is_read: Callable[[str], bool] | None = None) -> dict[str, Any]:
         """Return the values of a path; with `is_read`, also what is in an object by names for which that is true."""

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,15 @@ for _name in (
     private(_MODULE, _name)
 
 MODULE_CALL = private(nn.Module, "_call_impl").__code__  # of the function that calls `forward`
+
+
+def is_module(value: object) -> TypeGuard[nn.Module]:
+    """Return whether this is a module with parts, which it has once `nn.Module.__init__` was called.
+
+    `isinstance` is not used, as it may have a lazy proxy make its object, and asks a weak one for an object that may be
+    gone.
+    """
+    return issubclass(type(value), nn.Module) and "_modules" in vars(value)
 
 
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

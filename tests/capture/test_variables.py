@@ -516,6 +516,20 @@ def test_what_was_replaced_is_freed() -> None:
     assert inner() is None
 
 
+def test_a_module_that_was_never_initialized() -> None:
+    """R7: one without `super().__init__()`, which has no parts, can be read of."""
+    globals()["CRITERION"] = criterion = nn.Module.__new__(Criterion)
+    criterion.__dict__["scale"] = 2.0
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampkit.graphed_step(
+        lambda model, x: model(x).mean() * CRITERION.__dict__["scale"], model, optimizer, graph="emulate"
+    )
+    for _ in range(5):
+        step(torch.ones(2, 4))
+    assert (step.captures, step.replays) == (1, 2)
+
+
 class Criterion(nn.Module):
     """Is called by the loss function, and counts its calls."""
 

@@ -196,13 +196,13 @@ def is_users_file(filename: str) -> bool:
 
 def is_in_users_file(frame: FrameType) -> bool:
     """Return whether a function is the user's own, and not that of an installed package."""
-    filename, module = frame.f_code.co_filename, frame.f_globals.get("__name__")
+    filename, module = frame.f_code.co_filename, frame.f_globals.get("__name__")  # which `exec` may leave out
     of_command = filename == "<string>" and module == "__main__"  # python -c
     return of_command or (_is_users_frame(frame) and is_users_file(filename))
 
 
 def _is_users_frame(frame: FrameType) -> bool:
-    return _is_users(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
+    return _is_users(frame.f_code.co_filename, frame.f_globals.get("__name__") or "")
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

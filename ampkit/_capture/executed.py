@@ -29,7 +29,7 @@ class Executed:
         self.compiled: set[CodeType] = set()
         self._seen: dict[CodeType, set[int]] = {}
         self._watch: Callable[[FrameType], None] | None = None  # None if it cannot tell
-        self._left = _MOST
+        self._left, self._has_ended = _MOST, False
         self._tool, self._monitored = -1, set[CodeType]()
 
     @contextmanager
@@ -43,6 +43,8 @@ class Executed:
                 sys.settrace(_trace_nothing)
                 self._watch = self._trace
             yield
+            self._see_whether_it_was_ended()
+            self._has_ended = True
 
     def watch(self, frame: FrameType) -> None:
         """Take note of what a function executes, which has just been called, and functions that are defined in it."""
@@ -55,6 +57,7 @@ class Executed:
 
     def knows(self, code: CodeType) -> bool:
         """Return whether it can tell what is executed of this code."""
+        self._see_whether_it_was_ended()
         return self._watch is not None and code in self._seen and code not in self.compiled
 
     def has(self, place: Place) -> bool:
@@ -69,6 +72,11 @@ class Executed:
             loaded = (each.argval for each, place in instructions(code) if self.has(place))
             known.intersection_update(name for name in loaded if isinstance(name, str))
         return known
+
+    def _see_whether_it_was_ended(self) -> None:
+        """See whether the call has ended the tracing, as a debugger that it calls does."""
+        if self._watch == self._trace and not self._has_ended and sys.gettrace() is not _trace_nothing:
+            self._watch = None
 
     def _begin_to_monitor(self, undo: Undo) -> None:
         free = (number for number in _IDS if _Monitoring.get_tool(number) is None)

@@ -171,6 +171,30 @@ def test_a_debugger_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_in(either, executed) == {"CONFIG.on", "CONFIG.first", "CONFIG.second"}
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="nothing is traced there")
+def test_a_call_that_ends_the_tracing() -> None:
+    """As `pdb.set_trace()` and `continue` do: what it executes behind that is not seen, so all counts."""
+    with watching(executed := Executed()):
+        either(0)
+        assert executed.knows(either.__code__)
+        sys.settrace(None)
+        assert not executed.knows(either.__code__)
+    assert read_in(either, executed) == {"CONFIG.on", "CONFIG.first", "CONFIG.second"}
+
+
+def test_code_without_the_name_of_a_module() -> None:
+    """`exec` may be given variables without `__name__`, or with None."""
+    for names in ({"__name__": None}, {}):
+        variables: dict[str, Any] = {**names, "CONFIG": SimpleNamespace(scale=1.0)}
+        exec(compile("def loss(model, x):\n    return model(x).mean() * CONFIG.scale", __file__, "exec"), variables)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step = ampkit.graphed_step(variables["loss"], model, optimizer, graph="emulate")
+        for _ in range(5):
+            step(torch.ones(2, 4))
+        assert (step.captures, step.replays) == (1, 2)
+
+
 def test_nothing_is_left_behind() -> None:
     """No trace function and no tool stays, also after an exception."""
 

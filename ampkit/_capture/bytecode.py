@@ -118,7 +118,7 @@ class _Scan:
     def __init__(self, code: CodeType) -> None:
         self._code = code
         self._instructions = [each for each in instructions(code) if each[0].opname not in _NOTHING]
-        stored = Counter(name for each, _ in self._instructions if "STORE" in each.opname for name in _names(each))
+        stored = Counter(name for each, _ in self._instructions if "STORE" in each.opname for name in _stored(each))
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self._once = {name for name, times in stored.items() if times == 1}
         self._locals = {name: Read(Scope.ARGUMENT, name) for name in given if name not in stored}
@@ -180,6 +180,12 @@ def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
     """Return the variables of an instruction: since Python 3.13 one instruction may load or store two."""
     found = instruction.argval
     return found if isinstance(found, tuple) else (found,)
+
+
+def _stored(instruction: dis.Instruction) -> tuple[Any, ...]:
+    """Return the variables that an instruction stores; STORE_FAST_LOAD_FAST loads the second one."""
+    names = _names(instruction)
+    return names[:1] if "LOAD" in instruction.opname else names
 
 
 def _is_subscript(instruction: dis.Instruction) -> bool:

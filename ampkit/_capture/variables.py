@@ -82,6 +82,7 @@ class Variables:
         self._is_read, self._functions = is_read, tuple(functions)
         self._paths: dict[PathKey, Path] = {}
         self._readers: dict[PathKey, set[Reader]] = {}
+        self._start = VariableValues({}, {})  # of the call that notes are taken of
         self._compiled: set[PathKey] = set()  # of these, all that is in objects counts
         self._left_out: dict[tuple[PathKey, str], Path] = {}  # the paths keep their keys from being those of others
 
@@ -96,6 +97,7 @@ class Variables:
         def look(path: Path, is_compiled: bool) -> dict[str, Any]:
             return self._look(path, _always if is_compiled else None)
 
+        self._start = self.values()
         return Notes(look, self._functions, modules, executed)
 
     def learn(self, notes: Notes, *, in_parts: bool = False) -> None:
@@ -106,8 +108,10 @@ class Variables:
             in_parts: whether only modules are captured. Then what the rest of the step reads is not compared.
         """
         before, after = (VariableValues(found, {}) for found in (notes.before, notes.values()))
-        for key, text in before.different(after):
-            path = notes.paths[key]
+        # A function may read what another one has written before it was called: then only a later call shows that.
+        changed = [*before.different(after), *self._start.different(self.values())]
+        for key, text in changed:
+            path = notes.paths.get(key) or self._paths[key]
             holds_more = any(_is_table(value) for value in path.values()[-1:])
             self._left_out[key, "" if holds_more else text] = path
         for key, path in notes.paths.items():
@@ -116,6 +120,7 @@ class Variables:
                 self._paths[key] = path
                 self._compiled |= notes.compiled & {key}
                 self._readers[key] = self._readers.get(key, set()) | notes.readers[key]
+        self._paths = {key: path for key, path in self._paths.items() if (key, "") not in self._left_out}
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Do not compare variables and attributes with these names. Something else does."""

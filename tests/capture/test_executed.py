@@ -302,3 +302,26 @@ def test_branches_that_the_first_call_does_not_take() -> None:
     loss.decay = 0.25
     with pytest.warns(ampkit.CaptureWarning, match=r"self\.decay changed from 0\.5 to 0\.25"):
         step(torch.ones(2, 4))
+
+
+class Keeps:
+    """A loss that writes an attribute, which another function of the step reads then."""
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.features = model(x)
+        return self.regularized()
+
+    def regularized(self) -> Tensor:
+        return self.features.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
+def test_what_one_function_writes_and_another_one_reads() -> None:
+    """R7: it is no change between calls, so it keeps nothing from being captured."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampkit.graphed_step(Keeps(), model, optimizer, graph="emulate")
+    for _ in range(10):
+        step(torch.ones(2, 4))
+    assert step.captures == 1
+    assert step.replays >= 5

@@ -46,7 +46,12 @@ def value_text(value: object) -> str:
     it is long; "" for anything else.
     """
     parts = value if type(value) is tuple else (value,)
-    return _cut(repr(value), _LONGEST) if all(isinstance(part, _PLAIN) for part in parts) else ""
+    if not all(isinstance(part, _PLAIN) for part in parts):
+        return ""
+    try:
+        return _cut(repr(value), _LONGEST)
+    except Exception:  # of a class of the user's
+        return ""
 
 
 _LONGEST = 60

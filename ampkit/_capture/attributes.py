@@ -11,9 +11,10 @@ from itertools import chain
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._user_line import NOT_THE_USERS, TORCH
+from .bare_objects import bases_of, class_table, module_name
 from .contents import ABSENT, CLOSED_PACKAGES, Holder, are_same, getter, holders, holds_others, is_plain, noted
 from .executed import Executed
 
@@ -110,7 +111,9 @@ class Attributes:
 
     def __init__(self) -> None:
         self.names: _Names = _Names()
-        self._left_out: set[str] = set(_KEPT_ELSEWHERE)
+        self._left_out: set[str] = set(_KEPT_ELSEWHERE)  # for good
+        self._changing: set[str] = set()  # what calls change
+        self._rewritten: set[str] = set()  # what the last call that read it has changed, and is compared
 
     def is_read(self, name: str) -> bool:
         """Return whether code of a step reads something by this name."""
@@ -154,25 +157,34 @@ class Attributes:
         if not observed or executed.compiled:  # another profiler runs, or no function is called of what was compiled
             found = chain.from_iterable(methods.values())
             code.update(executed.compiled, (each for each in found if each.co_name != "__init__"))
-        for each in before:
-            self._left_out.update(each.changed())
         # The methods of a module that has others inside may read attributes of those.
         outer = {type(module) for module in modules if any(True for _ in module.children())}
         leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
         leaves.difference_update(*(methods[kind] for kind in outer))
         own = {kind: frozenset(_names(methods[kind] & code, executed)) for kind in methods if kind not in outer}
-        self._learn(_Names(frozenset(_names(code - leaves, executed)), own))
+        names = _Names(frozenset(_names(code - leaves, executed)), own)
+        self._take_changes(before, names)
+        self._learn(names)
+
+    def _take_changes(self, before: Sequence["_Before"], read: _Names) -> None:
+        changed = set(chain.from_iterable(each.changed() for each in before))
+        # Of a tensor that is made where there is none, or a longer one is needed, graphs must know which one they have.
+        tensors = {
+            name
+            for name in filter(read.has_somewhere, self._changing | changed)
+            if any(each.has_tensor(name) for each in before)
+        }
+        kept = {name for name in changed & tensors if self.names.has_somewhere(name) and name not in self._rewritten}
+        self._rewritten = {name for name in self._rewritten if not read.has_somewhere(name)} | kept
+        self._changing = (self._changing - tensors) | (changed - kept)
 
     def _learn(self, names: _Names) -> None:
-        before = self.names
+        before, left_out = self.names, self._left_out | self._changing
         kinds = before.of_class.keys() | names.of_class.keys()
         empty: frozenset[str] = frozenset()
         self.names = _Names(
-            (before.of_all | names.of_all) - self._left_out,
-            {
-                kind: (before.of_class.get(kind, empty) | names.of_class.get(kind, empty)) - self._left_out
-                for kind in kinds
-            },
+            (before.of_all | names.of_all) - left_out,
+            {kind: (before.of_class.get(kind, empty) | names.of_class.get(kind, empty)) - left_out for kind in kinds},
         )
 
     def values(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> AttributeValues:
@@ -202,7 +214,7 @@ class Attributes:
                 keys += [name] if is_plain(value) or holds_others(value) else []
                 for holder in self._holders(value, seen):
                     if read := [*holder.keys, *holder.inner]:
-                        getters.append(tuple if isinstance(holder.table, list) else getter(read))
+                        getters.append(tuple if isinstance(holder.table, list) else getter(read, type(holder.table)))
                         tables.append(holder.table)
             if keys:
                 getters.append(getter(keys))
@@ -234,7 +246,7 @@ class Attributes:
                     yield name, value
 
     def _is_compared(self, module: nn.Module) -> bool:
-        return not any(base.__module__.startswith(_NOT_COMPARED) for base in type(module).__mro__)
+        return not any(module_name(base).startswith(_NOT_COMPARED) for base in bases_of(type(module)))
 
 
 class _Before:
@@ -250,9 +262,14 @@ class _Before:
             yield from _changed(was, now)
         for holder, name, was in self._inside:
             if isinstance(was, dict):
-                yield from (key if isinstance(key, str) else name for key in _changed(was, holder.table))
+                yield from (key if isinstance(key, str) else name for key in _changed(was, holder.copy()))
             elif len(was) != len(holder.table) or not all(map(operator.is_, was, holder.table)):
                 yield name
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether something of this name is a tensor now."""
+        tables = [*(now for now, _ in self._tables), *(h.table for h, _, was in self._inside if isinstance(was, dict))]
+        return any(isinstance(dict.get(table, name), Tensor) for table in tables)
 
 
 def _names(code: Collection[CodeType], executed: Executed) -> set[str]:
@@ -268,10 +285,11 @@ def _counts(filename: str) -> bool:
 
 def _methods(kind: type) -> Iterator[CodeType]:
     """Yield the code of all methods and properties of a class but for those that torch's base class has."""
-    for base in kind.__mro__:
-        for value in vars(base).values() if base not in nn.Module.__mro__ else ():
-            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-            if isinstance(function, FunctionType):
+    for base in bases_of(kind):
+        for value in class_table(base).values() if base not in nn.Module.__mro__ else ():
+            is_bound = type(value) in (staticmethod, classmethod)
+            function = value.fget if issubclass(type(value), property) else value.__func__ if is_bound else value
+            if type(function) is FunctionType:
                 yield function.__code__
 
 

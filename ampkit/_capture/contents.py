@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .bare_objects import own_table, package_name
+
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_BUILT_IN = (bool, int, float, complex, str, bytes)
 _BY_IDENTITY = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -45,8 +48,8 @@ class Holder(NamedTuple):
     texts: list[str]
 
     def copy(self) -> Any:
-        """Return the table as it is now."""
-        return self.table.copy() if isinstance(self.table, (dict, list)) else dict(self.table)
+        """Return the table as it is now, as a list or a plain dict."""
+        return list(self.table) if isinstance(self.table, list) else dict(dict.items(self.table))
 
 
 def is_number(value: Any) -> bool:
@@ -76,10 +79,10 @@ def holders(value: Any, is_read: Callable[[str], bool], seen: set[int]) -> Itera
             continue
         seen.add(id(entries))
         pairs = [(key, entry) for key, entry in _pairs(entries) if not isinstance(key, str) or is_read(key)]
-        texts = {key: f"{path}.{key}" if is_object else f"{path}[{key!r}]" for key, _ in pairs}
+        texts = {key: f"{path}.{key}" if is_object else f"{path}[{_text(key)}]" for key, _ in pairs}
         keys = [key for key, entry in pairs if is_plain(entry)]
         inner = [(key, entry) for key, entry in pairs if depth < _DEEPEST and holds_others(entry)]
-        if keys or inner or not entries:
+        if keys or inner or not size(entries):
             yield Holder(path, entries, keys, [key for key, _ in inner], [texts[key] for key in keys])
         left += [(texts[key], entry, depth + 1) for key, entry in inner]
 
@@ -92,16 +95,7 @@ def holds_others(value: Any) -> bool:
 def is_closed(value: Any) -> bool:
     """Return whether what is in this object is no setting of a step, or is looked at by itself."""
     kind = type(value)
-    return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in CLOSED_PACKAGES
-
-
-def own_table(value: Any) -> dict[str, Any] | None:
-    """Return the `__dict__` of an object; None if it has none."""
-    try:
-        table = object.__getattribute__(value, "__dict__")  # not what `__getattr__` and weak proxies make of it
-    except AttributeError:
-        return None
-    return table if type(table) is dict else None
+    return issubclass(kind, _CLOSED) or package_name(kind) in CLOSED_PACKAGES
 
 
 def _entries(owner: Any) -> tuple[bool, Any]:
@@ -110,8 +104,7 @@ def _entries(owner: Any) -> tuple[bool, Any]:
     if is_closed(owner):
         return False, None
     if issubclass(kind, dict):
-        is_usual = kind.__getitem__ is dict.__getitem__ and len(owner) <= _MOST_NAMED
-        return False, owner if is_usual else None
+        return False, owner if gives_its_entries(kind) and size(owner) <= _MOST_NAMED else None
     if kind is list:
         return False, owner if len(owner) <= _MOST and all(map(is_plain, owner)) else None
     table = own_table(owner)
@@ -121,13 +114,31 @@ def _entries(owner: Any) -> tuple[bool, Any]:
 def _pairs(entries: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(entries, list):
         return list(enumerate(entries))
-    unnamed = [key for key in entries if not isinstance(key, str)]
+    pairs = list(dict.items(entries))
+    unnamed = [key for key, _ in pairs if not isinstance(key, str)]
     numbered = len(unnamed) <= _MOST and all(map(is_number, unnamed))
-    return [(key, entry) for key, entry in list(entries.items()) if isinstance(key, str) or numbered]
+    return [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
 
 
-def getter(keys: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what reads the entries with these keys, one at least, as a tuple."""
+def size(table: Any) -> int:
+    """Return how many entries a list or dict has."""
+    return dict.__len__(table) if isinstance(table, dict) else list.__len__(table)
+
+
+def tells_its_size(kind: type) -> bool:
+    """Return whether `len` gives the number of entries of lists and dicts of this class."""
+    return getattr(kind, "__len__", None) in (dict.__len__, list.__len__)
+
+
+def gives_its_entries(kind: type) -> bool:
+    """Return whether a class of dicts reads its entries as `dict` does."""
+    return getattr(kind, "__getitem__", None) is dict.__getitem__
+
+
+def getter(keys: list[Any], kind: type = dict) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what reads the entries with these keys, one at least, of a table of this class as a tuple."""
+    if hasattr(kind, "__missing__"):  # it would make an entry that is gone
+        return lambda table: tuple([dict.__getitem__(table, key) for key in keys])
     return operator.itemgetter(*keys, keys[0])  # of two keys, it is one
 
 
@@ -147,8 +158,17 @@ def are_same(old: Any, now: Any) -> bool:
     if isinstance(old, tuple):
         return len(old) == len(now) and all(map(are_same, old, now))
     if isinstance(old, (float, complex)):
-        return repr(old) == repr(now)  # 0.0 and -0.0 are equal, and nan is not
-    return is_number(old) and bool(old == now)
+        return _text(old) == _text(now)  # 0.0 and -0.0 are equal, and nan is not
+    return is_number(old) and bool(_own_kind(old).__eq__(old, now))
+
+
+def _text(number: Any) -> str:
+    return str(_own_kind(number).__repr__(number))
+
+
+def _own_kind(number: Any) -> Any:
+    """Return the class of a number or text, without what a class of the user's makes of it."""
+    return next((kind for kind in _BUILT_IN if isinstance(number, kind)), type(number))
 
 
 ABSENT = object()

@@ -39,6 +39,7 @@ class Layout:
         evictions: how often its graph was dropped to make room for another one.
         checked: whether it has been called under the preflight.
         problem: what the preflight found; "" if it found nothing.
+        unreadable: why it cannot be told what it reads; "" if it can.
         rehearsal: compares its capture with an eager call.
         differed: whether a capture differed from that call.
         refusal: why it is never captured; "" if it may be.
@@ -57,6 +58,7 @@ class Layout:
         self.evictions: int = 0
         self.checked: bool = False
         self.problem = ""
+        self.unreadable = ""
         self._names = names
         self.rehearsal: Rehearsal = Rehearsal(lenient, names)
         self.differed = False

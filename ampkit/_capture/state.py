@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .._text import value_text
 from .._torch.gradient_nodes import renew_gradient_nodes
 from .._torch.modes import DeviceContext, function_modes
+from .._torch.modules import parts_of
 from .._torch.optimizers import step_hooks
 from .._torch.settings import SETTINGS, settings
 from .attributes import Attributes, AttributeValues
@@ -246,7 +247,7 @@ class TrainingState:
         Args:
             in_parts: returns at the end whether the step cannot be captured as a whole.
         """
-        modules = list(chain.from_iterable(root.modules() for root in self.modules.values()))
+        modules = list(chain.from_iterable(map(parts_of, self.modules.values())))
         executed = Executed()
         notes = self.variables.notes(modules, executed)
         with executed.noting(), self.attributes.noting(modules, notes.take, executed):

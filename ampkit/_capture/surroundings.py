@@ -106,8 +106,10 @@ class Surroundings:
         """Take the present attributes of the modules, and variables, for those of the call that was made last."""
         self._state.look_again()  # others may be compared now
         if self.generation is not None:
-            now = self._state.generation().settings
-            settings = self._settings[self.number]._replace(attributes=now.attributes, variables=now.variables)
+            now, known = self._state.generation().settings, self._settings[self.number]
+            if (known.attributes, known.variables) != (now.attributes, now.variables):
+                return  # the call has changed what graphs hold; the next one finds that
+            settings = known._replace(attributes=now.attributes, variables=now.variables)
             self._settings[self.number], self.generation = settings, self.generation._replace(settings=settings)
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._torch.compile import calls_from_compiled_code
 from .._torch.fake_tensors import is_fake
 from .._torch.modes import without_torch_function
-from .._torch.modules import is_module, module_tables
+from .._torch.modules import is_module, module_tables, parts_of
 from .._torch.operators import LIFT_FRESH, written_arguments
 from .._torch.optimizers import remove_step_hook
 from .._torch.tensors import is_tensor, storage_address
@@ -77,11 +77,13 @@ class Undeclared:
 
     def take_without_tensors(self, modules: Iterable[nn.Module]) -> None:
         """Have modules that the step reads be taken into the state if they have no tensors, as a dropout or a loss."""
-        declared = {module for top in self._state.modules.values() for module in top.modules()}
+        declared = {module for top in self._state.modules.values() for module in parts_of(top)}
         for module in modules:
-            if module not in declared and not any(True for _ in (*module.parameters(), *module.buffers())):
+            if module not in declared and not any(
+                True for _ in (*nn.Module.parameters(module), *nn.Module.buffers(module))
+            ):
                 self._to_adopt.append(module)
-                declared.update(module.modules())
+                declared.update(parts_of(module))
 
     def adopt(self) -> bool:
         """Take the modules that need not be declared into the state; return whether there are any."""
@@ -97,7 +99,7 @@ class Undeclared:
         return optimizer in optimizers or all(id(group) in groups for group in optimizer.param_groups)
 
     def _look_at(self, touched: "_Touched") -> None:
-        declared = {module for top in self._state.modules.values() for module in top.modules()}
+        declared = {module for top in self._state.modules.values() for module in parts_of(top)}
         owners = {module: used for module in _live_modules() - declared if (used := _used(module, touched.uses))}
         owned = {id(use) for rows in owners.values() for _, _, use in rows}
         self._loose = [use for use in touched.uses.values() if use.by_user and id(use) not in owned]
@@ -197,7 +199,7 @@ def _has_address(value: object) -> bool:
 def _topmost(owners: Iterable[nn.Module], declared: set[nn.Module]) -> list[nn.Module]:
     """Return the largest modules that contain some of the owners and nothing that is declared."""
     wanted = set(owners)
-    parts = {module: set(module.modules()) for module in _live_modules()} if wanted else {}
+    parts = {module: set(parts_of(module)) for module in _live_modules()} if wanted else {}
     containing = [module for module, below in parts.items() if below & wanted and not below & declared]
     inner = {part for module in containing for part in parts[module] if part is not module}
     return [module for module in containing if module not in inner]

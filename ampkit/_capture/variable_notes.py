@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from .._text import error_line
 from .._torch.compile import never_compile_by_itself, original_code
-from .._torch.modules import MODULE_CALL, is_module
-from .._user_line import is_in_users_file, is_users_call, is_users_file
+from .._torch.modules import MODULE_CALL, is_module, parts_of
+from .._user_line import is_in_users_file, is_users_call, is_users_file, line_text
 from .bytecode import Place, Read, Scope, codes_in, reads
 from .contents import is_plain
 from .executed import Executed
@@ -40,6 +41,7 @@ class Notes:
         before: the values of each path when a function that reads it was called.
         readers: what reads each path.
         compiled: the paths of which torch.compile's code may contain all values.
+        problem: why it cannot be told what the step reads; "" if it can.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Notes:
         self.paths: dict[PathKey, Path] = {}
         self.before: dict[PathKey, dict[str, Any]] = {}
         self.compiled: set[PathKey] = set()
+        self.problem = ""
         self.readers: dict[PathKey, set[Reader]] = {}
         self._places: dict[PathKey, set[Place]] = {}  # where each path is read
         self._reads: dict[CodeType, dict[Read, list[Place]] | None] = {}  # None: not of the user's code
@@ -66,7 +69,11 @@ class Notes:
     def take(self, frame: FrameType) -> Sequence[nn.Module]:
         """Take note of a function that is called. Return the modules that were found to be read by that."""
         self._found = []
-        self._take(frame)
+        if not self.problem:
+            try:
+                self._take(frame)
+            except Exception as error:  # of a class of the user's; it must not end the step
+                self.problem = unreadable(error, line_text(frame.f_code.co_filename, frame.f_code.co_firstlineno))
         return self._found
 
     def _take(self, frame: FrameType) -> None:
@@ -176,9 +183,18 @@ class Notes:
         for depth, value in enumerate(path.values()):
             self._functions.take(value)
             if is_module(value) and id(value) not in self._known:
-                self._found += value.modules()
+                self._found += parts_of(value)
             if not is_plain(value):
                 self._known.setdefault(id(value), (value, Path(path.root, path.parts[:depth])))
+
+
+def unreadable(error: Exception, function: str = "") -> str:
+    """Return in words that an object of the user's raised an error where ampkit looked at it."""
+    where = f" (read in {function})" if function else ""
+    return (
+        f"An object that the step reads{where} raises where ampkit looks for what could change in it: "
+        f"{error_line(error)}. So no change would be noticed. Pass what the step needs of it as an argument."
+    )
 
 
 def _path(variables: dict[str, Any], function: FunctionType | None, read: Read) -> Path | None:

@@ -5,8 +5,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from .._user_line import is_users_file
+from .bare_objects import bases_of, class_table, file_of_module, module_name, own_table
 from .bytecode import Part, Scope
-from .contents import ABSENT, is_closed, is_plain, own_table
+from .contents import ABSENT, gives_its_entries, is_closed, is_plain
 
 PathKey = tuple[int, str, tuple[Part, ...]]
 _WRITING = frozenset(("add", "append", "clear", "discard", "extend", "insert", "remove", "setdefault", "update"))
@@ -97,8 +98,8 @@ def _table(value: Any, part: Part) -> Any:
     if not part.is_attribute:
         return value if _has_entry(value, part.key) else None
     if issubclass(type(value), ModuleType):
-        is_users = is_users_file(getattr(value, "__file__", None) or "")
-        return vars(value) if is_users and part.key in vars(value) else None
+        module = own_table(value) or {}
+        return module if is_users_file(file_of_module(value)) and part.key in module else None
     if issubclass(type(value), type):
         return _of_class(value, part.key)
     if is_left_alone(value):
@@ -110,11 +111,11 @@ def _table(value: Any, part: Part) -> Any:
 def _has_entry(value: Any, key: Any) -> bool:
     kind = type(value)
     if issubclass(kind, dict):
-        return kind.__getitem__ is dict.__getitem__ and key in value
+        return gives_its_entries(kind) and dict.__contains__(value, key)
     return kind is list and type(key) is int and -len(value) <= key < len(value)
 
 
 def _of_class(kind: type, name: str) -> Any:
     """Return the `__dict__` of the class in which a class has its attribute of this name."""
-    bases = (base for base in kind.__mro__ if base.__module__ != "builtins")
-    return next((vars(base) for base in bases if name in vars(base)), None)
+    bases = (base for base in bases_of(kind) if module_name(base) != "builtins")
+    return next((class_table(base) for base in bases if name in class_table(base)), None)

@@ -7,19 +7,22 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from .._torch.modules import is_module
+from .bare_objects import file_of_module, module_name, own_table
 from .bytecode import Scope
-from .contents import ABSENT, Holder, are_same, getter, holders, is_closed, is_plain, noted, own_table
+from .contents import ABSENT, Holder, are_same, getter, holders, is_closed, is_plain, noted, size
 from .executed import Executed
-from .variable_notes import Notes, Reader
+from .variable_notes import Notes, Reader, unreadable
 from .variable_paths import Path, PathKey, is_left_alone
 
 _FEW = 64  # entries of a dict, all of which are compared
+
+Place = tuple[PathKey, str]  # a path, and what is written behind it
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +35,12 @@ class VariableValues:
         found: by path, by what is written behind it: a number, text or function itself, a weak reference of a tensor
             or of an object that nothing is read of, and the type of any other object.
         names: how each path is written.
+        changing: what calls change, which is not compared.
     """
 
     found: dict[PathKey, dict[str, Any]]
     names: dict[PathKey, str]
+    changing: frozenset[Place] = frozenset()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VariableValues) and not any(True for _ in self.different(other))
@@ -49,21 +54,27 @@ class VariableValues:
             f"the variable {self.names[key]}{text}": value
             for key, found in self.found.items()
             for text, value in found.items()
+            if (key, text) not in self.changing
         }
 
     def changed(self, new: "VariableValues") -> dict[str, tuple[Any, Any]]:
         """Return the old and the new value of each variable that is another one now, by how it is written."""
-        return {
-            f"{self.names[key]}{text}": (self.found[key].get(text, ABSENT), new.found[key].get(text, ABSENT))
-            for key, text in self.different(new)
-        }
+        found: dict[str, tuple[Any, Any]] = {}
+        for key, text in self.different(new):
+            old, now = self.found[key].get(text, ABSENT), new.found[key].get(text, ABSENT)
+            name = f"{self.names[key]}{text}"
+            # Behind a tensor that is another one, as in CACHE.shape[0], nothing more is said.
+            if not any(name.startswith((f"{known}.", f"{known}[")) and old is was for known, (was, _) in found.items()):
+                found[name] = old, now
+        return found
 
-    def different(self, other: "VariableValues") -> Iterator[tuple[PathKey, str]]:
-        """Yield what has another value in the other one: a path, and what is written behind it."""
+    def different(self, other: "VariableValues") -> Iterator[Place]:
+        """Yield what has another value in the other one."""
+        left = self.changing | other.changing
         for key, old in self.found.items():
             now = other.found.get(key)
-            for text in () if now is None else {**old, **now}:
-                if now is not None and not are_same(old.get(text, ABSENT), now.get(text, ABSENT)):
+            for text in {} if now is None else {**old, **now}:
+                if (key, text) not in left and not are_same(old.get(text, ABSENT), (now or {}).get(text, ABSENT)):
                     yield key, text
 
 
@@ -84,7 +95,11 @@ class Variables:
         self._readers: dict[PathKey, set[Reader]] = {}
         self._start = VariableValues({}, {})  # of the call that notes are taken of
         self._compiled: set[PathKey] = set()  # of these, all that is in objects counts
-        self._left_out: dict[tuple[PathKey, str], Path] = {}  # the paths keep their keys from being those of others
+        # What calls change. The paths are kept, so that no others get their keys.
+        self._changing: dict[Place, Path] = {}
+        self._rewritten: set[Place] = set()  # what the last call that read it has changed, and is compared
+        self._left_out: dict[PathKey, Path] = {}  # for good
+        self._problem = ""
 
     def notes(self, modules: Iterable[nn.Module], executed: Executed) -> Notes:
         """Return notes to be taken while a step runs.
@@ -97,7 +112,7 @@ class Variables:
         def look(path: Path, is_compiled: bool) -> dict[str, Any]:
             return self._look(path, _always if is_compiled else None)
 
-        self._start = self.values()
+        self._start = self._values(self._known())
         return Notes(look, self._functions, modules, executed)
 
     def learn(self, notes: Notes, *, in_parts: bool = False) -> None:
@@ -107,30 +122,56 @@ class Variables:
             notes: those that were taken.
             in_parts: whether only modules are captured. Then what the rest of the step reads is not compared.
         """
+        try:
+            self._learn(notes, in_parts)
+        except Exception as error:  # of a class of the user's; it must not end the step
+            notes.problem = notes.problem or unreadable(error)
+        self._problem = notes.problem
+
+    def take_problem(self) -> str:
+        """Return why it could not be told what the last step read, "" if it could; then forget it."""
+        problem, self._problem = self._problem, ""
+        return problem
+
+    def _learn(self, notes: Notes, in_parts: bool) -> None:
         before, after = (VariableValues(found, {}) for found in (notes.before, notes.values()))
+        read = dict.fromkeys(filter(notes.is_read, notes.paths))
+        if in_parts:
+            read = {key: None for key in read if Reader.MODULE in notes.readers[key]}
+        paths = {**self._known(), **notes.paths}
+        written = {_as_a_whole(paths[key], text) for key, text in self._start.different(self._values(self._known()))}
+        rewritten = {_as_a_whole(paths[key], text) for key, text in before.different(after)}
+        # Of a tensor that is made where there is none, or a longer one is needed, graphs must know which one they have.
+        kept = {
+            place
+            for place in rewritten & {(key, text) for key, found in after.found.items() for text in found}
+            if _is_reference(after.found[place[0]][place[1]])
+            and place[0] in self._paths
+            and place not in self._rewritten
+        }
+        self._rewritten = {place for place in self._rewritten if place[0] not in read} | kept
         # A function may read what another one has written before it was called: then only a later call shows that.
-        changed = [*before.different(after), *self._start.different(self.values())]
-        for key, text in changed:
-            path = notes.paths.get(key) or self._paths[key]
-            holds_more = any(_is_table(value) for value in path.values()[-1:])
-            self._left_out[key, "" if holds_more else text] = path
-        for key, path in notes.paths.items():
-            counts = notes.is_read(key) and not (in_parts and Reader.MODULE not in notes.readers[key])
-            if counts and (key, "") not in self._left_out:
-                self._paths[key] = path
-                self._compiled |= notes.compiled & {key}
-                self._readers[key] = self._readers.get(key, set()) | notes.readers[key]
-        self._paths = {key: path for key, path in self._paths.items() if (key, "") not in self._left_out}
+        changed = (written | rewritten) - kept
+        for place in self._changing.keys() - changed:
+            key, text = place
+            if key in read and _is_reference(after.found[key].get(text)):
+                del self._changing[place]
+        self._changing.update({place: paths[place[0]] for place in changed})
+        for key in read:
+            self._paths[key] = notes.paths[key]
+            self._compiled |= notes.compiled & {key}
+            self._readers[key] = self._readers.get(key, set()) | notes.readers[key]
+        self._drop_what_is_left_out()
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Do not compare variables and attributes with these names. Something else does."""
         left = set(names)
-        self._left_out.update({(key, ""): path for key, path in self._paths.items() if path.last_name in left})
-        self._paths = {key: path for key, path in self._paths.items() if (key, "") not in self._left_out}
+        self._left_out.update({key: path for key, path in self._paths.items() if path.last_name in left})
+        self._drop_what_is_left_out()
 
     def forget(self) -> None:
         """Compare nothing any more."""
-        for table in (self._paths, self._readers, self._compiled, self._left_out):
+        for table in (self._paths, self._readers, self._compiled, self._left_out, self._changing, self._rewritten):
             table.clear()
 
     def are_of_optimizers(self, old: VariableValues, new: VariableValues) -> bool:
@@ -140,8 +181,19 @@ class Variables:
 
     def values(self) -> VariableValues:
         """Return the values that the variables have now."""
-        found = {key: self._look(path) for key, path in self._paths.items()}
-        return VariableValues(found, {key: str(path) for key, path in self._paths.items()})
+        return replace(self._values(self._paths), changing=frozenset(self._changing))
+
+    def _values(self, paths: dict[PathKey, Path]) -> VariableValues:
+        found = {key: self._look(path) for key, path in paths.items()}
+        return VariableValues(found, {key: str(path) for key, path in paths.items()})
+
+    def _known(self) -> dict[PathKey, Path]:
+        """Return the paths that are compared, and those that calls change."""
+        return {**{key: path for (key, _), path in self._changing.items()}, **self._paths}
+
+    def _drop_what_is_left_out(self) -> None:
+        left = self._left_out.keys() | {key for key, text in self._changing if not text}
+        self._paths = {key: path for key, path in self._paths.items() if key not in left}
 
     def readers(self) -> tuple[list[Any], list[Any]]:
         """Return functions that read what the values depend on, and the table to pass to each of them.
@@ -156,7 +208,7 @@ class Variables:
             pairs += [(holder.table, [*holder.keys, *holder.inner]) for holder in self._contents(path)]
             for table, keys in pairs:
                 read.setdefault(id(table), (table, {}))[1].update(dict.fromkeys(keys))
-        found = [(getter(list(keys)), table) for table, keys in read.values() if keys]
+        found = [(getter(list(keys), type(table)), table) for table, keys in read.values() if keys]
         roots = (path.root for path in self._paths.values() if path.root.scope is Scope.GLOBAL)
         found += [(_is_there(root.name), root.owner) for root in roots if root.value() is ABSENT]
         return [reader for reader, _ in found], [table for _, table in found]
@@ -187,17 +239,27 @@ class Variables:
         for holder in self._contents(path, is_read):
             texts = zip(holder.keys, holder.texts, strict=True)
             found.update((text, noted(holder.table[key])) for key, text in texts)
-        return {text: value for text, value in found.items() if (path.key, text) not in self._left_out}
+        return found
 
     def _contents(self, path: Path, is_read: Callable[[str], bool] | None = None) -> Iterator[Holder]:
         """Yield what is in the last value of a path, if code can read it by what no bytecode tells."""
         for value in path.values()[-1:]:
             if _is_table(value):
-                yield from holders(value, _always if len(value) <= _FEW else self._is_read, set())
+                yield from holders(value, _always if size(value) <= _FEW else self._is_read, set())
             elif not is_left_alone(value) and (
                 is_read or path.key in self._compiled or hasattr(type(value), "__getattr__")
             ):
                 yield from holders(value, is_read or self._is_read, set())
+
+
+def _as_a_whole(path: Path, text: str) -> Place:
+    """Return what counts as changed if this has another value: of a list or dict all that is in it."""
+    return path.key, "" if any(map(_is_table, path.values()[-1:])) else text
+
+
+def _is_reference(noted: Any) -> bool:
+    """Return whether this is what is noted of a tensor, or of another object that is compared by which one it is."""
+    return type(noted) is weakref.ref
 
 
 def _always(_: str) -> bool:
@@ -224,8 +286,8 @@ def _stand_in(value: Any) -> Any:
 
 def _is_of_package(value: Any) -> bool:
     """Return whether code that is not looked at may read attributes of this object, or keeps its values elsewhere."""
-    module = sys.modules.get(type(value).__module__)
-    return type(value) is functools.partial or "-packages" in (getattr(module, "__file__", None) or "")
+    module = sys.modules.get(module_name(type(value)))
+    return type(value) is functools.partial or (module is not None and "-packages" in file_of_module(module))
 
 
 def _is_table(value: Any) -> bool:

@@ -122,7 +122,8 @@ class WarmUp:
                 else:
                     outputs = self._call(run, layout, phase, args, kwargs, start)
             undo.forget()
-        layout.problem = self._host_changes.added_to(self._with_undeclared(layout.problem))
+        problem = "\n".join(filter(None, (layout.problem, layout.unreadable)))
+        layout.problem = self._host_changes.added_to(self._with_undeclared(problem))
         return outputs
 
     def _call(
@@ -210,6 +211,7 @@ class WarmUp:
             names = {number.name for number in layout.path.numbers}
             self._state.attributes.leave_out(names)
             self._state.variables.leave_out(names)
+        layout.unreadable = layout.unreadable or self._state.variables.take_problem()
         self._undeclared.take_without_tensors(self._state.variables.modules())
         self._surroundings.take_values()
 

@@ -26,7 +26,7 @@ from .._torch.settings import ENUM_READERS, PLAIN_READERS
 from .._torch.sharding import local_shard
 from .._torch.tensors import layout_check
 from .attributes import Attributes
-from .contents import getter
+from .contents import getter, tells_its_size
 from .variables import Variables
 
 _G = TypeVar("_G")
@@ -266,7 +266,8 @@ class Look:
         readers = zip(attributes.readers(walk.modules), variables.readers(), strict=True)
         self._readers: list[list[Any]] = [[*of_modules, *of_others] for of_modules, of_others in readers]
         self._tables += tuple(variables.cells())
-        self._lists: list[Any] = [*lists, *attributes.tables(walk.modules), *variables.tables()]
+        inside = (*attributes.tables(walk.modules), *variables.tables())
+        self._lists: list[Any] = [*lists, *[table for table in inside if tells_its_size(type(table))]]
         self._lengths = list(map(len, self._lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
         self._read_identities = _identities_of(len(self._objects))

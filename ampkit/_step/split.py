@@ -114,6 +114,8 @@ class StepSplitter:
         return any(not split.refusal for split in self._splits.values())
 
     def _why_not_now(self, layout: Layout) -> str:
+        if layout.unreadable:
+            return "it cannot be told what the modules read"
         if layout.told:
             return "the code is told that it is being captured (capturing=True)"
         if torch.is_autocast_enabled(self._device.type):

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -29,6 +29,11 @@ def is_module(value: object) -> TypeGuard[nn.Module]:
     gone.
     """
     return issubclass(type(value), nn.Module) and "_modules" in vars(value)
+
+
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all modules inside, whatever a class of the user's makes of `modules`."""
+    return nn.Module.modules(module)
 
 
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -1,0 +1,132 @@
+"""Tensors that a step makes where there is none, or where a longer batch needs a longer one."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic
+from torch import Tensor, nn
+
+import ampkit
+
+CACHE: Tensor | None = None
+
+
+def positions(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None] + 1.0
+
+
+class Attribute(nn.Module):
+    """Keeps the cache as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cache = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None or self.cache.shape[0] < x.shape[1]:
+            self.cache: Tensor | None = positions(x)
+        return self.layer(x) * self.cache[: x.shape[1]]
+
+    def double(self) -> None:
+        assert self.cache is not None
+        self.cache = self.cache * 2
+
+
+class Variable(nn.Module):
+    """Keeps the cache as a global variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        globals().update(CACHE=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CACHE
+        if CACHE is None or CACHE.shape[0] < x.shape[1]:
+            CACHE = positions(x)
+        out: Tensor = self.layer(x) * CACHE[: x.shape[1]]
+        return out
+
+    def double(self) -> None:
+        global CACHE
+        assert CACHE is not None
+        CACHE = CACHE * 2
+
+
+class Late(nn.Module):
+    """Replaces a tensor in each call, which another method reads, as people do for a further loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cache = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache: Tensor | None = self.layer(x)
+        return self.read()
+
+    def read(self) -> Tensor:
+        assert self.cache is not None
+        return self.cache * 0.5
+
+    def double(self) -> None:
+        self.cache = None
+
+
+DOUBLE = 0  # in place of a length
+GROWS = [3] * 6 + [5] * 6 + [3] * 6 + [5] * 3
+SEQUENCES = {
+    "replaced": [3] * 6 + [DOUBLE] + [3] * 6,
+    "grows": GROWS,
+    "in turns": [3] * 6 + [5, 3] * 8,
+    "grows in turns": [3] * 6 + [5, 3, 7, 3, 5, 9] * 8,
+    "replaced in turns": [3] * 6 + [5, 3] * 8 + [DOUBLE] + [3, 5] * 6,
+}
+# Captures. Each growth takes one for the length and one for each that had a graph.
+CAPTURES = {"replaced": 2, "grows": 3, "in turns": 3, "grows in turns": 5, "replaced in turns": 5}
+
+
+def train(kind: type[Any], lengths: list[int], engine: tuple[str, str]) -> tuple[list[Any], Any]:
+    device, graph = engine
+    torch.manual_seed(0)
+    model = kind().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    step = ampkit.graphed_step(lambda model, x: model(x).square().mean(), model, optimizer, graph=graph)
+    made, found = torch.Generator().manual_seed(1), []
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for length in lengths:
+            if length == DOUBLE:
+                model.double()
+                continue
+            if device == "cuda":
+                torch.full((length, 1), float("nan"), device=device)  # takes the memory of what was freed
+            loss = step(torch.randn(2, length, 4, generator=made).to(device)).loss
+            found.append((loss.clone(), {key: value.clone() for key, value in model.state_dict().items()}))
+    return found, step
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", [Attribute, Variable])
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_a_cache_is_compared(sequence: str, kind: type[nn.Module], engine: tuple[str, str]) -> None:
+    """R7: a graph never reads a cache that was replaced, by the step itself or by others. It may be freed."""
+    lengths = SEQUENCES[sequence]
+    expected, _ = train(kind, lengths, (engine[0], "off"))
+    found, step = train(kind, lengths, engine)
+    assert_same(expected, found)
+    assert step.report().captures == CAPTURES[sequence], step.report()
+    assert step.replays > len(found) / 4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_what_each_call_replaces_is_no_cache(sequence: str, engine: tuple[str, str]) -> None:
+    """R7: it is not compared, also where several lengths are warmed up in turns."""
+    lengths = SEQUENCES[sequence]
+    expected, _ = train(Late, lengths, (engine[0], "off"))
+    found, step = train(Late, lengths, engine)
+    assert_same(expected, found)
+    assert step.report().captures == len({*lengths} - {DOUBLE})
+    assert step.replays >= len(found) - 3 * step.report().captures - 3

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.cache import copied
-from .._capture.containers import own_containers
+from .._capture.containers import own_batch
 from .._capture.ranks import Ranks
 from .._capture.state import TrainingState
 from .._capture.variation import Part
@@ -327,7 +327,7 @@ class TrainingStep:
         return loss, aux
 
     def _loss_and_aux(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        args, kwargs = own_containers((args, kwargs))
+        args, kwargs = own_batch((args, kwargs))
         if self._policy is None:
             returned = self._call_loss(args, kwargs)
         else:

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from .._capture.containers import own_batch
 from .._capture.engine import Engine
 from .._capture.options import Options
 from .._capture.ranks import Ranks
@@ -164,7 +165,7 @@ class EvaluationStep:
             torch.clear_autocast_cache()
             _set_gradients(params, [None] * len(params))
             with HostWrites(self._module, self._method) as writes, _log_calls.recorded(self._module) as log_calls:
-                output = self._forward(batch, *self._further_args)
+                output = self._forward(own_batch(batch), *self._further_args)
             if any(param.grad is not None for param in params):
                 self._problem = self._problem or _LEAVES_GRADIENTS.format(self._method)
         if index is not None and index.used:

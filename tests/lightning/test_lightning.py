@@ -782,6 +782,40 @@ def test_a_counter_behind_a_condition(tmp_path: Path) -> None:
     assert (ours.report.captures, ours.report.replays) == (1, 19)
 
 
+class AsksForSlopes(Net):
+    """Penalizes the slope of the logits over the batch, as many write it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._penalized(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            loss = self._penalized(batch)
+        self.log("val_loss", loss)
+
+    def _penalized(self, batch: Any) -> Tensor:
+        x, y = batch
+        x.requires_grad_()
+        logits = self.net(x)
+        (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return F.cross_entropy(logits, y) + slope.square().mean()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_asks_for_a_gradient_of_its_batch(engine: Engine, tmp_path: Path) -> None:
+    """Training and validation get a batch that is new for autograd, also where a loader gives out the same tensors."""
+    device, graph = engine
+    options: dict[str, Any] = {"make": AsksForSlopes, "validate": True, "inference_mode": False}
+    expected = fit(tmp_path / "off", device, None, data=Batches(loader(device)), **options)
+    batches = list(loader(device))
+    found = fit(tmp_path / "on", device, graph, data=Batches(batches), **options)
+    assert_same_runs(expected, found)
+    assert not any(x.requires_grad for x, _ in batches)
+    assert (found.report.captures, found.report.failure) == (1, None)
+    assert found.callback is not None
+    assert found.callback.report("validation_step").replays > 0
+
+
 class Reads(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from .._capture.capture_query import answering
 from .._capture.containers import own_batch
 from .._capture.graph import Graph
+from .._capture.host_values import refuse_reads
 from .._capture.inputs import Constant, StaticInputs
 from .._capture.pool import no_recompile
 from .._errors import CaptureError, CaptureWarning
@@ -171,6 +172,7 @@ class Passes:
             keep_warning_filters(undo)
             # An empty graph is no mistake here: the backward pass of x + 1 launches nothing.
             warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
+            refuse = refuse_reads(undo)
             known = self._warm_up(warmup, allow_unused)
             self._forget()  # so that no memory is freed during the capture
             with no_recompile():
@@ -179,6 +181,7 @@ class Passes:
                 self._check_same(known)
                 if self.has_backward:
                     backward.capture(self.backward)
+            refuse()
         return forward, backward
 
     def _forget(self) -> None:

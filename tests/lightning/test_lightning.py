@@ -459,23 +459,6 @@ class OwnZero(Net):
         optimizer.zero_grad(set_to_none=False)
 
 
-class ReadsStep(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._loss(batch) * (1.0 if self.global_step < 5 else 0.5)
-
-    def _loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-
-class LogsRate(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._shared(batch)
-
-    def _shared(self, batch: Any) -> Tensor:
-        self.log("rate", self.optimizers().param_groups[0]["lr"])
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-
 def lbfgs(params: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=0.01, max_iter=2)
 
@@ -489,8 +472,6 @@ LEFT_TO_LIGHTNING = [
     (OwnStep, {}, "OwnStep.optimizer_step changes what a step does"),
     (OwnClip, {}, "OwnClip.configure_gradient_clipping changes"),
     (OwnZero, {}, "OwnZero.optimizer_zero_grad changes"),
-    (ReadsStep, {}, "ReadsStep.training_step reads self.global_step"),
-    (LogsRate, {}, "LogsRate._shared reads self.optimizers"),
     (lambda: Net(lbfgs), {}, "LBFGS computes the loss several times"),
     (lambda: Net(plain_sgd), {}, "Write SGD(..., fused=True)"),
     (Net, {"kind": "64-true"}, "Trainer(precision='64-true'), DoublePrecision"),

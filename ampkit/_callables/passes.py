@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from .._capture.capture_query import answering
+from .._capture.containers import own_batch
 from .._capture.graph import Graph
+from .._capture.host_values import refuse_reads
 from .._capture.inputs import Constant, StaticInputs
 from .._capture.pool import no_recompile
 from .._errors import CaptureError, CaptureWarning
@@ -130,9 +132,17 @@ class Passes:
 
     def forward(self) -> None:
         """Run the callable; keep its outputs with their autograd graph."""
-        args, kwargs = tree_unflatten(self._leaves, self.inputs.spec.tree)  # new containers, which it may change
+        # New containers and tensors, which it may change. A copy into a buffer that requires grad would be refused.
+        wanted = set(self.grad_inputs)
+        leaves = [leaf if i in wanted else own_batch(leaf) for i, leaf in enumerate(self._leaves)]
+        args, kwargs = tree_unflatten(leaves, self.inputs.spec.tree)
         with self._aliased(), torch.set_grad_enabled(self.grad_mode):
             self._outputs, self._tree = tree_flatten(self._function(*args, **kwargs))
+        if any(leaf.requires_grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in wanted):
+            raise CaptureError(
+                "it calls requires_grad_() on an argument, and a replay would not do that to the caller's tensor. Pass "
+                "one that requires grad."
+            )
 
     def backward(self) -> None:
         """Run the backward pass of the last forward pass; keep the gradients."""
@@ -162,6 +172,7 @@ class Passes:
             keep_warning_filters(undo)
             # An empty graph is no mistake here: the backward pass of x + 1 launches nothing.
             warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
+            refuse = refuse_reads(undo)
             known = self._warm_up(warmup, allow_unused)
             self._forget()  # so that no memory is freed during the capture
             with no_recompile():
@@ -170,6 +181,7 @@ class Passes:
                 self._check_same(known)
                 if self.has_backward:
                     backward.capture(self.backward)
+            refuse()
         return forward, backward
 
     def _forget(self) -> None:

@@ -3,7 +3,6 @@
 import operator
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from .._user_line import NOT_THE_USERS, TORCH
 from .bare_objects import bases_of, class_table, module_name
 from .contents import ABSENT, CLOSED_PACKAGES, Holder, are_same, getter, holders, holds_others, is_plain, noted
 from .executed import Executed
+from .profile_function import seeing_calls
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
@@ -139,20 +139,14 @@ class Attributes:
         before = [_Before(modules)]
         code: set[CodeType] = set()
 
-        def note(frame: FrameType, event: str, arg: object) -> None:
-            if event == "call":
-                code.add(frame.f_code)
-                further = take(frame)
-                before.extend([_Before(further)] if further else ())
+        def note(frame: FrameType) -> None:
+            code.add(frame.f_code)
+            further = take(frame)
+            before.extend([_Before(further)] if further else ())
 
-        observed = sys.getprofile() is None
-        try:
-            if observed:
-                sys.setprofile(note)
+        with seeing_calls(note) as has_seen_all:
             yield
-        finally:
-            if observed:
-                sys.setprofile(None)
+            observed = has_seen_all()
         methods = {kind: set(_methods(kind)) for kind in dict.fromkeys(map(type, modules))}
         if not observed or executed.compiled:  # another profiler runs, or no function is called of what was compiled
             found = chain.from_iterable(methods.values())

@@ -6,7 +6,9 @@ from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from .._torch.tree import tree_flatten, tree_unflatten
 
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, str, bytes)
 _ITEMS = (list, tuple, set, frozenset, deque)
@@ -38,28 +40,44 @@ def holds_tensors(thing: object) -> bool:
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 
 
-def own_containers(tree: Any) -> Any:
-    """Return a tree with the same leaves, in containers that belong to the caller of this function alone.
+def own_batch(tree: Any) -> Any:
+    """Return a tree with the same values, in containers and tensors that belong to the caller of this function alone.
 
-    A function that takes an entry out of its batch (`batch.pop("label")`) changes these. A replay does not call it, so
-    the user's own containers must not change in an eager call either. Containers that torch does not define, but was
-    told of, are taken for leaves.
+    A function may take an entry out of its batch (`batch.pop("label")`), and have autograd record operations on a
+    tensor of it (`x.requires_grad_()`). A replay does not call the function, so the user's own containers and tensors
+    must not change in an eager call either, and the buffers that a graph reads must not change in its capture.
+
+    A tensor that requires grad is returned as it is: what made it may be waiting for its gradient.
+
+    Sync: none. Aliasing: the tensors lie in the memory of the given ones, and a change in place is seen in both.
     """
     kind = type(tree)
+    if kind in _PLAIN:
+        return tree
+    if isinstance(tree, Tensor):
+        return _own_tensor(tree) if kind in _PLAIN_TENSORS and not tree.requires_grad else tree
     if kind is tuple or kind is list:
-        return kind(map(own_containers, tree))
+        return kind(map(own_batch, tree))
     if kind in _DICTS:
         other = copy.copy(tree)
         for key, value in tree.items():
-            other[key] = own_containers(value)
+            other[key] = own_batch(value)
         return other
     if kind is deque:
-        return deque(map(own_containers, tree), tree.maxlen)
+        return deque(map(own_batch, tree), tree.maxlen)
     if isinstance(tree, tuple) and hasattr(kind, "_make"):  # a named tuple
-        return tuple.__new__(kind, map(own_containers, tree))
-    return tree
+        return tuple.__new__(kind, map(own_batch, tree))
+    leaves, structure = tree_flatten(tree)  # torch may have been told of this class
+    return tree if len(leaves) == 1 and leaves[0] is tree else tree_unflatten(list(map(own_batch, leaves)), structure)
 
 
+def _own_tensor(tensor: Tensor) -> Tensor:
+    own = tensor.detach()
+    vars(own).update(vars(tensor))  # what the user's code has set on it
+    return own
+
+
+_PLAIN_TENSORS = frozenset((Tensor, nn.Parameter))
 _DICTS = frozenset((dict, OrderedDict, defaultdict))
 
 

@@ -1,15 +1,18 @@
 """Which instructions of the user's functions are executed in a call."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
 from .._torch.compile import never_compile_by_itself
-from .._undo import Undo
+from .._undo import Undo, replace
 from .bytecode import Place, codes_in, instructions, names
 
+# Python's own: `sys` may have others in their place.
+_set_trace, _trace_function = sys.settrace, sys.gettrace
 _Monitoring: Any = getattr(sys, "monitoring", None)  # new in Python 3.12; another version of Python traces
 _NAME = "ampkit"
 _IDS = (3, 4, 2, 5, 1, 0)  # of tools; the last ones are meant for optimizers, coverage and debuggers
@@ -19,7 +22,7 @@ _MOST = 1_000_000  # executed instructions, where each one is a call of a functi
 class Executed:
     """Notes which instructions are executed. Where it cannot tell, it takes each instruction for executed.
 
-    It cannot if a debugger or a coverage tool uses what it would use itself.
+    It cannot if a debugger or a coverage tool uses what it would use itself, also from within the call.
 
     Attributes:
         compiled: code that torch.compile's code contains.
@@ -38,16 +41,15 @@ class Executed:
         with Undo() as undo:
             if _Monitoring is not None:
                 self._begin_to_monitor(undo)
-            elif sys.gettrace() is None:
-                undo.note(sys.settrace, None)
-                sys.settrace(_trace_nothing)
-                self._watch = self._trace
+            elif _trace_function() is None:
+                self._begin_to_trace(undo)
             yield
             self._see_whether_it_was_ended()
             self._has_ended = True
 
     def watch(self, frame: FrameType) -> None:
         """Take note of what a function executes, which has just been called, and functions that are defined in it."""
+        self._see_whether_it_was_ended()
         if self._watch is None:
             return
         if frame.f_code not in self._seen:
@@ -74,9 +76,9 @@ class Executed:
         return known
 
     def _see_whether_it_was_ended(self) -> None:
-        """See whether the call has ended the tracing, as a debugger that it calls does."""
-        if self._watch == self._trace and not self._has_ended and sys.gettrace() is not _trace_nothing:
-            self._watch = None
+        """See whether the call has ended the tracing, as tools do that set a trace function from C."""
+        if self._watch == self._trace and not self._has_ended and _trace_function() is not _trace_nothing:
+            self._let_go()
 
     def _begin_to_monitor(self, undo: Undo) -> None:
         free = (number for number in _IDS if _Monitoring.get_tool(number) is None)
@@ -98,6 +100,37 @@ class Executed:
         self._seen[code].add(offset)
         return _Monitoring.DISABLE  # once is enough
 
+    # ------------------------------------------------------------------------------------- before Python 3.12: tracing
+
+    def _begin_to_trace(self, undo: Undo) -> None:
+        thread = threading.get_ident()
+
+        def set_trace(function: Any) -> None:
+            if threading.get_ident() == thread:
+                self._let_go()
+            _set_trace(function)
+
+        undo.note(_stop_tracing)
+        replace(undo, sys, "settrace", set_trace)
+        replace(undo, sys, "gettrace", _users_trace_function)
+        _set_trace(_trace_nothing)
+        self._watch = self._trace
+
+    def _let_go(self) -> None:
+        """Give Python's trace function away, and have the functions that are called now be traced as any others."""
+        if self._watch is not None:
+            self._watch = None
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                self._put_back(frame)
+                frame = frame.f_back
+
+    def _put_back(self, frame: FrameType) -> None:
+        if frame.f_code in self._seen:
+            frame.f_trace_lines, frame.f_trace_opcodes = True, False
+            if frame.f_trace == self._on_event:  # a debugger has set its own before it came here
+                frame.f_trace = None
+
     def _trace(self, frame: FrameType) -> None:
         frame.f_trace_lines, frame.f_trace_opcodes, frame.f_trace = False, True, self._on_event
 
@@ -106,13 +139,27 @@ class Executed:
             self._seen[frame.f_code].add(frame.f_lasti)
             self._left -= 1
         if self._left < 0:  # a long loop, which would take minutes
-            self._watch = None
-            sys.settrace(None)
-        return self._on_event
+            self._let_go()
+            _set_trace(None)
+        if event == "return":  # a generator may go on under a debugger; otherwise it is called again
+            self._put_back(frame)
+        return None if event == "return" or self._watch is None else self._on_event
 
 
 def _trace_nothing(*_: object) -> None:
     """Have Python trace the functions whose frames ask for it, and no others."""
+
+
+def _users_trace_function() -> Any:
+    """Take the place of `sys.gettrace`: code that asks for a debugger is told of none."""
+    found = _trace_function()
+    return None if found is _trace_nothing else found
+
+
+def _stop_tracing() -> None:
+    """Leave a trace function of the user's where it is, as that of a debugger with which the user goes on."""
+    if _trace_function() is _trace_nothing:
+        _set_trace(None)
 
 
 for _function in (_trace_nothing, Executed._on_event, Executed._on_instruction):

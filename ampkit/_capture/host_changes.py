@@ -1,4 +1,4 @@
-"""Numbers of optimizers that a step changes on the host, and schedulers that it steps, which a replay would not do."""
+"""What eager calls of a step do on the host and no replay would: change numbers of optimizers, read what changes."""
 
 import sys
 import threading
@@ -11,13 +11,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._undo import Undo, replace
 from .._user_line import running_line, wraps_operations
+from .host_values import receive
 from .state import TrainingState
+from .uncapturable import Problem
 
 wraps_operations(__file__)
 
 
 class HostChanges:
-    """Looks for what eager calls of a step change on the host, and no replay would change.
+    """Looks for what eager calls of a step change or read on the host, and no replay would.
 
     Args:
         state: its optimizers.
@@ -26,6 +28,7 @@ class HostChanges:
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._problems: list[str] = []
+        self._reads: dict[str, str] = {}  # by what is read and where, the problem
 
     @contextmanager
     def watching(self, *, is_first: bool) -> Iterator[None]:
@@ -34,9 +37,10 @@ class HostChanges:
         Args:
             is_first: whether it may set numbers that later calls find as they set them.
         """
-        self._problems = []
+        self._problems, self._reads = [], {}
         before = self._numbers()
         with Undo() as undo:
+            receive(undo, self._forgive if is_first else self._on_read)
             for kind in _kinds(LRScheduler):
                 if "step" in vars(kind):
                     replace(undo, kind, "step", self._noting(kind.step))
@@ -48,8 +52,17 @@ class HostChanges:
 
     def added_to(self, problem: str) -> str:
         """Return a problem with what was found, and forget that."""
-        problems, self._problems = self._problems, []
+        # The preflight may have found the same reads.
+        problems = [*self._problems, *(text for what, text in self._reads.items() if what not in problem)]
+        self._problems, self._reads = [], {}
         return "\n".join(dict.fromkeys([*problem.splitlines(), *problems]))
+
+    def _on_read(self, problem: Problem, line: str) -> None:
+        what = f"{line} - {problem.what}" if line else problem.what
+        self._reads[what] = f"{what}. {problem.advice}"
+
+    def _forgive(self, *_: object) -> None:
+        """Ignore what a first call reads. Later calls may read what they have kept of it."""
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         thread = threading.get_ident()

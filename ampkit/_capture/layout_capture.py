@@ -13,6 +13,7 @@ from .capture_query import answered
 from .fallback import Fallback
 from .graph import Graph, MakeContext, Then
 from .host_draws import HostDraws
+from .host_values import refuse_reads
 from .inputs import StaticInputs
 from .layouts import Layout, Layouts
 from .options import Options
@@ -204,9 +205,11 @@ def record(
         undo.note(walk.put_back, flags)
         undo.note(state.rebind, before)
         undo.note(graph.reset)
+        refuse = refuse_reads(undo)
         try:
             with no_recompile():
                 graph.capture(fn, context, then)
+            refuse()
             _refuse_rebound(state.rebound_since(before))
         except CaptureError as error:
             advice = ranks.reducers.advice

@@ -22,6 +22,7 @@ from .._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_b
 from .._undo import Undo, keep_warning_filters, replace
 from .._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
 from .draw_record import DrawRecorder
+from .host_values import receive
 from .reseeding import GeneratorWatch, getters, setters
 from .uncapturable import (
     DRAW_ON_DEVICE,
@@ -147,6 +148,7 @@ class Preflight(TorchDispatchMode):
             self._watch_backward(self._undo)
             self._watch_calls(self._undo)
             self._watch_seeds(self._undo)
+            receive(self._undo, self._on_read)
             if self._draws is not None:
                 self._draws.begin(self._undo, replace)
             enter(self._undo, self)
@@ -294,6 +296,9 @@ class Preflight(TorchDispatchMode):
                 self._spent(key, time.perf_counter() - start)
 
         replace(undo, owner, name, reporting)
+
+    def _on_read(self, problem: Problem, line: str) -> None:
+        self._add(problem, SourceLocation(line))
 
     # ---------------------------------------------------------------------------------------------------------- events
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import read_all
-from .._capture.containers import own_containers
+from .._capture.containers import own_batch
 from .._capture.engine import Engine
 from .._capture.inputs import flatten
 from .._capture.kernel_names import KernelTable
@@ -307,7 +307,7 @@ class _EngineFunction:
             with Undo() as steps:
                 if self._scaler is not None:
                     steps.note(self._scaler.forgetting())
-                args, kwargs = own_containers((args, kwargs))
+                args, kwargs = own_batch((args, kwargs))
                 outputs = self._fn(*args, **kwargs)
                 steps.forget()
             return mapped_outputs(outputs, Tensor.detach, self._name)

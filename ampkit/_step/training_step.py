@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.cache import copied
-from .._capture.containers import own_containers
+from .._capture.containers import own_batch
 from .._capture.ranks import Ranks
 from .._capture.state import TrainingState
 from .._capture.variation import Part
@@ -115,6 +115,7 @@ class TrainingStep:
             window.
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
         observer: measures in the phases that are observed.
+        around: returns a context for what Python does in a call, and no replay would.
 
     Attributes:
         scaler: as given.
@@ -141,6 +142,7 @@ class TrainingStep:
         place: OptimizerPlace,
         max_value: float | None = None,
         observer: Observer | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._loss_fn = loss_fn
         self._model = model
@@ -161,6 +163,7 @@ class TrainingStep:
         self._place = place
         self.gradients: dict[str, Tensor] = {}
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
+        self._around = around
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
@@ -277,7 +280,7 @@ class TrainingStep:
             without_sync = [] if phase.last else self.ranks.wrappers
             for wrapper in without_sync:
                 undo.note(setattr, wrapper, "require_backward_grad_sync", wrapper.require_backward_grad_sync)
-            with weights, observed, ExitStack() as stack:
+            with weights, observed, self._around(), ExitStack() as stack:
                 for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward_and_backward(args, kwargs)
@@ -327,7 +330,7 @@ class TrainingStep:
         return loss, aux
 
     def _loss_and_aux(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        args, kwargs = own_containers((args, kwargs))
+        args, kwargs = own_batch((args, kwargs))
         if self._policy is None:
             returned = self._call_loss(args, kwargs)
         else:

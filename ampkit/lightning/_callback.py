@@ -150,7 +150,7 @@ class AmpkitCallback(Callback):
 
     def _set_up_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.strategy.precision_plugin
-        problem = why_not(trainer, pl_module, plugin)
+        problem = why_not(trainer, pl_module, plugin, self._compile)
         if problem:
             self._last_reports["training_step"] = lambda: nothing_captured(problem)
             self._give_up(f"{problem} Lightning trains without ampkit.")

@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from .._capture.options import Options
 from .._capture.report import Report
 from ._evaluation_step import EvaluationStep
-from ._host_state import HostReads
 from ._limits import why_not_module
 
 # The step that Lightning calls in a stage of the Trainer, beside `training_step`.
@@ -73,6 +72,7 @@ class Evaluation:
             self._lightning_step,
             self._name,
             self._module,
+            self._trainer,
             device=self._trainer.strategy.root_device,
             options=self._options,
             give_up=self._leave_to_lightning,
@@ -112,5 +112,4 @@ def _why_not_captured(trainer: Trainer, module: LightningModule, name: str) -> s
     """Return why this step of the module cannot be captured, and what to write instead; "" if it can."""
     if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
         return f"{type(module).__name__}.{name} takes its batches from dataloader_iter. Write {name}(self, batch)."
-    reads = HostReads(module, LightningModule, name)
-    return reads.problem or why_not_module(module, trainer.strategy)
+    return why_not_module(module, trainer.strategy)

@@ -4,9 +4,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from .._capture.containers import own_batch
 from .._capture.engine import Engine
 from .._capture.options import Options
 from .._capture.ranks import Ranks
@@ -18,6 +19,7 @@ from .._errors import InputMismatch
 from .._undo import Undo
 from . import _log_calls
 from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, not_returnable, uses_index
+from ._trainer_reads import TrainerReads
 
 
 class EvaluationPhase(NamedTuple):
@@ -58,7 +60,8 @@ class EvaluationStep:
         self,
         forward: Callable[..., Any],
         method: str,
-        module: nn.Module,
+        module: LightningModule,
+        trainer: Trainer,
         *,
         device: torch.device,
         options: Options,
@@ -69,6 +72,7 @@ class EvaluationStep:
         self._module = module
         self._give_up = give_up
         self._host_reads = HostReads(module, LightningModule, method)
+        self._trainer_reads = TrainerReads(trainer, module, self._host_reads, method)
         self._numbers = _log_calls.LoggedNumbers(method)
         self._log = _log_calls.LogForwarder(module, device, on_step=False)
         self._further_args: tuple[Any, ...] = ()  # of the step, after the batch
@@ -163,8 +167,12 @@ class EvaluationStep:
             undo.note(_set_gradients, params, [param.grad for param in params])
             torch.clear_autocast_cache()
             _set_gradients(params, [None] * len(params))
-            with HostWrites(self._module, self._method) as writes, _log_calls.recorded(self._module) as log_calls:
-                output = self._forward(batch, *self._further_args)
+            with (
+                HostWrites(self._module, self._method) as writes,
+                _log_calls.recorded(self._module) as log_calls,
+                self._trainer_reads.watching(),
+            ):
+                output = self._forward(own_batch(batch), *self._further_args)
             if any(param.grad is not None for param in params):
                 self._problem = self._problem or _LEAVES_GRADIENTS.format(self._method)
         if index is not None and index.used:

@@ -34,6 +34,7 @@ from ._limits import SEVERAL_RANKS, why_not_optimizer, why_not_parameters
 from ._measurements import FitMeasurements
 from ._precision import plugin_for
 from ._statistics import StatisticsReader, TrainingStatistics
+from ._trainer_reads import TrainerReads
 from ._trainer_step import BatchPlace, Clip, TrainerStep
 
 
@@ -188,6 +189,7 @@ class Fit:
             ranks,
             optimizer,
             self._host_reads,
+            TrainerReads(self._trainer, self._module, self._host_reads, "training_step"),
             device=self.device,
             scaler=self.scaler,
             clip=clip,

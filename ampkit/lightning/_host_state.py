@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.inputs import Constant
+from .._capture.uncapturable import Problem
 from .._capture.variation import Part
 from .._torch.tree import tree_flatten
 
@@ -20,13 +21,23 @@ HOOK_BEHIND = {
     "test_step": "on_test_batch_end",
 }
 _IN_A_HOOK = "Do it in a hook that is called after each replay, such as {0}."
+_COUNT = (
+    "What is to be done every N steps belongs in {0}; self.log may be called in each step, for "
+    "Trainer(log_every_n_steps=N) decides what the loggers get. To compute with the number, count in a buffer: "
+    "self.register_buffer('step', torch.zeros(())), self.step += 1."
+)
+_RATE = "Log the learning rate with LearningRateMonitor."
 # Attributes that Lightning changes on the host between two batches, and what to write instead of reading them.
-_CHANGING = {
-    "global_step": "Count in a buffer: self.register_buffer('step', torch.zeros(())), self.step += 1.",
-    "optimizers": "Log the learning rate with LearningRateMonitor.",
-    "lr_schedulers": "Log the learning rate with LearningRateMonitor.",
+ADVICE = {
+    "global_step": _COUNT,
+    "total_batch_idx": _COUNT,
+    "is_last_batch": _IN_A_HOOK,
+    "optimizers": _RATE,
+    "lr_schedulers": _RATE,
+    "lr_scheduler_configs": _RATE,
     "callback_metrics": _IN_A_HOOK,
     "logged_metrics": _IN_A_HOOK,
+    "progress_bar_metrics": _IN_A_HOOK,
     "logger": f"Use self.log. {_IN_A_HOOK}",
     "loggers": f"Use self.log. {_IN_A_HOOK}",
 }
@@ -46,7 +57,8 @@ class HostReads:
         method: the name of the step.
 
     Attributes:
-        problem: why a graph would freeze a value that is read and changes in every call; "" if there is none.
+        problem: a value that is read, that changes in every call, and that a graph would freeze; None if there is none.
+        reads_epoch: whether the code reads the number of the epoch.
         reads_index: whether the code of the step uses its argument batch_idx, if only to pass it on.
     """
 
@@ -55,19 +67,19 @@ class HostReads:
         for function in _reached(type(module), method, base):
             for attribute in _attributes(function.__code__):
                 readers.setdefault(attribute, function.__qualname__)
-        self.problem = ""
-        changing = next((name for name in _CHANGING if name in readers), None)
+        self.problem: Problem | None = None
+        changing = next((name for name in ADVICE if name in readers), None)
         if changing is not None:
-            frozen = f"{readers[changing]} reads self.{changing}, whose value a graph would freeze."
-            self.problem = f"{frozen} {_CHANGING[changing].format(HOOK_BEHIND[method])}"
+            frozen = f"{readers[changing]} reads self.{changing}, and a graph would freeze its value"
+            self.problem = Problem(frozen, ADVICE[changing].format(HOOK_BEHIND[method]), graph_only=True)
         self._module = module
-        self._reads_epoch = "current_epoch" in readers
+        self.reads_epoch = "current_epoch" in readers
         self._reads_hparams = "hparams" in readers
         self.reads_index = _loads_argument(type(module), method, 1)
 
     def parts(self, epoch: int) -> list[Part]:
         """Return the number of the epoch and the hyperparameters with their names, if the code reads them."""
-        found: list[tuple[str, Any]] = [("current_epoch", epoch)] if self._reads_epoch else []
+        found: list[tuple[str, Any]] = [("current_epoch", epoch)] if self.reads_epoch else []
         hparams = self._module.hparams if self._reads_hparams else None
         if isinstance(hparams, dict):
             found += [(f"hparams.{name}", value) for name, value in hparams.items()]

@@ -23,7 +23,7 @@ PRIVATE_NAMES = {
 SEVERAL_RANKS = (DDPStrategy, ModelParallelStrategy)  # strategies whose ranks decide together
 
 
-def why_not(trainer: Trainer, module: LightningModule, plugin: Precision) -> str:
+def why_not(trainer: Trainer, module: LightningModule, plugin: Precision, compile: str | None) -> str:
     """Return why ampkit cannot do the steps of this fit and what to write instead, "" if it can."""
     if not module.automatic_optimization:
         return (
@@ -34,8 +34,14 @@ def why_not(trainer: Trainer, module: LightningModule, plugin: Precision) -> str
         _why_not_strategy(trainer.strategy)
         or _why_not_precision(plugin)
         or _why_not_hooks(trainer, module)
-        or HostReads(module, LightningModule).problem
+        or _why_not_compiled(module, compile)
     )
+
+
+def _why_not_compiled(module: LightningModule, compile: str | None) -> str:
+    """Return what compiled code would read of the Trainer, "" if nothing. Such code tells nobody what it reads."""
+    problem = None if compile is None else HostReads(module, LightningModule).problem
+    return "" if problem is None else f"{problem.what}. {problem.advice}"
 
 
 def _why_not_strategy(strategy: Strategy) -> str:

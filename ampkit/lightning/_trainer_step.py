@@ -1,7 +1,7 @@
 """One batch of a Lightning Trainer as one call of the engine: the arguments, the result, and when to stay eager."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from .._step.window import NoStepError, Place, Window
 from . import _log_calls
 from ._compiled_step import WARM_UP, CompiledBatchStep, training_step_of
 from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, uses_index
+from ._trainer_reads import TrainerReads
 
 
 class Clip(NamedTuple):
@@ -73,6 +74,7 @@ class TrainerStep:
             DDP, or of the module itself.
         optimizer: the only one of the fit.
         host_reads: the values that `training_step` reads on the host.
+        trainer_reads: notices what it reads of the Trainer.
         device: where parameters and batches are.
         scaler: enabled or not.
         clip: how to clip.
@@ -95,6 +97,7 @@ class TrainerStep:
         ranks: Ranks,
         optimizer: torch.optim.Optimizer,
         host_reads: HostReads,
+        trainer_reads: TrainerReads,
         *,
         device: torch.device,
         scaler: GradScaler,
@@ -108,7 +111,7 @@ class TrainerStep:
         self._module = module
         if compile is not None:
             options = options._replace(warmup=max(options.warmup, WARM_UP))
-        self._host_reads = host_reads
+        self._host_reads, self._trainer_reads = host_reads, trainer_reads
         self._captures = options.graph != "off"
         self._calls_to_check = options.warmup if self._captures else 0
         self._give_up = give_up
@@ -128,6 +131,7 @@ class TrainerStep:
             capturable=not place.behind,
             place=place,
             observer=observer,
+            around=trainer_reads.watching if self._captures else nullcontext,
         )
         self._engine = self._make_engine(device, options, place, compile)
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
@@ -283,7 +287,9 @@ class TrainerStep:
             self._problem = self._problem or uses_index("training_step")
         ((template, tensors),) = part.output.aux.items()
         log_calls = template.filled(iter(tensors))[1]
-        self._problem = self._problem or writes.problem or self._logged_numbers.problem(log_calls, batch)
+        self._problem = self._problem or writes.problem
+        if not self._trainer_reads.noticed:  # where Python runs in each call, it logs the right number
+            self._problem = self._problem or self._logged_numbers.problem(log_calls, batch)
         if self._calls_to_check == 0:
             if not self._ranks.agree(not self._problem):
                 self._stay_eager(self._problem or self._ranks.other_found)

@@ -1082,6 +1082,8 @@ class Attribute(nn.Linear):
             self.hidden = out.square().mean()
         elif self.kind == "input changed":
             x.add_(1)
+        elif self.kind == "gradient asked":
+            x.requires_grad_()
         elif self.kind == "count returned":
             return out, self.calls
         elif self.kind == "object returned":
@@ -1104,6 +1106,7 @@ class Attribute(nn.Linear):
         ("buffer rebound", r"Attribute.mean: made or rebound in forward"),
         ("loss on the side", r"Attribute.hidden: made or rebound in forward.*Return it"),
         ("input changed", r"writes into its input"),
+        ("gradient asked", r"calls requires_grad_\(\) on an argument"),
         ("count returned", r"returned something else each time"),
         ("object returned", r"returned a set, which a replay cannot compute anew"),
         ("parameter outside", r"a tensor of shape \(6,\) that requires grad and is neither"),
@@ -1409,3 +1412,32 @@ def test_within_another_capture_it_is_eager() -> None:
         return dict(model.state_dict())
 
     assert_same(run("off"), run("auto"))
+
+
+class Slope(nn.Linear):
+    """A layer that asks autograd for the slope of its output for a while, and scales the output by it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            with torch.enable_grad():
+                x.requires_grad_().register_hook(lambda grad: grad * 2)
+                (slope,) = torch.autograd.grad(super().forward(x).square().sum(), x)
+            x.requires_grad_(False)
+            x = x * slope
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_inputs_are_new_for_autograd_in_each_pass(engine: Engine) -> None:
+    """What a pass asks of autograd for an input is over with it: hooks do not add up, and the input is copied to."""
+    results = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        model = graphed((engine[0], graph), Slope(6, 6).to(engine[0]), rows(engine[0], 0))
+        batches = [rows(engine[0], i) for i in range(4)]
+        for x in batches:
+            model(x).square().sum().backward()
+        assert not any(x.requires_grad for x in batches)
+        results.append([*gradients(model), *batches])
+    assert_same(*results)
+    assert counts(model) == (1, 4, {})

@@ -1,8 +1,12 @@
 """Which instructions of the user's functions a call executes."""
 
+import bdb
+import io
+import pdb
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -180,6 +184,159 @@ def test_a_call_that_ends_the_tracing() -> None:
         sys.settrace(None)
         assert not executed.knows(either.__code__)
     assert read_in(either, executed) == {"CONFIG.on", "CONFIG.first", "CONFIG.second"}
+
+
+TRACES = pytest.mark.skipif(sys.version_info >= (3, 12), reason="instructions are monitored there")
+ALL_OF_EITHER = {"CONFIG.on", "CONFIG.first", "CONFIG.second"}
+
+
+def debugged(debugger: Any) -> Any:
+    debugger.set_trace()
+    found = either(0)
+    for _ in range(2):
+        found += CONFIG.third
+    return found
+
+
+@pytest.mark.parametrize("commands", ["n n n n c", "n s n n n r n u d w c", "s s r n unt c", "BREAK c r c"])
+def test_a_debugger_that_a_call_starts(commands: str) -> None:
+    """It stops at the lines at which it stops without ampkit, and says nothing else. All counts as read."""
+    texts = []
+    for context in (nullcontext, lambda: watching(Executed())):
+        lines = "\n".join(commands.split()).replace("BREAK", f"b {__file__}:{either.__code__.co_firstlineno + 1}")
+        given, said = io.StringIO(lines), io.StringIO()
+        bdb.Breakpoint.clearBreakpoints()
+        try:
+            with context():
+                debugged(pdb.Pdb(stdin=given, stdout=said, nosigint=True, readrc=False))
+        finally:
+            sys.settrace(None)
+            bdb.Breakpoint.clearBreakpoints()
+        texts.append(said.getvalue())
+    assert texts[0] == texts[1]
+    assert texts[0].count("(Pdb)") == len(commands.split())
+
+
+@TRACES
+def test_a_debugger_ends_the_watching() -> None:
+    """Before it, and behind it."""
+    with watching(executed := Executed()):
+        either(0)
+        assert executed.knows(either.__code__)
+        debugged(pdb.Pdb(stdin=io.StringIO("n\nc\n"), stdout=io.StringIO(), nosigint=True, readrc=False))
+        either(0)
+        assert not executed.knows(either.__code__)
+    assert read_in(either, executed) == ALL_OF_EITHER
+    assert sys.gettrace() is None
+
+
+def lines_of(function: Callable[..., Any], *args: Any) -> list[tuple[str, int]]:
+    """Call a function under a trace function of one's own; return the lines that it was told of."""
+    found: list[tuple[str, int]] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if event not in ("call", "line", "return", "exception"):
+            found.append((event, -1))
+        if frame.f_code.co_filename == __file__ and event == "line":
+            found.append((frame.f_code.co_name, frame.f_lineno - frame.f_code.co_firstlineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*args)
+    finally:
+        sys.settrace(before)
+    return found
+
+
+@TRACES
+def test_a_trace_function_that_a_call_sets_and_ends() -> None:
+    """It is told of all lines. It is noticed though all is as before at the end."""
+    expected = lines_of(loop, 0)
+    assert ("loop", 2) in expected
+    with watching(executed := Executed()):
+        either(0)
+        assert sys.gettrace() is None  # code may ask whether a debugger runs
+        assert lines_of(loop, 0) == expected
+        assert not executed.knows(either.__code__)
+    assert read_in(either, executed) == ALL_OF_EITHER
+    assert sys.gettrace() is None
+
+
+@TRACES
+def test_one_that_is_set_without_sys() -> None:
+    """As tools do that are written in C. The next function that is called shows it, or the end."""
+    with watching(executed := Executed()):
+        either(0)
+        module._set_trace(lambda *_: None)
+        either(0)
+        module._set_trace(module._trace_nothing)
+    assert not executed.knows(either.__code__)
+    with watching(executed := Executed()):
+        either(0)
+        module._set_trace(None)
+    assert not executed.knows(either.__code__)
+
+
+@TRACES
+def test_one_that_stays() -> None:
+    """A debugger with which the user goes on behind the call."""
+
+    def trace(*_: object) -> None:
+        pass
+
+    try:
+        with watching(Executed()):
+            sys.settrace(trace)
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(None)
+
+
+@TRACES
+@pytest.mark.parametrize("within", [True, False])
+def test_a_generator_that_goes_on(within: bool) -> None:
+    """A debugger that is started later stops at its lines, too, and gets no event that it does not know."""
+
+    def each() -> Iterator[float]:
+        yield CONFIG.first
+        yield CONFIG.second
+        yield CONFIG.third
+
+    def rest(values: Iterator[float]) -> None:
+        for _ in values:
+            pass
+
+    unwatched = each()
+    next(unwatched)
+    expected = lines_of(rest, unwatched)
+    with watching(Executed()):
+        watched = each()
+        next(watched)
+        found = lines_of(rest, watched) if within else []
+    found = found or lines_of(rest, watched)
+    assert found == expected
+    assert len([line for line in found if line[0] == "each"]) == 2
+
+
+@TRACES
+def test_other_threads_trace_as_they_like() -> None:
+    """A debugger of another thread changes nothing here."""
+    found: list[Any] = []
+
+    def other() -> None:
+        found.append(sys.gettrace())
+        found.append(lines_of(loop, 0))
+
+    with watching(executed := Executed()):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        either(0)
+        assert executed.knows(either.__code__)
+    assert found == [None, lines_of(loop, 0)]
+    assert read_in(either, executed) == {"CONFIG.on", "CONFIG.second"}
 
 
 def test_code_without_the_name_of_a_module() -> None:

@@ -459,23 +459,6 @@ class OwnZero(Net):
         optimizer.zero_grad(set_to_none=False)
 
 
-class ReadsStep(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._loss(batch) * (1.0 if self.global_step < 5 else 0.5)
-
-    def _loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-
-class LogsRate(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._shared(batch)
-
-    def _shared(self, batch: Any) -> Tensor:
-        self.log("rate", self.optimizers().param_groups[0]["lr"])
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-
 def lbfgs(params: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=0.01, max_iter=2)
 
@@ -489,8 +472,6 @@ LEFT_TO_LIGHTNING = [
     (OwnStep, {}, "OwnStep.optimizer_step changes what a step does"),
     (OwnClip, {}, "OwnClip.configure_gradient_clipping changes"),
     (OwnZero, {}, "OwnZero.optimizer_zero_grad changes"),
-    (ReadsStep, {}, "ReadsStep.training_step reads self.global_step"),
-    (LogsRate, {}, "LogsRate._shared reads self.optimizers"),
     (lambda: Net(lbfgs), {}, "LBFGS computes the loss several times"),
     (lambda: Net(plain_sgd), {}, "Write SGD(..., fused=True)"),
     (Net, {"kind": "64-true"}, "Trainer(precision='64-true'), DoublePrecision"),
@@ -780,6 +761,40 @@ def test_a_counter_behind_a_condition(tmp_path: Path) -> None:
     """R7: a number that the step does not read changes nothing; nor does one whose name Lightning's code has."""
     ours = fit(tmp_path, "cpu", "emulate", make=Counts)
     assert (ours.report.captures, ours.report.replays) == (1, 19)
+
+
+class AsksForSlopes(Net):
+    """Penalizes the slope of the logits over the batch, as many write it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._penalized(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            loss = self._penalized(batch)
+        self.log("val_loss", loss)
+
+    def _penalized(self, batch: Any) -> Tensor:
+        x, y = batch
+        x.requires_grad_()
+        logits = self.net(x)
+        (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return F.cross_entropy(logits, y) + slope.square().mean()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_asks_for_a_gradient_of_its_batch(engine: Engine, tmp_path: Path) -> None:
+    """Training and validation get a batch that is new for autograd, also where a loader gives out the same tensors."""
+    device, graph = engine
+    options: dict[str, Any] = {"make": AsksForSlopes, "validate": True, "inference_mode": False}
+    expected = fit(tmp_path / "off", device, None, data=Batches(loader(device)), **options)
+    batches = list(loader(device))
+    found = fit(tmp_path / "on", device, graph, data=Batches(batches), **options)
+    assert_same_runs(expected, found)
+    assert not any(x.requires_grad for x, _ in batches)
+    assert (found.report.captures, found.report.failure) == (1, None)
+    assert found.callback is not None
+    assert found.callback.report("validation_step").replays > 0
 
 
 class Reads(Net):

@@ -191,3 +191,243 @@ def test_a_graphed_function_has_them_too(engine: Engine) -> None:
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
     assert step.replays == 3
+
+
+# ------------------------------------------------------------------------- a loss that has autograd record its batch
+
+
+def on_the_batch(model: nn.Module, given: Tensor, scale: Tensor | None = None) -> Tensor:
+    """`heat_equation` as most write it."""
+    given.requires_grad_()
+    value = model(given)
+    first = torch.autograd.grad(value.sum(), given, create_graph=True)[0]
+    second = torch.autograd.grad(first[:, 0].sum(), given, create_graph=True)[0]
+    loss = (first[:, 1] - second[:, 0]).square().mean() + (value - given[:, :1].sin()).square().mean()
+    return loss if scale is None else loss * scale.sum()
+
+
+def with_hooks(model: nn.Module, given: Tensor, *_: Tensor) -> Tensor:
+    """Adds a hook to the batch in each call, each of which would double the gradient, and leaves `given.grad`."""
+    assert given.grad is None
+    assert not given._backward_hooks
+    given.requires_grad_().retain_grad()
+    given.register_hook(lambda grad: grad * 2)
+    (penalty,) = torch.autograd.grad(model(given).sum(), given, create_graph=True)
+    return penalty.square().mean() + model(given).square().mean()
+
+
+def back_again(model: nn.Module, given: Tensor, *_: Tensor) -> Tensor:
+    """Asks for a gradient for a while, changes the shape in place, and takes what is no float along."""
+    assert given.dim() == 2
+    given.requires_grad_()
+    (slope,) = torch.autograd.grad(model(given).sum(), given)
+    given.requires_grad_(False)
+    given.unsqueeze_(0)
+    return (model(given) * slope.sum(-1, keepdim=True)).square().mean()
+
+
+class Points:
+    """A container of which torch was told."""
+
+    def __init__(self, given: Tensor) -> None:
+        self.given = given
+
+
+torch.utils._pytree.register_pytree_node(
+    Points, lambda points: ([points.given], None), lambda leaves, _: Points(*leaves)
+)
+
+
+def nested(model: nn.Module, batch: Any, *_: Tensor) -> Tensor:
+    points, (other,) = batch["points"], batch["other"]
+    return on_the_batch(model, points.given) + on_the_batch(model, other)
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "as most write it": on_the_batch,
+    "hooks": with_hooks,
+    "back again": back_again,
+    "nested": nested,
+}
+
+
+def batch_of(loss: Callable[..., Tensor], device: str, i: int) -> Any:
+    if loss is nested:
+        return {"points": Points(points(device, i)), "other": [points(device, i + 100)]}
+    return points(device, i)
+
+
+def trained_on(
+    engine: Engine, loss: Callable[..., Tensor], batches: list[Any], **options: Any
+) -> tuple[list[Tensor], Any]:
+    """Train on these batches; return the losses and what was trained."""
+    model = network(engine[0])
+    optimizer = torch.optim.Adam(model.parameters(), lr=2.0**-6, fused=True)
+    step = ampkit.graphed_step(loss, model, optimizer, graph=engine[1], **options)
+    with deterministic():
+        losses = [step(batch).loss for batch in batches]
+    return [*losses, *(param.detach().clone() for param in model.parameters())], step
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("options", "replays"),
+    [({}, 7), ({"verify": 3}, 7), ({"policy": "bfloat16"}, 7), ({"accumulate": 2}, 4)],
+    ids=["plain", "verified", "bf16", "accumulated"],
+)
+def test_the_batch_is_new_for_autograd_in_each_call(
+    engine: Engine, name: str, options: dict[str, Any], replays: int
+) -> None:
+    """A loss may call `requires_grad_()` on it, with the same tensors in each call, too. They stay as they were."""
+    loss = LOSSES[name]
+    again = batch_of(loss, engine[0], 0)
+    batches = [*(batch_of(loss, engine[0], i) for i in range(6)), *4 * [again]]
+    off = {key: value for key, value in options.items() if key != "verify"}
+    expected, _ = trained_on((engine[0], "off"), loss, batches, **off)
+    found, step = trained_on(engine, loss, batches, **options)
+    assert_same(expected, found)
+    assert (step.replays, step.report().failure) == (replays, None)
+    for tensor in torch.utils._pytree.tree_leaves(batches):
+        assert (tensor.requires_grad, tensor.grad, tensor.dim()) == (False, None, 2)
+        assert not tensor._backward_hooks
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("how", ["scan", "window"])
+def test_so_are_slices(engine: Engine, how: str) -> None:
+    """Those of `scan` and of `window`, too."""
+    results = []
+    for graph in ("off", engine[1]):
+        model = network(engine[0])
+        optimizer = torch.optim.Adam(model.parameters(), lr=2.0**-6, fused=True)
+        accumulate = 3 if how == "window" else 1
+        step = ampkit.graphed_step(on_the_batch, model, optimizer, graph=graph, accumulate=accumulate)
+        stacked = torch.stack([points(engine[0], i) for i in range(3)])
+        with deterministic():
+            losses = [getattr(step, how)(stacked).loss for _ in range(6)]
+        assert not stacked.requires_grad
+        assert step.report().failure is None
+        results.append([*losses, *(param.detach().clone() for param in model.parameters())])
+    assert step.report().launches > 0
+    assert_same(results[0], results[1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_so_is_a_padded_batch(engine: Engine) -> None:
+    """Rows that `Buckets` has added do not change what the loss asks of autograd."""
+
+    def loss(model: nn.Module, given: Tensor, mask: Tensor) -> Tensor:
+        given.requires_grad_()
+        (slope,) = torch.autograd.grad(model(given).sum(), given, create_graph=True)
+        return (slope.square().sum(-1) * mask).sum() / mask.sum()
+
+    batches = [points(engine[0], i)[: 40 + 8 * (i % 3)] for i in range(8)]
+    buckets = ampkit.Buckets(batch=(64,))
+    off, on = (trained_on((engine[0], graph), loss, batches, buckets=buckets) for graph in ("off", engine[1]))
+    assert_same(off[0], on[0])
+    assert (on[1].replays, on[1].report().failure) == (5, None)
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_a_batch_that_requires_grad_is_refused(graph: str) -> None:
+    """As before, a leaf of autograd's and another tensor, in each call."""
+    model = network("cpu")
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    step = ampkit.graphed_step(on_the_batch, model, optimizer, graph=graph)
+    leaf = points("cpu").requires_grad_()
+    for _ in range(5):
+        step(points("cpu"))
+        for given in (leaf, leaf * 2):
+            with pytest.raises(ampkit.InputMismatch, match=r"batch\[0\] requires grad.*Pass batch\[0\]\.detach\(\)"):
+                step(given)
+
+
+def test_what_the_user_has_set_on_a_tensor_is_there() -> None:
+    """In an eager call, as it was before the batch got tensors of its own. What is added stays inside."""
+
+    def loss(model: nn.Module, given: Tensor) -> Tensor:
+        weight = given.weight  # type: ignore[attr-defined]
+        given.weight = 0.0  # type: ignore[attr-defined]
+        return model(given).square().mean() * weight
+
+    model = network("cpu")
+    step = ampkit.graphed_step(loss, model, torch.optim.Adam(model.parameters(), fused=True), graph="off")
+    given = points("cpu")
+    given.weight = 2.0  # type: ignore[attr-defined]
+    assert step(given).loss > 0
+    assert step(given).loss > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_graphed_function_gets_such_a_batch_too(engine: Engine) -> None:
+    """`ampkit.graphed`, also where it changes the batch in place, which the caller sees."""
+    results = []
+    for graph in ("off", engine[1]):
+        model = network(engine[0])
+        adam = torch.optim.Adam(model.parameters(), lr=2.0**-6, fused=True)
+
+        @ampkit.graphed(modules=(model,), optimizers=(adam,), graph=graph)
+        def step(given: Tensor, model: nn.Module = model, adam: torch.optim.Optimizer = adam) -> Tensor:
+            given.mul_(2)
+            loss = on_the_batch(model, given)
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+            return loss
+
+        batches = [points(engine[0], i) for i in range(6)]
+        with deterministic():
+            losses = [step(given) for given in batches]
+        assert not any(given.requires_grad for given in batches)
+        results.append([*losses, *batches])
+    assert_same(results[0], results[1])
+    assert torch.equal(results[1][-1], points(engine[0], 5) * 2)
+    assert step.replays == 3
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("asks", ["the loss", "a module", "a module without autograd"])
+def test_a_step_in_parts(engine: Engine, asks: str) -> None:
+    """A module whose replay would not ask for a gradient of its input stays eager; the others are captured."""
+
+    class Slopes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network("cpu")
+
+        def forward(self, given: Tensor) -> Tensor:
+            if asks != "the loss":
+                given.requires_grad_()
+            with torch.set_grad_enabled(asks != "a module without autograd"):
+                return self.inner(given)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slopes, self.other, self.head = Slopes(), network("cpu"), nn.Linear(1, 1)
+
+        def forward(self, given: Tensor) -> Tensor:
+            if asks == "the loss":
+                given.requires_grad_()
+            value = self.slopes(given) + self.other(given)
+            (slope,) = torch.autograd.grad(value.sum(), given, create_graph=True)
+            return self.head(value) + slope.sum(-1, keepdim=True)
+
+    def loss(model: nn.Module, given: Tensor) -> Tensor:
+        loss = model(given).square().mean()
+        return loss * 2 if loss.item() > 1 else loss
+
+    results = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        model = Whole().to(engine[0])
+        optimizer = torch.optim.Adam(model.parameters(), lr=2.0**-6, fused=True)
+        step = ampkit.graphed_step(loss, model, optimizer, graph=graph)
+        with deterministic():
+            losses = [step(points(engine[0], i)).loss for i in range(10)]
+        results.append([*losses, *(param.detach().clone() for param in model.parameters())])
+    assert step.report().outcome == "in parts"
+    assert_same(results[0], results[1])

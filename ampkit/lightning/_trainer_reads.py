@@ -1,0 +1,157 @@
+"""What a step reads of its Trainer that changes from batch to batch, noticed while Python runs the step."""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from .._capture.host_values import report_read
+from .._capture.uncapturable import Problem
+from .._torch.autograd import in_backward
+from .._torch.compile import noticing_compiled_code
+from .._undo import Undo, replace
+from .._user_line import running_line
+from ._host_state import ADVICE, HOOK_BEHIND, HostReads
+
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+_LOOPS = ("fit_loop", "validate_loop", "test_loop")  # their counters
+_OF_TRAINER = (
+    "global_step",
+    "current_epoch",
+    "is_last_batch",
+    "callback_metrics",
+    "logged_metrics",
+    "progress_bar_metrics",
+    "logger",
+    "loggers",
+    "optimizers",
+    "lr_scheduler_configs",
+)
+_OF_MODULE = ("optimizers", "lr_schedulers")
+_OF_STRATEGY = ("optimizers",)
+_OnRead = Callable[[str, FrameType], None]
+_Watched = tuple[type, str, Any]  # a class, the name of an attribute, and what takes its place
+
+
+class TrainerReads:
+    """Notices what a step reads of its Trainer, in the functions that it calls, too, and reports the line.
+
+    A value counts where it is read: a counter behind a condition that is false keeps nothing from being captured.
+    Compiled code runs no Python. If a step calls such code, all counts that stands in its bytecode.
+
+    Args:
+        trainer: the Trainer.
+        module: the LightningModule.
+        host_reads: what the step may read, as its bytecode has it.
+        method: the name of the step.
+
+    Attributes:
+        noticed: whether the last call has read something that a graph would freeze.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, host_reads: HostReads, method: str) -> None:
+        self._trainer, self._method = trainer, method
+        self._host_reads = host_reads
+        self._thread = threading.get_ident()
+        self.noticed = False
+        # Made once: compiled code is compiled anew if another object takes the place of one that it uses.
+        strategy = trainer.strategy
+        self._watched = [
+            *(_watched_property(trainer, name, self._on_read) for name in _properties(trainer, _OF_TRAINER)),
+            *(_watched_property(strategy, name, self._on_read) for name in _properties(strategy, _OF_STRATEGY)),
+            *(_watched_entry(trainer, name, self._on_read) for name in _LOOPS),
+            *(_watched_method(module, name, self._on_read) for name in _OF_MODULE),
+        ]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context for a call of the step that Python runs, its backward included."""
+        self._thread, self.noticed = threading.get_ident(), False
+        with Undo() as undo:
+            for owner, name, watched in self._watched:
+                replace(undo, owner, name, watched)
+            if self._host_reads.problem is None:
+                yield
+                return
+            with noticing_compiled_code() as has_run:
+                yield
+                if has_run():
+                    self._report(self._host_reads.problem, "")
+
+    def _on_read(self, name: str, frame: FrameType) -> None:
+        reader = _reader(frame)
+        is_here = threading.get_ident() == self._thread or in_backward()
+        if reader is None or not is_here or (name in _LOOPS and reader is not frame):
+            return
+        if name == "current_epoch":
+            self._host_reads.reads_epoch = True
+            return
+        advice = ADVICE["global_step" if name in _LOOPS else name].format(HOOK_BEHIND[self._method])
+        what = f"reads {name} of the Trainer, and a graph would freeze its value"
+        self._report(Problem(what, advice, graph_only=True), running_line(reader))
+
+    def _report(self, problem: Problem, line: str) -> None:
+        self.noticed = True
+        report_read(problem, line)
+
+
+def _reader(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that reads something, which Lightning's functions may do for it; None if they do it by
+    themselves."""
+    while frame is not None and _module(frame).startswith(_LIBRARIES):
+        frame = frame.f_back
+    return None if frame is None or _module(frame).startswith("ampkit.") else frame
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
+
+
+# ------------------------------------------------------------------------ what takes the place of attributes of a class
+
+
+def _properties(owner: Any, names: Iterable[str]) -> list[str]:
+    return [name for name in names if isinstance(getattr(type(owner), name, None), property)]
+
+
+def _watched_property(owner: Any, name: str, on_read: _OnRead) -> _Watched:
+    original: Any = getattr(type(owner), name)
+
+    def get(other: Any) -> Any:
+        if other is owner and not torch.compiler.is_compiling():
+            on_read(name, sys._getframe(1))
+        return original.fget(other)
+
+    return type(owner), name, property(get, original.fset, original.fdel)
+
+
+def _watched_entry(owner: Any, name: str, on_read: _OnRead) -> _Watched:
+    """Watch what an object has in its `__dict__`. A property of the class comes before that."""
+
+    def get(other: Any) -> Any:
+        if other is owner and not torch.compiler.is_compiling():
+            on_read(name, sys._getframe(1))
+        return vars(other)[name]
+
+    def set_to(other: Any, value: Any) -> None:
+        vars(other)[name] = value
+
+    return type(owner), name, property(get, set_to)
+
+
+def _watched_method(owner: Any, name: str, on_read: _OnRead) -> _Watched:
+    original: Any = getattr(type(owner), name)
+
+    @functools.wraps(original)
+    def call(other: Any, *args: Any, **kwargs: Any) -> Any:
+        if other is owner and not torch.compiler.is_compiling():
+            on_read(name, sys._getframe(1))
+        return original(other, *args, **kwargs)
+
+    return type(owner), name, call

@@ -20,6 +20,7 @@ from .._capture.state import Generation, Settings, TrainingState
 from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
 from .._torch.autograd import in_backward
 from .._torch.compile import cudagraphs_of_its_own
+from .._torch.graph_order import make_graphs_here
 from .._torch.modes import modes
 from .._torch.modules import GLOBAL_HOOKS, has_legacy_backward_hooks, hook_tables
 from .._torch.tree import TreeSpec
@@ -186,7 +187,9 @@ class GraphedCallable:
                 return results
             reason = "not captured" if passes is None else "an earlier call has yet to be backpropagated"
         self.eager[reason] += 1
-        return self._told_call(args, kwargs) if self.told else self._original(*args, **kwargs)
+        with Undo() as undo:
+            make_graphs_here(undo)
+            return self._told_call(args, kwargs) if self.told else self._original(*args, **kwargs)
 
     def _told_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call eagerly, and tell the code that it is being captured."""

@@ -18,6 +18,7 @@ from .._capture.inputs import Constant, StaticInputs
 from .._capture.pool import no_recompile
 from .._errors import CaptureError, CaptureWarning
 from .._torch.autograd import graph_nodes
+from .._torch.graph_order import make_graphs_here
 from .._torch.modules import module_tables
 from .._torch.tensors import storage_address
 from .._torch.tree import TreeSpec, tree_flatten, tree_unflatten
@@ -136,7 +137,8 @@ class Passes:
         wanted = set(self.grad_inputs)
         leaves = [leaf if i in wanted else own_batch(leaf) for i, leaf in enumerate(self._leaves)]
         args, kwargs = tree_unflatten(leaves, self.inputs.spec.tree)
-        with self._aliased(), torch.set_grad_enabled(self.grad_mode):
+        with Undo() as undo, self._aliased(), torch.set_grad_enabled(self.grad_mode):
+            make_graphs_here(undo)
             self._outputs, self._tree = tree_flatten(self._function(*args, **kwargs))
         if any(leaf.requires_grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in wanted):
             raise CaptureError(

@@ -173,6 +173,8 @@ _SKIPPED = ("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_co
 # runtime_wrappers.py). The batch of an eager call may consist of views, the buffers of a graph never do.
 # In a capture only, a copy to the device asks whether its source is pinned (aten/src/ATen/native/cuda/Copy.cu).
 _WITHOUT_EFFECT = frozenset(("aten::detach", "detach", "aten::is_pinned"))
+_AS_STRIDED = "aten::as_strided"  # and what begins with it
+_OFFSET = 2  # of what the trace says of a tensor: where in its storage it begins
 _NUMBERED = ("nccl:", "gloo:", "c10d::", "ProcessGroup")
 
 
@@ -303,6 +305,8 @@ def _operation(entry: _Entry, call: _PythonCall | None, numbers: _PythonCall | N
     if entry.scope == _BACKWARD or entry.name.startswith(_NUMBERED):
         return Operation(entry.name, (), call, autograd_node)
     values, shapes, types, strides = _arguments(entry)
+    if entry.name.startswith(_AS_STRIDED):
+        values = [values[0], *_from_tensor(values[0], values[1:], types[1:])]
     arguments = ", ".join(map(_argument, values, shapes, types))
     from_python = () if numbers is None else (numbers.numbers, numbers.parameters)
     devices = tuple(str(value[-1]) for value, kind in zip(values, types, strict=True) if kind.startswith("Tensor("))
@@ -316,6 +320,15 @@ def _arguments(entry: _Entry) -> Iterator[list[Any]]:
     kept = [i for i in range(len(entry.inputs["types"])) if i >= len(names) or names[i] not in _RANDOM_STATE]
     for kind in ("values", "shapes", "types", "strides"):
         yield [entry.inputs[kind][i] for i in kept]
+
+
+def _from_tensor(tensor: Any, values: list[Any], types: list[str]) -> list[Any]:
+    """Return arguments of `as_strided`, with the storage offset counted from where its tensor begins.
+
+    The batch of an eager call, or of one call of a series, may be a part of a larger tensor. Then `x[:, 1:]`, which is
+    an `as_strided` for torch, has an offset in that, and in the buffer of a graph another one.
+    """
+    return [value - tensor[_OFFSET] if kind == "Int" else value for value, kind in zip(values, types, strict=True)]
 
 
 def _argument(value: Any, shape: Any, kind: str) -> str:

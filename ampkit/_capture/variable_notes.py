@@ -56,7 +56,7 @@ class Notes:
         self.paths: dict[PathKey, Path] = {}
         self.before: dict[PathKey, dict[str, Any]] = {}
         self.compiled: set[PathKey] = set()
-        self.problem = ""
+        self.problem: str = ""
         self.readers: dict[PathKey, set[Reader]] = {}
         self._places: dict[PathKey, set[Place]] = {}  # where each path is read
         self._reads: dict[CodeType, dict[Read, list[Place]] | None] = {}  # None: not of the user's code

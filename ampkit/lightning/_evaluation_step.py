@@ -16,6 +16,7 @@ from .._capture.state import TrainingState
 from .._capture.variation import Part
 from .._capture.warm_up import writable
 from .._errors import InputMismatch
+from .._torch.graph_order import make_graphs_here
 from .._undo import Undo
 from . import _log_calls
 from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, not_returnable, uses_index
@@ -164,6 +165,7 @@ class EvaluationStep:
         with Undo() as undo:
             # Casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
+            make_graphs_here(undo)
             undo.note(_set_gradients, params, [param.grad for param in params])
             torch.clear_autocast_cache()
             _set_gradients(params, [None] * len(params))

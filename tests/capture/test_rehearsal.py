@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import ampkit
 from ampkit._capture import capture_query as _capturing
 from ampkit._capture.call_record import OperationRecorder, first_difference
+from ampkit._capture.rehearsal import Rehearsal
 
 Engine = tuple[str, str]
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -284,6 +285,72 @@ for thread in threads:
     thread.join()
 print(len(records), "equal" if not any(first_difference(records[0], other) for other in records) else "different")
 """
+
+
+def recorded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
+    with OperationRecorder() as recorder:
+        call(x)
+    assert recorder.record is not None
+    return recorder.record
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x[:, 1:] * 2,
+        lambda x: x[1].sum() + x[:, 0].sum(),
+        lambda x: x.narrow(1, 1, 2).unfold(0, 2, 1).sum(),
+        lambda x: x.diagonal().cos() + x.unbind(1)[2][:3],
+        lambda x: x.as_strided((2, 2), (1, 1)).sum(),
+    ],
+)
+def test_where_a_batch_lies_in_a_larger_tensor_is_no_difference(call: Callable[[Tensor], Any]) -> None:
+    """Rows of a data set on the GPU, and the slices of `scan`: a view of them has another storage offset each time."""
+    data = torch.randn(12, 3)
+    batches = [data[:4], data[4:8], data[8:], data[:4].clone()]
+    records = [recorded(call, x) for x in batches]
+    assert not any(first_difference(records[0], other) for other in records[1:])
+
+
+@pytest.mark.parametrize("other", [lambda x: x[:, :2] * 2, lambda x: x.as_strided((4, 2), (3, 1), 2) * 2])
+def test_where_a_view_begins_is_a_difference(other: Callable[[Tensor], Any]) -> None:
+    """Of the same shape, from another column on."""
+    x = torch.randn(12, 3)[4:8]
+    found = first_difference(recorded(lambda x: x[:, 1:] * 2, x), recorded(other, x))
+    assert "the capture ran aten::" in found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("how", ["step", "scan", "window"])
+def test_a_step_that_takes_columns_of_rows_of_a_data_set(
+    engine: Engine, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`data[i : i + n]` as the batch, and `x[:, :-1]` in the loss, as of tokens: captured, with the bits of eager.
+
+    Each operation inside of another one is compared here, too. Emulated graphs leave them out elsewhere.
+    """
+    monkeypatch.setattr("ampkit._capture.layouts.Rehearsal", lambda lenient, names=None: Rehearsal(False, names))
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return (net(x[:, :-1]) - x[:, -1:]).square().mean()
+
+    results = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        data = torch.randn(64, 7).to(engine[0])
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).to(engine[0])
+        optimizer = torch.optim.AdamW(net.parameters(), lr=2.0**-7, fused=True)
+        step = ampkit.graphed_step(loss, net, optimizer, graph=graph, accumulate=2 if how == "window" else 1)
+        with deterministic():
+            if how == "step":
+                losses = [step(data[8 * i : 8 * i + 8]).loss for i in range(8)]
+            else:
+                losses = [getattr(step, how)(data.view(-1, 2, 8, 7)[i]).loss for i in 3 * [*range(4)]]
+        results.append([*losses, *net.parameters()])
+    assert_same(*results)
+    report = step.report()
+    assert report.failure is None
+    assert (report.replays if how == "step" else report.launches) > 2, report
 
 
 def test_an_operation_across_two_records_does_not_crash() -> None:

@@ -787,7 +787,9 @@ def test_a_step_that_asks_for_a_gradient_of_its_batch(engine: Engine, tmp_path: 
     """Training and validation get a batch that is new for autograd, also where a loader gives out the same tensors."""
     device, graph = engine
     options: dict[str, Any] = {"make": AsksForSlopes, "validate": True, "inference_mode": False}
-    expected = fit(tmp_path / "off", device, None, data=Batches(loader(device)), **options)
+    # On CUDA the order in which torch adds up gradients of gradients, and so their bits, depends on earlier operations.
+    alone = "off" if device == "cuda" else None
+    expected = fit(tmp_path / "off", device, alone, data=Batches(loader(device)), **options)
     batches = list(loader(device))
     found = fit(tmp_path / "on", device, graph, data=Batches(batches), **options)
     assert_same_runs(expected, found)

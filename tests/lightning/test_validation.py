@@ -208,6 +208,29 @@ def test_several_dataloaders(engine: Engine, tmp_path: Path) -> None:
     assert "val_loss/dataloader_idx_1" in run.trainer.callback_metrics
 
 
+class MeasuresSlopes(Net):
+    """Logs a gradient, and doubles it where autograd may use no threads of its own."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            x = batch[0].detach().requires_grad_()
+            y = self.net(x)
+            y.register_hook(lambda grad: grad if torch._C._is_multithreading_enabled() else grad * 2)
+            (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        self.log("slope", slope.detach().square().mean())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_of_gradients(engine: Engine, tmp_path: Path) -> None:
+    """The graph of a gradient is made in the calling thread, eagerly and in a capture, see `make_graphs_here`."""
+    device, graph = engine
+    options: dict[str, Any] = {"make": MeasuresSlopes, "validate": True, "inference_mode": False, "max_epochs": EPOCHS}
+    expected, found = (fit(tmp_path / str(way), device, way, **options) for way in (None, graph))
+    assert expected.trainer.callback_metrics["slope"] * 4 == found.trainer.callback_metrics["slope"]
+    assert found.callback is not None
+    assert found.callback.report("validation_step").replays > 0
+
+
 class Draws(Validated):
     """Draws random numbers in validation, writes to a buffer, and reads the epoch and a number that changes."""
 

@@ -1,5 +1,6 @@
 """Gradients of gradients: the order in which autograd adds them up, and so their bits, are the same in every call."""
 
+import copy
 import itertools
 import threading
 from collections.abc import Callable
@@ -191,6 +192,38 @@ def test_a_graphed_function_has_them_too(engine: Engine) -> None:
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
     assert step.replays == 3
+
+
+def in_calling_thread(grad: Tensor) -> Tensor:
+    """Doubles a gradient where autograd may use no threads of its own."""
+    return grad if torch._C._is_multithreading_enabled() else grad * 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_graphed_callables_have_them_too(engine: Engine) -> None:
+    """Replays, eager calls and the capture of a module that returns a gradient, as forces are one of an energy."""
+
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network("cpu")
+
+        def forward(self, given: Tensor) -> Tensor:
+            energy = self.inner(given)
+            energy.register_hook(in_calling_thread)
+            (slope,) = torch.autograd.grad(energy.sum(), given, create_graph=True)
+            return slope
+
+    plain = Forces().to(engine[0])
+    graphed = copy.deepcopy(plain)
+    ampkit.make_graphed_callables(graphed, (points(engine[0]).requires_grad_(),), 3, True, graph=engine[1])
+    for i, training in enumerate((True, False, True)):
+        plain.train(training)
+        graphed.train(training)  # eager in eval mode
+        with deterministic():
+            slopes = [module(points(engine[0], i).requires_grad_()) for module in (plain, graphed)]
+        assert_same(slopes[0] * 2, slopes[1])
+    assert graphed.forward.replays == 2
 
 
 # ------------------------------------------------------------------------- a loss that has autograd record its batch
@@ -387,6 +420,7 @@ def test_a_graphed_function_gets_such_a_batch_too(engine: Engine) -> None:
     assert step.replays == 3
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("asks", ["the loss", "a module", "a module without autograd"])

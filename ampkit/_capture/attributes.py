@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from .._user_line import NOT_THE_USERS, TORCH
 from .bare_objects import bases_of, class_table, module_name
-from .contents import ABSENT, CLOSED_PACKAGES, Holder, are_same, getter, holders, holds_others, is_plain, noted
+from .contents import ABSENT, CLOSED_PACKAGES, are_same, getter, is_plain, noted
 from .executed import Executed
+from .holders import Holder, holders, holds_others
 from .profile_function import seeing_calls
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
@@ -25,6 +26,7 @@ _OF_OTHERS = [f"-packages{os.sep}{name}{os.sep}" for name in CLOSED_PACKAGES]
 # DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
 _NOT_COMPARED = ("torch.nn.parallel.", "torchmetrics.")
 _KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+_NONE: frozenset[str] = frozenset()
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -47,6 +49,16 @@ class _Names:
     def has_somewhere(self, name: str) -> bool:
         """Return whether code of any class reads something by this name."""
         return name in self.of_all or any(name in names for names in self.of_class.values())
+
+    def with_further(self, others: "_Names") -> "_Names":
+        """Return these names and others."""
+        kinds = self.of_class.keys() | others.of_class.keys()
+        of_class = {kind: self.of_class.get(kind, _NONE) | others.of_class.get(kind, _NONE) for kind in kinds}
+        return _Names(self.of_all | others.of_all, of_class)
+
+    def without(self, names: set[str]) -> "_Names":
+        """Return the others of these names."""
+        return _Names(self.of_all - names, {kind: found - names for kind, found in self.of_class.items()})
 
     def has_all(self, kind: type, text: str) -> bool:
         """Return whether what is written so, such as `config.depth`, is compared in modules of this class."""
@@ -111,13 +123,14 @@ class Attributes:
 
     def __init__(self) -> None:
         self.names: _Names = _Names()
+        self._read = _Names()  # with those that are not compared
         self._left_out: set[str] = set(_KEPT_ELSEWHERE)  # for good
         self._changing: set[str] = set()  # what calls change
         self._rewritten: set[str] = set()  # what the last call that read it has changed, and is compared
 
-    def is_read(self, name: str) -> bool:
-        """Return whether code of a step reads something by this name."""
-        return self.names.has_somewhere(name)
+    def names_read(self) -> Callable[[str], bool]:
+        """Return a function that returns whether code of the steps so far reads something by a name."""
+        return self._read.has_somewhere
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Do not compare attributes with these names. Something else does."""
@@ -158,6 +171,7 @@ class Attributes:
         own = {kind: frozenset(_names(methods[kind] & code, executed)) for kind in methods if kind not in outer}
         names = _Names(frozenset(_names(code - leaves, executed)), own)
         self._take_changes(before, names)
+        self._read = self._read.with_further(names)
         self._learn(names)
 
     def _take_changes(self, before: Sequence["_Before"], read: _Names) -> None:
@@ -173,13 +187,7 @@ class Attributes:
         self._changing = (self._changing - tensors) | (changed - kept)
 
     def _learn(self, names: _Names) -> None:
-        before, left_out = self.names, self._left_out | self._changing
-        kinds = before.of_class.keys() | names.of_class.keys()
-        empty: frozenset[str] = frozenset()
-        self.names = _Names(
-            (before.of_all | names.of_all) - left_out,
-            {kind: (before.of_class.get(kind, empty) | names.of_class.get(kind, empty)) - left_out for kind in kinds},
-        )
+        self.names = self.names.with_further(names).without(self._left_out | self._changing)
 
     def values(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> AttributeValues:
         """Return the values that these modules have now."""
@@ -189,8 +197,7 @@ class Attributes:
             for name, value in self._compared(module):
                 found[place, name] = noted(value) if is_plain(value) else type(value)
                 for holder in self._holders(value, seen):
-                    texts = zip(holder.keys, holder.texts, strict=True)
-                    found.update({(place, name + text): noted(holder.table[key]) for key, text in texts})
+                    found.update({(place, name + text): inside for text, inside in holder.found().items()})
         return AttributeValues(self.names, list(map(type, modules)), found, paths)
 
     def readers(self, modules: Sequence[nn.Module]) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -207,8 +214,8 @@ class Attributes:
                 # What holds others is another object where a whole configuration was replaced.
                 keys += [name] if is_plain(value) or holds_others(value) else []
                 for holder in self._holders(value, seen):
-                    if read := [*holder.keys, *holder.inner]:
-                        getters.append(tuple if isinstance(holder.table, list) else getter(read, type(holder.table)))
+                    if (reader := holder.reader()) is not None:
+                        getters.append(reader)
                         tables.append(holder.table)
             if keys:
                 getters.append(getter(keys))
@@ -231,7 +238,7 @@ class Attributes:
         return [*map(vars, compared), *[holder.table for holder in inside]]
 
     def _holders(self, value: Any, seen: set[int]) -> Iterator[Holder]:
-        return iter(()) if is_plain(value) else holders(value, self.is_read, seen)
+        return holders(value, self.names.has_somewhere, seen)
 
     def _compared(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         if self._is_compared(module):
@@ -248,21 +255,22 @@ class _Before:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [(vars(module), dict(vars(module))) for module in modules]
-        self._inside = [(holder, name, holder.copy()) for name, holder in _all_holders(modules)]
+        self._inside = [(holder, name, holder.by_name(), holder.in_order()) for name, holder in _all_holders(modules)]
 
     def changed(self) -> Iterator[str]:
         """Yield the names of what has changed since."""
-        for now, was in self._tables:
-            yield from _changed(was, now)
-        for holder, name, was in self._inside:
-            if isinstance(was, dict):
-                yield from (key if isinstance(key, str) else name for key in _changed(was, holder.copy()))
-            elif len(was) != len(holder.table) or not all(map(operator.is_, was, holder.table)):
+        for table, before in self._tables:
+            yield from _changed(before, table)
+        for holder, name, was, order in self._inside:
+            if was is not None:
+                yield from (key if isinstance(key, str) else name for key in _changed(was, holder.by_name() or {}))
+            elif len(order) != len(now := holder.in_order()) or not all(map(operator.is_, order, now)):
                 yield name
 
     def has_tensor(self, name: str) -> bool:
         """Return whether something of this name is a tensor now."""
-        tables = [*(now for now, _ in self._tables), *(h.table for h, _, was in self._inside if isinstance(was, dict))]
+        tables = [now for now, _ in self._tables]
+        tables += [holder.table for holder, _, _, _ in self._inside if isinstance(holder.table, dict)]
         return any(isinstance(dict.get(table, name), Tensor) for table in tables)
 
 

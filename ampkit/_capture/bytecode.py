@@ -7,6 +7,8 @@ from enum import Enum
 from types import CodeType
 from typing import Any, NamedTuple
 
+SET_ATTRIBUTE = frozenset(("STORE_ATTR", "DELETE_ATTR"))
+
 
 class Scope(Enum):
     """Where a variable of a function is kept."""
@@ -66,8 +68,7 @@ class Read(NamedTuple):
 def reads(code: CodeType) -> dict[Read, list[Place]]:
     """Return the longest expressions of this kind, with those of the functions that are defined in the code.
 
-    A local variable that is assigned once stands for the expression that it was assigned. An argument counts only if
-    something is read of it.
+    A local variable that is assigned once stands for the expression that it was assigned.
 
     Returns:
         By expression, the last instruction of each place in the code that has it.
@@ -80,8 +81,7 @@ def reads(code: CodeType) -> dict[Read, list[Place]]:
             found += [(read, place) for read, places in seen if read is not None for place in places]
     table: dict[Read, list[Place]] = {}
     for read, place in found:
-        if read.parts or read.scope is not Scope.ARGUMENT:
-            table.setdefault(read, []).append(place)
+        table.setdefault(read, []).append(place)
     return table
 
 
@@ -120,6 +120,7 @@ class _Scan:
         self._instructions = [each for each in instructions(code) if each[0].opname not in _NOTHING]
         stored = Counter(name for each, _ in self._instructions if "STORE" in each.opname for name in _stored(each))
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self._cells = {*code.co_cellvars, *code.co_freevars}  # which LOAD_FAST loads, since Python 3.13
         self._once = {name for name, times in stored.items() if times == 1}
         self._locals = {name: Read(Scope.ARGUMENT, name) for name in given if name not in stored}
 
@@ -130,7 +131,8 @@ class _Scan:
         key: Any = None  # the constant that was loaded behind it, if it may be one
         keyed: Read | None = None  # the expression in front of that
         behind = place = Place(self._code, 0, 0)  # the last instructions of these two expressions
-        for each, at in self._instructions:
+        following = [each.opname for each, _ in self._instructions[1:]]
+        for (each, at), then in zip(self._instructions, [*following, ""], strict=True):
             if keyed is not None and _is_subscript(each):
                 now, keyed, place = keyed.of(Part(False, key)), None, at
                 continue
@@ -140,14 +142,17 @@ class _Scan:
             if now is not None and each.opname in _ATTRIBUTE:
                 now, place = now.of(Part(True, each.argval)), at
                 continue
+            if now is not None and each.opname in _COPY and then in _ATTRIBUTE:
+                continue  # x.count += 1, which loads x for what it reads and for what it writes
             found += [] if keyed is None else [(keyed, behind)]
             keyed = None
             if each.opname in _CONSTANT:
                 now, keyed, key, behind = None, now, each.argval, place
                 continue
-            found += [] if now is None else [(now, place)]
-            if each.opname.startswith(_STORE) and now is not None and _names(each)[0] in self._once:
+            if now is not None and each.opname.startswith(_STORE) and _names(each)[0] in self._once:
                 self._locals[_names(each)[0]] = now
+            elif now is not None and each.opname not in SET_ATTRIBUTE:
+                found.append((now, place))
             *before, now = self._loaded(each)
             found += [(read, at) for read in before if read is not None]
             place = at
@@ -169,7 +174,8 @@ class _Scan:
             return [self._variable(instruction.argval)]
         if "LOAD_FAST" in name:
             names = _names(instruction)
-            return [self._locals.get(each) for each in (names[1:] if name.startswith("STORE") else names)]
+            loaded = names[1:] if name.startswith("STORE") else names
+            return [None if each in self._cells else self._locals.get(each) for each in loaded]
         return [None]
 
     def _variable(self, name: str) -> Read | None:
@@ -199,6 +205,7 @@ _NOTHING = frozenset(("CACHE", "NOP", "PUSH_NULL", "RESUME"))
 _GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _CELL = frozenset(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))
 _WRITE = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR"))
+_COPY = frozenset(("COPY", "DUP_TOP"))
 _ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 _STORE = ("STORE_FAST", "STORE_DEREF")
 _CONSTANT = frozenset(("LOAD_CONST", "LOAD_SMALL_INT"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._torch.compile import never_compile_by_itself
 from .._undo import Undo, replace
-from .bytecode import Place, codes_in, instructions, names
+from .bytecode import SET_ATTRIBUTE, Place, codes_in, instructions, names
 
 # Python's own: `sys` may have others in their place.
 _set_trace, _trace_function = sys.settrace, sys.gettrace
@@ -71,7 +71,8 @@ class Executed:
         """Return the names that code has read attributes by, and the texts that it has loaded."""
         known = names(code)
         if self.knows(code):
-            loaded = (each.argval for each, place in instructions(code) if self.has(place))
+            found = (each for each, place in instructions(code) if self.has(place))
+            loaded = (each.argval for each in found if each.opname not in SET_ATTRIBUTE)
             known.intersection_update(name for name in loaded if isinstance(name, str))
         return known
 

@@ -12,8 +12,9 @@ from .._text import error_line
 from .._torch.compile import never_compile_by_itself, original_code
 from .._torch.modules import MODULE_CALL, is_module, parts_of
 from .._user_line import is_in_users_file, is_users_call, is_users_file, line_text
+from .bare_objects import package_name
 from .bytecode import Place, Read, Scope, codes_in, reads
-from .contents import is_plain
+from .contents import CLOSED_PACKAGES, is_plain
 from .executed import Executed
 from .functions import Functions
 from .variable_paths import Path, PathKey, Root, is_left_alone
@@ -31,7 +32,7 @@ class Notes:
     """What the functions that a step calls read, told by their bytecode.
 
     Args:
-        look: returns the values of a path, and what is in them if that is wanted.
+        look: returns the value of a path, and all that is in it.
         functions: those of the user's that ampkit calls in a step.
         modules: those that the step may call.
         executed: notes which instructions the step executes. What stands behind an `if` may be read in no call.
@@ -46,7 +47,7 @@ class Notes:
 
     def __init__(
         self,
-        look: Callable[[Path, bool], dict[str, Any]],
+        look: Callable[[Path], dict[str, Any]],
         functions: Iterable[Any],
         modules: Iterable[nn.Module],
         executed: Executed,
@@ -94,7 +95,7 @@ class Notes:
 
     def values(self) -> dict[PathKey, dict[str, Any]]:
         """Return the values that the paths have now."""
-        return {key: self._look(path, key in self.compiled) for key, path in self.paths.items()}
+        return {key: self._look(path) for key, path in self.paths.items()}
 
     def is_read(self, key: PathKey) -> bool:
         """Return whether the step has executed code that reads a path."""
@@ -147,17 +148,19 @@ class Notes:
                 self._add_compiled(path, reader)
 
     def _add_compiled(self, path: Path, reader: Reader) -> None:
-        if path.key not in self.compiled:
-            self.compiled.add(path.key)
-            if path.key in self.before:
-                self.before[path.key] = self._look(path, True)
+        self.compiled.add(path.key)
         self._add(path, reader, [])
 
     def _given(self, frame: FrameType, read: Read) -> Path | None:
         """Return the path of what is read of an argument; None if the argument was not on the path of a variable."""
-        value = frame.f_locals.get(read.variable)
+        value: Any = frame.f_locals.get(read.variable)
         if id(value) not in self._known:
-            return None
+            is_class = issubclass(type(value), type) and package_name(value) not in _NOT_THE_USERS
+            # An object that a package calls, as torch calls a hook that is one.
+            is_bound = read.variable == "self" and not is_left_alone(value) and not _is_in_users_file(frame.f_back)
+            if not is_class and not is_bound:
+                return None
+            self._known[id(value)] = value, Path(Root(Scope.ARGUMENT, value, read.variable), ())
         _, path = self._known[id(value)]
         return Path(path.root, (*path.parts, *read.parts))
 
@@ -179,13 +182,19 @@ class Notes:
             return
         self.readers[path.key] = {reader}
         self.paths[path.key] = path
-        self.before[path.key] = self._look(path, path.key in self.compiled)
+        self.before[path.key] = self._look(path)
         for depth, value in enumerate(path.values()):
             self._functions.take(value)
             if is_module(value) and id(value) not in self._known:
                 self._found += parts_of(value)
+            if type(value) is MethodType and not is_left_alone(value.__self__):
+                bound = value.__self__
+                self._known.setdefault(id(bound), (bound, Path(Root(Scope.ARGUMENT, bound, "self"), ())))
             if not is_plain(value):
                 self._known.setdefault(id(value), (value, Path(path.root, path.parts[:depth])))
+
+
+_NOT_THE_USERS = CLOSED_PACKAGES | {"builtins"}
 
 
 def unreadable(error: Exception, function: str = "") -> str:
@@ -195,6 +204,10 @@ def unreadable(error: Exception, function: str = "") -> str:
         f"An object that the step reads{where} raises where ampkit looks for what could change in it: "
         f"{error_line(error)}. So no change would be noticed. Pass what the step needs of it as an argument."
     )
+
+
+def _is_in_users_file(frame: FrameType | None) -> bool:
+    return frame is not None and is_in_users_file(frame)
 
 
 def _path(variables: dict[str, Any], function: FunctionType | None, read: Read) -> Path | None:

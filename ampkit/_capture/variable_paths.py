@@ -1,13 +1,15 @@
 """A variable and what is read of it: the way to a value, and through which tables it leads."""
 
+from collections import deque
 from collections.abc import Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from .._user_line import is_users_file
 from .bare_objects import bases_of, class_table, file_of_module, module_name, own_table
 from .bytecode import Part, Scope
 from .contents import ABSENT, gives_its_entries, is_closed, is_plain
+from .holders import Slots
 
 PathKey = tuple[int, str, tuple[Part, ...]]
 _WRITING = frozenset(("add", "append", "clear", "discard", "extend", "insert", "remove", "setdefault", "update"))
@@ -62,6 +64,10 @@ class Path(NamedTuple):
     def __str__(self) -> str:
         return "".join((self.root.name, *map(str, self.parts)))
 
+    def followed(self) -> str:
+        """Return how as much of it is written as leads to values."""
+        return str(self._replace(parts=self.parts[: len(self.values()) - 1] if self.root.value() is not ABSENT else ()))
+
     def up(self) -> "Path":
         """Return the path of what the last part is read of."""
         return self._replace(parts=self.parts[:-1])
@@ -102,8 +108,10 @@ def _table(value: Any, part: Part) -> Any:
         return module if is_users_file(file_of_module(value)) and part.key in module else None
     if issubclass(type(value), type):
         return _of_class(value, part.key)
-    if is_left_alone(value):
+    if is_left_alone(value) and type(value) is not FunctionType:
         return None
+    if part.key in (slots := Slots(value)):
+        return slots
     table = own_table(value)
     return table if table is not None and part.key in table else _of_class(type(value), part.key)
 
@@ -112,7 +120,8 @@ def _has_entry(value: Any, key: Any) -> bool:
     kind = type(value)
     if issubclass(kind, dict):
         return gives_its_entries(kind) and dict.__contains__(value, key)
-    return kind is list and type(key) is int and -len(value) <= key < len(value)
+    in_order = kind in (list, deque) or issubclass(kind, tuple)
+    return in_order and type(key) is int and -len(value) <= key < len(value)
 
 
 def _of_class(kind: type, name: str) -> Any:

@@ -4,6 +4,7 @@ A graph holds their values as constants.
 """
 
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,14 +16,21 @@ from torch import nn
 from .._torch.modules import is_module
 from .bare_objects import file_of_module, module_name, own_table
 from .bytecode import Scope
-from .contents import ABSENT, Holder, are_same, getter, holders, is_closed, is_plain, noted, size
+from .contents import ABSENT, are_same, getter, is_plain, noted, reference, size
 from .executed import Executed
+from .holders import Holder, holders, holds_others
 from .variable_notes import Notes, Reader, unreadable
 from .variable_paths import Path, PathKey, is_left_alone
 
 _FEW = 64  # entries of a dict, all of which are compared
+_ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
+_ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
 
 Place = tuple[PathKey, str]  # a path, and what is written behind it
+
+
+def _always(_: str) -> bool:
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +44,13 @@ class VariableValues:
             or of an object that nothing is read of, and the type of any other object.
         names: how each path is written.
         changing: what calls change, which is not compared.
+        is_read: returns whether attributes of this name were looked at in objects.
     """
 
     found: dict[PathKey, dict[str, Any]]
     names: dict[PathKey, str]
     changing: frozenset[Place] = frozenset()
+    is_read: Callable[[str], bool] = _always
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VariableValues) and not any(True for _ in self.different(other))
@@ -54,7 +64,7 @@ class VariableValues:
             f"the variable {self.names[key]}{text}": value
             for key, found in self.found.items()
             for text, value in found.items()
-            if (key, text) not in self.changing
+            if (key, text) not in self.changing and (key, _ENTRIES.sub("", text)) not in self.changing
         }
 
     def changed(self, new: "VariableValues") -> dict[str, tuple[Any, Any]]:
@@ -71,10 +81,20 @@ class VariableValues:
     def different(self, other: "VariableValues") -> Iterator[Place]:
         """Yield what has another value in the other one."""
         left = self.changing | other.changing
+
+        def counts(key: PathKey, text: str) -> bool:
+            return (key, text) not in left and (key, _ENTRIES.sub("", text)) not in left
+
+        def both_look(text: str) -> bool:
+            names = _ATTRIBUTE.findall(text)
+            return all(map(self.is_read, names)) and all(map(other.is_read, names))
+
         for key, old in self.found.items():
             now = other.found.get(key)
             for text in {} if now is None else {**old, **now}:
-                if (key, text) not in left and not are_same(old.get(text, ABSENT), (now or {}).get(text, ABSENT)):
+                was, becomes = old.get(text, ABSENT), (now or {}).get(text, ABSENT)
+                is_known = (was is not ABSENT and becomes is not ABSENT) or both_look(text)
+                if is_known and counts(key, text) and not are_same(was, becomes):
                     yield key, text
 
 
@@ -85,12 +105,12 @@ class Variables:
     itself is not compared, since a replay would not change it.
 
     Args:
-        is_read: returns whether code reads attributes by a name.
+        names_read: see `Attributes`.
         functions: those of the user's that ampkit calls in a step.
     """
 
-    def __init__(self, is_read: Callable[[str], bool], functions: Iterable[Any] = ()) -> None:
-        self._is_read, self._functions = is_read, tuple(functions)
+    def __init__(self, names_read: Callable[[], Callable[[str], bool]], functions: Iterable[Any] = ()) -> None:
+        self._names_read, self._functions = names_read, tuple(functions)
         self._paths: dict[PathKey, Path] = {}
         self._readers: dict[PathKey, set[Reader]] = {}
         self._start = VariableValues({}, {})  # of the call that notes are taken of
@@ -109,11 +129,8 @@ class Variables:
             executed: notes meanwhile which instructions the step executes.
         """
 
-        def look(path: Path, is_compiled: bool) -> dict[str, Any]:
-            return self._look(path, _always if is_compiled else None)
-
         self._start = self._values(self._known())
-        return Notes(look, self._functions, modules, executed)
+        return Notes(lambda path: self._look(path, _always), self._functions, modules, executed)
 
     def learn(self, notes: Notes, *, in_parts: bool = False) -> None:
         """Compare what a step has read from now on. To be called at its end.
@@ -185,7 +202,7 @@ class Variables:
 
     def _values(self, paths: dict[PathKey, Path]) -> VariableValues:
         found = {key: self._look(path) for key, path in paths.items()}
-        return VariableValues(found, {key: str(path) for key, path in paths.items()})
+        return VariableValues(found, {key: path.followed() for key, path in paths.items()}, is_read=self._names_read())
 
     def _known(self) -> dict[PathKey, Path]:
         """Return the paths that are compared, and those that calls change."""
@@ -201,14 +218,16 @@ class Variables:
         A function returns a tuple. It raises a `KeyError` or `IndexError` if an entry is gone.
         """
         read: dict[int, tuple[Any, dict[Any, None]]] = {}
+        found: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
         for path in self._paths.values():
             pairs = [(table, [part.key]) for part, (table, _) in zip(path.parts, path.steps(), strict=False)]
             if path.root.scope is Scope.GLOBAL and path.root.value() is not ABSENT:
                 pairs.append((path.root.owner, [path.root.name]))
-            pairs += [(holder.table, [*holder.keys, *holder.inner]) for holder in self._contents(path)]
             for table, keys in pairs:
                 read.setdefault(id(table), (table, {}))[1].update(dict.fromkeys(keys))
-        found = [(getter(list(keys), type(table)), table) for table, keys in read.values() if keys]
+            inside = ((holder.reader(), holder.table) for holder in self._contents(path))
+            found += [(reader, table) for reader, table in inside if reader is not None]
+        found += [(getter(list(keys), type(table)), table) for table, keys in read.values() if keys]
         roots = (path.root for path in self._paths.values() if path.root.scope is Scope.GLOBAL)
         found += [(_is_there(root.name), root.owner) for root in roots if root.value() is ABSENT]
         return [reader for reader, _ in found], [table for _, table in found]
@@ -237,33 +256,28 @@ class Variables:
         for value in path.values()[-1:]:
             found[""] = noted(value) if is_plain(value) else _stand_in(value)
         for holder in self._contents(path, is_read):
-            texts = zip(holder.keys, holder.texts, strict=True)
-            found.update((text, noted(holder.table[key])) for key, text in texts)
+            found.update(holder.found())
         return found
 
     def _contents(self, path: Path, is_read: Callable[[str], bool] | None = None) -> Iterator[Holder]:
-        """Yield what is in the last value of a path, if code can read it by what no bytecode tells."""
+        """Yield what is in the last value of a path, which code may read by other ways than bytecode tells.
+
+        It is what code reads by the names of attributes, wherever it stands. Of a small dict it is each entry.
+        """
         for value in path.values()[-1:]:
-            if _is_table(value):
-                yield from holders(value, _always if size(value) <= _FEW else self._is_read, set())
-            elif not is_left_alone(value) and (
-                is_read or path.key in self._compiled or hasattr(type(value), "__getattr__")
-            ):
-                yield from holders(value, is_read or self._is_read, set())
+            all_entries = _is_table(value) and size(value) <= _FEW
+            yield from holders(value, is_read or self._names_read(), set(), all_entries=all_entries)
 
 
 def _as_a_whole(path: Path, text: str) -> Place:
     """Return what counts as changed if this has another value: of a list or dict all that is in it."""
-    return path.key, "" if any(map(_is_table, path.values()[-1:])) else text
+    whole = _ENTRIES.sub("", text)
+    return path.key, whole if whole or any(map(_is_table, path.values()[-1:])) else text
 
 
 def _is_reference(noted: Any) -> bool:
     """Return whether this is what is noted of a tensor, or of another object that is compared by which one it is."""
     return type(noted) is weakref.ref
-
-
-def _always(_: str) -> bool:
-    return True
 
 
 def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:
@@ -275,13 +289,8 @@ def _stand_in(value: Any) -> Any:
 
     The type of an object, and not `isinstance`, tells what it is, since weak proxies may be of objects that are gone.
     """
-    is_read = own_table(value) is not None and not is_closed(value) and not _is_of_package(value)
-    if _is_table(value) or is_read:
-        return type(value)
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return type(value)
+    is_read = holds_others(value) and not _is_of_package(value)
+    return type(value) if _is_table(value) or is_read else reference(value)
 
 
 def _is_of_package(value: Any) -> bool:

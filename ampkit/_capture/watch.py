@@ -393,7 +393,7 @@ class StateWatch(Generic[_G]):
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
         self._bare, self._sees_hooks = bare, sees_hooks
         self.attributes: Attributes = Attributes()
-        self.variables: Variables = Variables(self.attributes.is_read, functions)
+        self.variables: Variables = Variables(self.attributes.names_read, functions)
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None

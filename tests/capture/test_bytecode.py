@@ -45,17 +45,24 @@ def keys(x: Any) -> Any:
     return TABLE["a"]["b"] + LAYERS[-1] + TABLE[x] + LAYERS[1:]  # type: ignore[operator]
 
 
+def added_to(config: Any) -> None:
+    config.count += 1
+    config.inner = first = CONFIG.loss
+    print(first, (second := CONFIG.named).scale, second)
+
+
 CASES: dict[str, tuple[Callable[..., Any], set[str]]] = {
-    "number": (lambda x: x * ALPHA, {"ALPHA"}),
-    "attribute": (lambda x: x * CONFIG.loss.scale, {"CONFIG.loss.scale"}),
-    "method": (lambda x: CONFIG.loss.of(x), {"CONFIG.loss.of"}),
-    "two of one": (lambda x: CONFIG.first + CONFIG.second, {"CONFIG.first", "CONFIG.second"}),
-    "argument of a call": (lambda x: abs(CONFIG.loss), {"abs", "CONFIG.loss"}),
-    "argument": (passed, {"config.loss.weights", "config.loss.weights['l1']", "config.scale", "len"}),
-    "assigned twice": (assigned_twice, {"CONFIG.first", "CONFIG.second"}),
-    "written to": (written_to, {"CONFIG", "LAYERS[0]"}),
-    "comprehension": (comprehension, {"CONFIG.inner", "CONFIG.inner.scale", "ALPHA"}),
-    "keys": (keys, {"TABLE['a']['b']", "LAYERS[-1]", "TABLE", "LAYERS"}),
+    "number": (lambda x: x * ALPHA, {"ALPHA", "x"}),
+    "attribute": (lambda x: x * CONFIG.loss.scale, {"CONFIG.loss.scale", "x"}),
+    "method": (lambda x: CONFIG.loss.of(x), {"CONFIG.loss.of", "x"}),
+    "two of one": (lambda: CONFIG.first + CONFIG.second, {"CONFIG.first", "CONFIG.second"}),
+    "argument of a call": (lambda: abs(CONFIG.loss), {"abs", "CONFIG.loss"}),
+    "argument": (passed, {"config.loss.weights['l1']", "config.scale", "len", "unread"}),
+    "assigned twice": (assigned_twice, {"CONFIG.first", "CONFIG.second", "x"}),
+    "written to": (written_to, {"LAYERS[0]", "x"}),
+    "added to": (added_to, {"config.count", "CONFIG.loss", "CONFIG.named", "print"}),
+    "comprehension": (comprehension, {"CONFIG.inner.scale", "ALPHA", "x"}),
+    "keys": (keys, {"TABLE['a']['b']", "LAYERS[-1]", "TABLE", "LAYERS", "x"}),
 }
 
 
@@ -76,7 +83,7 @@ def test_where_variables_are_kept() -> None:
         return (lambda y: y * kept.factor * scale)(x) * inner.gain * ALPHA
 
     assert written(function) == {
-        "config.kept": Scope.ARGUMENT,
+        "x": Scope.ARGUMENT,
         "config.kept.factor": Scope.ARGUMENT,
         "scale": Scope.ENCLOSING,
         "inner.gain": Scope.ENCLOSING,
@@ -85,7 +92,7 @@ def test_where_variables_are_kept() -> None:
     assert [code.co_name for code in codes_in(function.__code__)] == ["<lambda>"]
 
 
-def test_a_bare_argument_is_no_expression() -> None:
-    """Its value comes with the call."""
-    assert reads((lambda x, y: x + y).__code__) == {}
+def test_an_argument() -> None:
+    """As it is, or what is read of it."""
+    assert [*reads((lambda x, y: x).__code__)] == [Read(Scope.ARGUMENT, "x")]
     assert next(iter(reads((lambda x: x.T).__code__)))[:2] == Read(Scope.ARGUMENT, "x")[:2]

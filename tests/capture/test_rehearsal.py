@@ -444,7 +444,7 @@ def test_attention_is_as_fast_under_a_recorder() -> None:
 def test_the_net_changes_neither_kernels_nor_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that was captured while recording has the same kernels, order and bytes as one captured without."""
     found = []
-    for seen in (True, False):
+    for seen in (True, True, False):  # the first one may be the first graph of the process
         if not seen:
             monkeypatch.setattr("ampkit._capture.call_record.execution_trace", _no_trace)
         torch.manual_seed(0)
@@ -465,8 +465,8 @@ def test_the_net_changes_neither_kernels_nor_memory(monkeypatch: pytest.MonkeyPa
         found.append((step.report().bytes, kernels))
         assert step.report().graphs == 1
         step.close()
-    assert found[0] == found[1]
-    assert len(found[0][1]) > 10
+    assert found[1] == found[2]
+    assert len(found[1][1]) > 10
 
 
 def _no_trace() -> Any:

@@ -366,8 +366,8 @@ def test_the_warning_names_it() -> None:
     _, step = train(world, "emulate", [])
     ARGS.inner.gain, WEIGHTS["deep"]["l2"] = 2.0, 0.25
     says = (
-        r"the variable WEIGHTS\['deep'\]\['l2'\] changed from 0\.5 to 0\.25, "
-        r"the variable ARGS\.inner\.gain changed from 1\.0 to 2\.0.* is in a tensor, which is passed to the step"
+        r"the variable ARGS\.inner\.gain changed from 1\.0 to 2\.0, the variable WEIGHTS\['deep'\]\['l2'\] changed "
+        r"from 0\.5 to 0\.25.* is in a tensor, which is passed to the step"
     )
     with deterministic(), pytest.warns(ampkit.CaptureWarning, match=says):
         step(torch.ones(8, 4))

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch._dynamo  # imported later, by the first optimizer of each rank, it would take each a second
 import torch.distributed as dist
@@ -91,7 +92,8 @@ class Job:
     def __init__(self, kind: str, rank: int, device: torch.device, sharded: bool) -> None:
         self.kind, self.rank, self.device = kind, rank, device
         self.here = rank == happens_to(kind)
-        self.begun: set[int] = set()  # calls; what sets hold is not compared from call to call
+        # By call. What arrays of numpy hold is not compared from call to call.
+        self.begun = numpy.zeros(CALLS, dtype=bool)
         self.group = dist.new_group() if kind.startswith("own group") else None
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
         if sharded:
@@ -114,13 +116,13 @@ class Job:
             loss.item()
         if self.here and self.kind == "raises in its capture" and self.capturing():
             raise ValueError("a mistake of the user")
-        if self.here and self.kind == "out of memory" and self.event() in self.begun:
+        if self.here and self.kind == "out of memory" and self.begun[self.event()]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return loss
 
     def after_step(self, model: nn.Module) -> None:
         """Wait for ever, on other ranks than the one that is to be killed, and behind its last collective."""
-        waits = EVENT - 1 in self.begun and not self.here
+        waits = self.begun[EVENT - 1] and not self.here
         while waits and self.kind == "killed, others in Python":
             time.sleep(0.01)
         if waits and self.kind == "killed, others elsewhere":
@@ -140,7 +142,7 @@ class Job:
         """Call the step, and have happen what is to."""
         calls = EVENT if self.kind == "fewer batches" and self.here else CALLS
         for call in range(calls):
-            self.begun.add(call)
+            self.begun[call] = True
             if call == self.event() and self.here:
                 self.happen()
             rows = 3 if self.kind == "other shape" and self.here and call in (5, EVENT) else 2

@@ -79,11 +79,12 @@ def running_place(frame: FrameType | None) -> tuple[str, int] | None:
 
 def is_users_call(frame: FrameType | None) -> bool:
     """Return whether the user's code called what runs, directly or through torch, and not ampkit."""
-    called = next((outer for outer in _frames(frame) if _is_users_frame(outer) or _is_ampkits(outer)), None)
-    return called is not None and not _is_ampkits(called)
+    called = next((outer for outer in _frames(frame) if _is_users_frame(outer) or is_ampkits(outer)), None)
+    return called is not None and not is_ampkits(called)
 
 
-def _is_ampkits(frame: FrameType) -> bool:
+def is_ampkits(frame: FrameType) -> bool:
+    """Return whether a function is ampkit's own."""
     return frame.f_code.co_filename.startswith(_AMPKIT)
 
 

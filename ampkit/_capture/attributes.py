@@ -4,18 +4,19 @@ import operator
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
 from .._user_line import NOT_THE_USERS, TORCH
-from .bare_objects import bases_of, class_table, module_name
+from .bare_objects import bases_of, module_name
 from .contents import ABSENT, CLOSED_PACKAGES, are_same, getter, is_plain, noted
 from .executed import Executed
+from .functions import functions_of
 from .holders import Holder, holders, holds_others
 from .profile_function import seeing_calls
 
@@ -153,14 +154,16 @@ class Attributes:
         code: set[CodeType] = set()
 
         def note(frame: FrameType) -> None:
-            code.add(frame.f_code)
+            with suppress(TypeError):  # of code that dynamo has made, with a dict among its constants
+                code.add(frame.f_code)
             further = take(frame)
             before.extend([_Before(further)] if further else ())
 
         with seeing_calls(note) as has_seen_all:
             yield
             observed = has_seen_all()
-        methods = {kind: set(_methods(kind)) for kind in dict.fromkeys(map(type, modules))}
+        kinds = dict.fromkeys(map(type, modules))
+        methods = {kind: {function.__code__ for _, function in functions_of(kind)} for kind in kinds}
         if not observed or executed.compiled:  # another profiler runs, or no function is called of what was compiled
             found = chain.from_iterable(methods.values())
             code.update(executed.compiled, (each for each in found if each.co_name != "__init__"))
@@ -283,16 +286,6 @@ def _counts(filename: str) -> bool:
     """Return whether code in this file may read attributes of modules, and not only what it is given."""
     of_others = filename.startswith(NOT_THE_USERS) or any(package in filename for package in _OF_OTHERS)
     return filename.startswith(_MODULES) or not of_others
-
-
-def _methods(kind: type) -> Iterator[CodeType]:
-    """Yield the code of all methods and properties of a class but for those that torch's base class has."""
-    for base in bases_of(kind):
-        for value in class_table(base).values() if base not in nn.Module.__mro__ else ():
-            is_bound = type(value) in (staticmethod, classmethod)
-            function = value.fget if issubclass(type(value), property) else value.__func__ if is_bound else value
-            if type(function) is FunctionType:
-                yield function.__code__
 
 
 def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:

@@ -27,6 +27,9 @@ _CLOSED = (nn.Module, torch.optim.Optimizer, types.ModuleType)
 CLOSED_PACKAGES = frozenset(("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "ampkit"))
 
 
+CLOSED_CLASSES = CLOSED_PACKAGES | {"builtins"}  # the packages of classes that are not looked into
+
+
 def is_number(value: Any) -> bool:
     """Return whether two values of this kind are compared by `==`."""
     return isinstance(value, (*_NUMBERS, types.MethodType))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-from .._torch.compile import never_compile_by_itself
+from .._torch.compile import never_compile_by_itself, original_code
 from .._undo import Undo, replace
 from .bytecode import SET_ATTRIBUTE, Place, codes_in, instructions, names
 
@@ -127,7 +127,7 @@ class Executed:
                 frame = frame.f_back
 
     def _put_back(self, frame: FrameType) -> None:
-        if frame.f_code in self._seen:
+        if original_code(frame.f_code) is None and frame.f_code in self._seen:  # what dynamo makes may have no hash
             frame.f_trace_lines, frame.f_trace_opcodes = True, False
             if frame.f_trace == self._on_event:  # a debugger has set its own before it came here
                 frame.f_trace = None

@@ -1,11 +1,19 @@
-"""The functions that a code object belongs to, and the arguments that they are given before any call."""
+"""Functions: whose code it is, what they are given before any call, and which of them may run where a value is used."""
 
 import functools
 import gc
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+
+from torch import nn
+
+from .._user_line import is_users_file
+from .bare_objects import bases_of, class_table, own_table, package_name
+from .bytecode import codes_in
+from .contents import CLOSED_CLASSES
 
 
 class Functions:
@@ -68,3 +76,102 @@ _CALLED = (FunctionType, MethodType, functools.partial)
 
 def _arguments(made: "functools.partial[Any]") -> tuple[Any, ...]:
     return (*made.args, *made.keywords.values())
+
+
+def functions_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the methods and properties of a class by name, but for those that torch's base class of modules has."""
+    for base in bases_of(kind):
+        for name, value in class_table(base).items() if base not in nn.Module.__mro__ else ():
+            function = unbound(value)
+            if type(function) is FunctionType:
+                yield name, function
+
+
+def unbound(value: Any) -> Any:
+    """Return the function of a property, of a method, or of what is made by `staticmethod` or `classmethod`."""
+    if issubclass(type(value), property):
+        return value.fget
+    return value.__func__ if type(value) in (staticmethod, classmethod, MethodType) else value
+
+
+def given_before(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function is given before any call, and a name for it: the object of a method, arguments of
+    `functools.partial`, and those that are given by default."""
+    while type(function) is functools.partial:
+        yield from (("an argument", value) for value in function.args)
+        yield from function.keywords.items()
+        function = function.func
+    if type(function) is MethodType:
+        yield "self", function.__self__
+        function = function.__func__
+    if type(function) is FunctionType:
+        names, values = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+        yield from zip(names[len(names) - len(values) :], values, strict=True)
+        yield from (function.__kwdefaults__ or {}).items()
+
+
+class Reach:
+    """Yields the user's functions that may run where code uses some values, each once.
+
+    Of an object these are the methods whose names one of the functions reads, and those that Python calls by itself
+    (`__call__`, `__getattr__`).
+
+    Args:
+        values: to begin with.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._left = list(values)
+        self._seen: dict[int, Any] = {}
+        self._names: set[str] = set()  # that the functions read
+        self._waiting: dict[str, list[Any]] = {}  # what objects have under other names
+
+    def __iter__(self) -> Iterator[FunctionType]:
+        while self._left:
+            value = self._left.pop()
+            if id(value) in self._seen or len(self._seen) >= _MOST:
+                continue
+            self._seen[id(value)] = value
+            if type(value) is not FunctionType:
+                self._left += self._inside(value)
+                continue
+            self._left += chain.from_iterable(map(gc.get_referents, value.__closure__ or ()))
+            self._left += [vars(value)["__wrapped__"]] if "__wrapped__" in vars(value) else []
+            if is_users_file(value.__code__.co_filename):
+                for name in chain.from_iterable(code.co_names for code in (value.__code__, *codes_in(value.__code__))):
+                    self._names.add(name)
+                    self._left += self._waiting.pop(name, ())
+                yield value
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Take these values, too."""
+        self._left += values
+
+    def _inside(self, value: Any) -> list[Any]:
+        """Return the values that may be called where this one is used."""
+        kind = type(value)
+        if kind in (list, tuple, deque) or issubclass(kind, dict):
+            entries = list(dict.values(value) if issubclass(kind, dict) else value)
+            return entries if len(entries) <= _MOST_ENTRIES else []
+        if kind is functools.partial:
+            return [value.func, *_arguments(value)]
+        if (function := unbound(value)) is not value:
+            return [function, *([value.__self__] if kind is MethodType else [])]
+        of_class = value if issubclass(kind, type) else kind
+        if package_name(of_class) in CLOSED_CLASSES and not issubclass(kind, nn.Module):
+            return []
+        if issubclass(of_class, nn.Module):
+            self._names.add("forward")  # which torch calls
+        named = [*functions_of(of_class), *(own_table(value) or {}).items()]
+        found = []
+        for name, each in named:
+            if name in self._names or (name.startswith("__") and name not in _MADE_BY):
+                found.append(each)
+            else:
+                self._waiting.setdefault(name, []).append(each)
+        return found
+
+
+_MOST = 10_000  # values
+_MOST_ENTRIES = 64
+_MADE_BY = ("__init__", "__new__", "__post_init__")

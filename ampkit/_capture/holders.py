@@ -7,8 +7,18 @@ from types import MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from .._user_line import is_users_file
-from .bare_objects import bases_of, class_table, file_of_module, module_name, own_table
-from .contents import getter, gives_its_entries, is_closed, is_number, is_plain, noted, number_text, size
+from .bare_objects import bases_of, class_table, file_of_module, own_table, package_name
+from .contents import (
+    CLOSED_CLASSES,
+    getter,
+    gives_its_entries,
+    is_closed,
+    is_number,
+    is_plain,
+    noted,
+    number_text,
+    size,
+)
 
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST = 64  # entries of a list, or of a dict without names; more are data
@@ -156,6 +166,8 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
     elif issubclass(kind, ModuleType) and is_users_file(file_of_module(owner)):
         own = own_table(owner) or {}
         yield id(own), True, own, list(own.items())
+    elif issubclass(kind, type):
+        yield from _of_classes(owner, set())
     elif is_plain(owner) or is_closed(owner):
         return
     elif issubclass(kind, dict):
@@ -185,9 +197,15 @@ def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any
     if names:
         hidden.update(names)
         yield id(owner), True, slots, [(name, slots[name]) for name in names if name in slots]
-    for base in bases_of(kind) if own is not None or names else ():
+    if own is not None or names:
+        yield from _of_classes(kind, hidden)
+
+
+def _of_classes(kind: type, hidden: set[str]) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, Any]]]]:
+    """Yield the attributes of a class and its bases, but for those whose names are hidden."""
+    for base in bases_of(kind):
         table = class_table(base)
-        if module_name(base) != "builtins":
+        if package_name(base) not in CLOSED_CLASSES:
             found = [(name, value) for name, value in table.items() if name not in hidden and _is_setting(name, value)]
             hidden.update(table)
             yield id(base), True, table, found

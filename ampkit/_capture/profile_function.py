@@ -72,7 +72,7 @@ class _SharedProfile:
     def _on_event(self, frame: FrameType, event: str, arg: object) -> None:
         if event == "call":
             self._note(frame)
-        if self._users is not None and frame.f_code not in _OWN_CODE:
+        if self._users is not None and id(frame.f_code) not in _OWN_CODE:
             self._users(frame, event, arg)
 
 
@@ -80,13 +80,13 @@ def _without_own(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a profile function that is not told of the functions here, as it is not told of those of `sys`."""
 
     def on_event(frame: FrameType, event: str, arg: object) -> None:
-        if frame.f_code not in _OWN_CODE:
+        if id(frame.f_code) not in _OWN_CODE:
             function(frame, event, arg)
 
     return on_event
 
 
-_OWN_CODE = {
-    function.__code__ for function in (_SharedProfile.set_users, _SharedProfile.users, _SharedProfile.has_seen_all)
+_OWN_CODE = {  # by identity: of code that dynamo has made there may be no hash
+    id(function.__code__) for function in (_SharedProfile.set_users, _SharedProfile.users, _SharedProfile.has_seen_all)
 }
 never_compile_by_itself(_SharedProfile._on_event)

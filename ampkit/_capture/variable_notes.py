@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from .._text import error_line
 from .._torch.compile import never_compile_by_itself, original_code
-from .._torch.modules import MODULE_CALL, is_module, parts_of
-from .._user_line import is_in_users_file, is_users_call, is_users_file, line_text
+from .._torch.modules import MODULE_CALL, hook_tables, is_module, parts_of
+from .._user_line import is_ampkits, is_in_users_file, is_users_call, line_text
 from .bare_objects import package_name
 from .bytecode import Place, Read, Scope, codes_in, reads
-from .contents import CLOSED_PACKAGES, is_plain
+from .contents import CLOSED_CLASSES, is_plain
 from .executed import Executed
-from .functions import Functions
+from .functions import Functions, Reach, given_before
 from .variable_paths import Path, PathKey, Root, is_left_alone
 
 
@@ -53,7 +53,8 @@ class Notes:
         executed: Executed,
     ) -> None:
         self._look, self._executed, self._modules = look, executed, modules
-        self._functions = Functions(functions)
+        self._called = tuple(functions)  # by ampkit
+        self._functions = Functions(self._called)
         self.paths: dict[PathKey, Path] = {}
         self.before: dict[PathKey, dict[str, Any]] = {}
         self.compiled: set[PathKey] = set()
@@ -62,6 +63,7 @@ class Notes:
         self._places: dict[PathKey, set[Place]] = {}  # where each path is read
         self._reads: dict[CodeType, dict[Read, list[Place]] | None] = {}  # None: not of the user's code
         self._fixed: dict[CodeType, list[tuple[Path, Read]]] = {}  # those that are the same in each call of a function
+        self._made: dict[int, CodeType] = {}  # by dynamo
         self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
         # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
         self._known: dict[int, tuple[Any, Path]] = {}
@@ -79,6 +81,14 @@ class Notes:
 
     def _take(self, frame: FrameType) -> None:
         code = frame.f_code
+        original = original_code(code)
+        if original is not None:  # of what dynamo has made there may be no hash
+            by_ampkit = is_ampkits(frame)  # which compiles what it calls
+            if id(code) not in self._made and (by_ampkit or is_in_users_file(frame)):
+                self._made[id(code)] = code
+                self._take_what_is_given() if by_ampkit else self._take_what_is_bound(frame, original)
+                self._take_compiled(frame, [*self._functions.of(original), *(self._called if by_ampkit else ())])
+            return
         if code not in self._reads:
             self._reads[code] = self._begin(frame)
         found = self._reads[code]
@@ -106,10 +116,6 @@ class Notes:
         code = frame.f_code
         if not is_in_users_file(frame):
             return None
-        original = original_code(code)
-        if original is not None:
-            self._take_compiled(frame, original)
-            return None
         found = reads(code)
         if found and not is_users_call(frame.f_back):
             self._take_what_is_bound(frame, code)
@@ -121,28 +127,26 @@ class Notes:
         self._inner.update(codes_in(code) if found else ())
         return found
 
-    def _take_compiled(self, frame: FrameType, original: CodeType) -> None:
-        """Take note of a function whose compiled code is called.
+    def _take_compiled(self, frame: FrameType, functions: list[Any]) -> None:
+        """Take note of functions whose compiled code is called.
 
         Python calls none of the functions that are a part of it, and reads no number. So all that they could read
         counts, and what is in it.
         """
-        self._take_what_is_bound(frame, original)
-        left = [*self._functions.of(original), *(_forward(module) for module in self._modules)]
-        reader, seen = _reader(frame), set()
-        while left:
-            function = left.pop()
-            if id(function) in seen or not _is_users(function):
-                continue
-            seen.add(id(function))
+        reader = _reader(frame)
+        hooks = [hook for module in self._modules for table in hook_tables(module) for hook in table.values()]
+        for hook in hooks:
+            self._take_object("self", hook)
+        reach = Reach([*functions, *self._modules, *hooks])
+        for function in reach:
             self._executed.compiled.update((function.__code__, *codes_in(function.__code__)))
             found = (_path(function.__globals__, function, read) for read in reads(function.__code__))
             for path in filter(None, found):
                 self._add_compiled(path, reader)
-                called = list(map(_function, path.values()[-1:]))
-                if path.parts and FunctionType in map(type, called):  # a method, which reads its object
-                    self._add_compiled(path.up(), reader)
-                left += called
+                values = path.values()
+                reach.add(values[-1:])
+                if len(values) > 1 and hasattr(type(values[-1]), "__get__"):  # a method, which reads its object
+                    self._add_compiled(path._replace(parts=path.parts[: len(values) - 2]), reader)
         for _, path in list(self._known.values()):
             if path.root.scope is Scope.ARGUMENT:
                 self._add_compiled(path, reader)
@@ -155,7 +159,7 @@ class Notes:
         """Return the path of what is read of an argument; None if the argument was not on the path of a variable."""
         value: Any = frame.f_locals.get(read.variable)
         if id(value) not in self._known:
-            is_class = issubclass(type(value), type) and package_name(value) not in _NOT_THE_USERS
+            is_class = issubclass(type(value), type) and package_name(value) not in CLOSED_CLASSES
             # An object that a package calls, as torch calls a hook that is one.
             is_bound = read.variable == "self" and not is_left_alone(value) and not _is_in_users_file(frame.f_back)
             if not is_class and not is_bound:
@@ -171,8 +175,18 @@ class Notes:
         """
         bound = set(map(id, self._functions.bound(code)))
         for name, value in frame.f_locals.items():
-            if (name == "self" or id(value) in bound) and not is_left_alone(value):
-                self._known.setdefault(id(value), (value, Path(Root(Scope.ARGUMENT, value, name), ())))
+            if name == "self" or id(value) in bound:
+                self._take_object(name, value)
+
+    def _take_what_is_given(self) -> None:
+        """Take note of what the functions that ampkit calls are given, and not by a call."""
+        for function in self._called:
+            for name, value in given_before(function):
+                self._take_object(name, value)
+
+    def _take_object(self, name: str, value: Any) -> None:
+        if not is_left_alone(value):
+            self._known.setdefault(id(value), (value, Path(Root(Scope.ARGUMENT, value, name), ())))
 
     def _add(self, path: Path, reader: Reader, places: list[Place]) -> None:
         self._places.setdefault(path.key, set()).update(places)
@@ -187,14 +201,10 @@ class Notes:
             self._functions.take(value)
             if is_module(value) and id(value) not in self._known:
                 self._found += parts_of(value)
-            if type(value) is MethodType and not is_left_alone(value.__self__):
-                bound = value.__self__
-                self._known.setdefault(id(bound), (bound, Path(Root(Scope.ARGUMENT, bound, "self"), ())))
+            if type(value) is MethodType:
+                self._take_object("self", value.__self__)
             if not is_plain(value):
                 self._known.setdefault(id(value), (value, Path(path.root, path.parts[:depth])))
-
-
-_NOT_THE_USERS = CLOSED_PACKAGES | {"builtins"}
 
 
 def unreadable(error: Exception, function: str = "") -> str:
@@ -218,21 +228,6 @@ def _path(variables: dict[str, Any], function: FunctionType | None, read: Read) 
         cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
         return Path(Root(Scope.ENCLOSING, cells[read.variable], read.variable), read.parts)
     return None
-
-
-def _function(value: Any) -> Any:
-    """Return the function that is called if this value is, if Python wrote it down."""
-    if issubclass(type(value), nn.Module):
-        return _forward(value)
-    return value.__func__ if type(value) is MethodType else value
-
-
-def _is_users(function: Any) -> bool:
-    return type(function) is FunctionType and is_users_file(function.__code__.co_filename)
-
-
-def _forward(module: nn.Module) -> Any:
-    return getattr(type(module), "forward", None)
 
 
 def _reader(frame: FrameType | None) -> Reader:

@@ -68,10 +68,6 @@ class Path(NamedTuple):
         """Return how as much of it is written as leads to values."""
         return str(self._replace(parts=self.parts[: len(self.values()) - 1] if self.root.value() is not ABSENT else ()))
 
-    def up(self) -> "Path":
-        """Return the path of what the last part is read of."""
-        return self._replace(parts=self.parts[:-1])
-
     def steps(self) -> Iterator[tuple[Any, Any]]:
         """Yield the table that the value of each part is in, and the value, as far as there are such values."""
         value = self.root.value()

@@ -134,3 +134,77 @@ def test_a_counter_of_a_compiled_module() -> None:
         model.calls += 1
         train(step, 1)
     assert (step.captures, step.replays) == (1, 5)
+
+
+def largest(model: nn.Module, x: Tensor) -> Tensor:
+    weight = max(WEIGHTED, key=lambda each: each.weight).weight
+    return model(x).square().mean() * weight
+
+
+class Weighted:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    @property
+    def scaled(self) -> float:
+        return self.weight * ALPHA
+
+    @staticmethod
+    def power(x: Tensor) -> Tensor:
+        return x * CONFIG.inner.scale
+
+    @classmethod
+    def shifted(cls, x: Tensor) -> Tensor:
+        return x + cls.shift
+
+    shift = 1.0
+
+
+def by_other_ways(model: nn.Module, x: Tensor) -> Tensor:
+    y = Weighted.power(Weighted.shifted(model(x).square().mean())) * WEIGHTED[0].scaled
+    for function in FUNCTIONS:
+        y = function(y)
+    return y
+
+
+WEIGHTED = [Weighted(1.0), Weighted(2.0)]
+FUNCTIONS: Any = [lambda y: y * BETA]
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
+def test_compiled_code_without_a_hash() -> None:
+    """Dynamo puts a dict among its constants for the argument `key`; the step does not end with an error by that."""
+    WEIGHTED[:] = [Weighted(1.0), Weighted(2.0)]
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampkit.graphed_step(torch.compile(largest, backend="eager"), model, optimizer, graph="emulate")
+    train(step, 8)
+    WEIGHTED[1].weight = 3.0
+    train(step, 5)
+    assert step.captures == 2
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: setattr(Weighted, "shift", 2.0),
+        lambda: setattr(CONFIG.inner, "scale", 2.0),
+        lambda: setattr(WEIGHTED[0], "weight", 2.0),
+        lambda: globals().update(ALPHA=2.0),
+        lambda: globals().update(BETA=2.0),
+        lambda: FUNCTIONS.append(lambda y: y * 2.0),
+    ],
+    ids=["class method", "static method", "property", "in a property", "function of a list", "one function more"],
+)
+def test_functions_that_compiled_code_calls(change: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """R7: methods of classes, properties, functions in a list: Python calls none of them once they are compiled."""
+    WEIGHTED[:], FUNCTIONS[:] = [Weighted(1.0)], [lambda y: y * BETA]
+    monkeypatch.setattr(Weighted, "shift", 1.0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampkit.graphed_step(torch.compile(by_other_ways, backend="eager"), model, optimizer, graph="emulate")
+    train(step, 8)
+    change()
+    train(step, 5)
+    assert step.captures == 2

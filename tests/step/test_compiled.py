@@ -6,6 +6,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -594,3 +595,48 @@ def test_an_error_that_says_nothing_is_named_by_its_line() -> None:
         torch._check_with(AssertionError, False, lambda: "")
     assert re.fullmatch(r"torch.compile failed: AssertionError in torch/__init__.py:\d+", why_failed(caught.value))
     assert why_failed(ValueError("a\nb")) == "torch.compile failed: ValueError: a"
+
+
+TERMS: list[SimpleNamespace] = []
+
+
+class Weights:
+    """Has the loss as a method, and counts its calls where nothing is read."""
+
+    def __init__(self) -> None:
+        self.gain, self.unread = 1.0, 0
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * sum(term.weight for term in TERMS) * self.gain
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_the_compiled_loss_reads(fused: bool) -> None:
+    """R7: a change is noticed, also if all that earlier calls have shown was forgotten.
+
+    That is so where the optimizer steps behind the graph, as SGD without `fused=True` does, and after `close`.
+    """
+    TERMS[:] = [SimpleNamespace(weight=1.0), SimpleNamespace(weight=2.0)]
+    weights, model, x = Weights(), nn.Linear(4, 4), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    step = ampkit.graphed_step(weights.loss, model, optimizer, graph="emulate", compile="default")
+
+    def captures(calls: int) -> int:
+        before = step.captures
+        for _ in range(calls):
+            step(x)
+            weights.unread += 1
+        return step.captures - before
+
+    assert captures(8) == 1
+    TERMS[1].weight = 3.0
+    assert captures(6) == 1
+    step.close()
+    assert captures(8) == 1
+    weights.gain = 2.0
+    assert captures(6) == 1
+    TERMS[0].weight = 3.0
+    assert captures(6) == 1
+    assert any(line.startswith("compiled: forward and backward") for line in step.report().compiled)

@@ -77,9 +77,15 @@ def running_place(frame: FrameType | None) -> tuple[str, int] | None:
     return None if users is None else (users.f_code.co_filename, users.f_lineno)
 
 
-def is_users_call(frame: FrameType | None) -> bool:
-    """Return whether the user's code called what runs, directly or through torch, and not ampkit."""
-    called = next((outer for outer in _frames(frame) if _is_users_frame(outer) or is_ampkits(outer)), None)
+def is_users_call(frame: FrameType | None, *, wrapped: bool = False) -> bool:
+    """Return whether the user's code called what runs, directly or through torch, and not ampkit.
+
+    Args:
+        frame: of what runs.
+        wrapped: whether also through a wrapper (`wraps_operations`).
+    """
+    frames = (outer for outer in _frames(frame) if not wrapped or outer.f_code.co_filename not in _WRAPPERS)
+    called = next((outer for outer in frames if _is_users_frame(outer) or is_ampkits(outer)), None)
     return called is not None and not is_ampkits(called)
 
 

@@ -1,9 +1,11 @@
 """What is in lists, dicts and other objects that a step reads: the tables of their entries and attributes."""
 
 import functools
+import gc
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from .._user_line import is_users_file
@@ -25,6 +27,7 @@ _MOST = 64  # entries of a list, or of a dict without names; more are data
 _MOST_NAMED = 4096
 _MOST_TABLES = 1000  # in all
 
+_CACHED = type(functools.cache(lambda: None))
 _FIELD = type(NamedTuple("_", [("field", int)]).__dict__["field"])  # how a named tuple gives an entry by its name
 
 
@@ -180,7 +183,24 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
         if len(owner) <= _MOST and all(map(is_plain, owner)):
             yield id(owner), False, Members(owner), [(None, frozenset(owner))]
     else:
+        if kind is _CACHED:
+            results = tuple(_results(owner))
+            yield id(owner), False, results, list(enumerate(results))
         yield from _attributes(owner)
+
+
+def _results(cached: Any) -> list[Any]:
+    """Return what a function with `functools.cache` keeps, or with `functools.lru_cache` if it has no arguments."""
+    function, info = cached.__wrapped__, cached.cache_info()
+    if info.maxsize is None:
+        tables = [table for table in gc.get_referents(cached) if type(table) is dict and table is not own_table(cached)]
+        results = [result for table in tables for result in table.values()]
+        return results if len(results) <= _MOST else []
+    if type(function) is not FunctionType or info.currsize != 1:
+        return []
+    code = function.__code__
+    takes = code.co_argcount or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return [] if takes else [cached()]  # which calls nothing
 
 
 def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, Any]]]]:

@@ -19,6 +19,7 @@ from .._torch.settings import SETTINGS, settings
 from .attributes import Attributes, AttributeValues
 from .bound import Bound, cells
 from .executed import Executed
+from .host_tensors import HostTensors, HostValues
 from .variables import Variables, VariableValues
 from .watch import (
     Look,
@@ -96,6 +97,7 @@ class Settings(NamedTuple):
     torch_settings: tuple[Any, ...]  # settings of torch that decide which kernels run, in the order of `SETTINGS`
     attributes: AttributeValues  # of modules: numbers, texts, functions and tensors that steps read
     variables: VariableValues  # global ones, and those of functions around the step
+    host_values: HostValues  # of tensors on the host
 
     def named(self) -> dict[str, Any]:
         """Return every setting by the name that messages use."""
@@ -105,6 +107,7 @@ class Settings(NamedTuple):
             GRADIENTS: self.gradients,
             ATTRIBUTES: self.attributes,
             VARIABLES: self.variables,
+            HOST_TENSORS: self.host_values,
             **dict(self.host),
             **dict(read),
         }
@@ -135,10 +138,13 @@ class Settings(NamedTuple):
         changed += [f"the attribute {path} changed{_from_to(old, now) * values}" for path, (old, now) in attributes]
         variables = self.variables.changed(new.variables).items()
         changed += [f"the variable {name} changed{_from_to(old, now) * values}" for name, (old, now) in variables]
+        lines = self.host_values.changed(new.host_values)
+        changed += [f"a tensor on the host changed, which is read in {line}" for line in lines]
         return ", ".join(changed)
 
 
 ATTRIBUTES, VARIABLES = "attributes of modules", "variables that the step reads"
+HOST_TENSORS = "tensors on the host that the step reads"
 MODES, GRADIENTS = "train/eval mode or requires_grad", "gradients outside of the step"
 _AFTER_EVALUATION = " (after an evaluation under model.eval(), call model.train() before the next step)"
 
@@ -240,6 +246,11 @@ class TrainingState:
         """Which variables are compared, beside those of the modules."""
         return self.watch.variables
 
+    @property
+    def host_tensors(self) -> HostTensors:
+        """Which tensors on the host are compared."""
+        return self.watch.host_tensors
+
     @contextmanager
     def noting_reads(self, in_parts: Callable[[], bool]) -> Iterator[None]:
         """Context for a step, whose code tells which attributes and variables are compared from then on.
@@ -300,6 +311,7 @@ def _generation(look: Look) -> Generation:
             torch_settings=_unchangeable(settings()),
             attributes=look.attributes,
             variables=look.variables,
+            host_values=look.host_values,
         ),
     )
 

@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-from .state import ATTRIBUTES, VARIABLES, Generation, Settings, TrainingState
+from .state import ATTRIBUTES, HOST_TENSORS, VARIABLES, Generation, Settings, TrainingState
 
 
 class CallSettings(NamedTuple):
@@ -107,9 +107,9 @@ class Surroundings:
         self._state.look_again()  # others may be compared now
         if self.generation is not None:
             now, known = self._state.generation().settings, self._settings[self.number]
-            if (known.attributes, known.variables) != (now.attributes, now.variables):
+            settings = known._replace(attributes=now.attributes, variables=now.variables, host_values=now.host_values)
+            if known != settings:
                 return  # the call has changed what graphs hold; the next one finds that
-            settings = known._replace(attributes=now.attributes, variables=now.variables)
             self._settings[self.number], self.generation = settings, self.generation._replace(settings=settings)
 
     def forget(self) -> None:
@@ -117,6 +117,7 @@ class Surroundings:
         self.generation = None
         self._settings.clear()
         self._state.variables.forget()
+        self._state.host_tensors.forget()
         self._state.look_again()
 
 
@@ -129,6 +130,8 @@ def setting_advice(name: str) -> str:
             "Graphs read a number that changes if it is in a tensor, which is passed to the step or filled in place. "
             "Pass tensors that are replaced to the step, too, and read what is only logged behind the call."
         )
+    if name == HOST_TENSORS:
+        return "Graphs read a tensor that is on the device of the step: move it there (register_buffer, to)."
     if name.endswith(("['momentum']", "['betas']")):
         return "OneCycleLR and CyclicLR change it in every step, unless they get cycle_momentum=False."
     return "Of a param group, only lr may change without a new graph." if "param_groups[" in name else ""

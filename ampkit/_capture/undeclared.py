@@ -3,27 +3,24 @@
 import gc
 import sys
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._torch.compile import calls_from_compiled_code
 from .._torch.fake_tensors import is_fake
 from .._torch.modes import without_torch_function
 from .._torch.modules import is_module, module_tables, parts_of
-from .._torch.operators import LIFT_FRESH, written_arguments
 from .._torch.optimizers import remove_step_hook
 from .._torch.tensors import is_tensor, storage_address
 from .._torch.tree import tensors_in
 from .._undo import Undo
-from .._user_line import is_users_call, real_frame, running_line, wraps_operations
+from .._user_line import running_line, wraps_operations
 from .state import TrainingState
+from .touched import Touched, Use, addresses
 
 wraps_operations(__file__)
 
@@ -37,22 +34,24 @@ class Undeclared:
 
     Args:
         state: the declared modules and optimizers.
+        device: where the step computes.
         refuses_changes: whether a module that the step changes must be declared as well. Otherwise it is taken into the
             state.
     """
 
-    def __init__(self, state: TrainingState, *, refuses_changes: bool) -> None:
+    def __init__(self, state: TrainingState, device: torch.device, *, refuses_changes: bool) -> None:
         self._state = state
+        self._device = device
         self._refuses_changes = refuses_changes
         self._problems: list[str] = []
         self._to_adopt: list[nn.Module] = []
-        self._loose: list[_Use] = []
+        self._loose: list[Use] = []
 
     @contextmanager
-    def watching(self, leaves: Sequence[Any]) -> "Iterator[_Touched]":
+    def watching(self, leaves: Sequence[Any]) -> "Iterator[Touched]":
         """Context for an eager call with these inputs. It yields a function to be called with each operation."""
         self._problems, self._to_adopt, self._loose = [], [], []
-        touched = _Touched(_addresses(self._state.tensors().values()) | _addresses(tensors_in(leaves)))
+        touched = Touched(addresses(self._state.tensors().values()) | addresses(tensors_in(leaves)), self._device)
         thread = threading.get_ident()
 
         def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -63,8 +62,11 @@ class Undeclared:
             undo.note(remove_step_hook, on_step)
             register_optimizer_step_pre_hook(on_step)
             yield touched
-        if touched.uses:
-            with without_torch_function():
+        with without_torch_function():
+            others = self._of_optimizers()
+            self._state.host_tensors.note(touched.read_on_host(others))
+            self._problems += (_ON_HOST.format(_at(line)) for line in touched.changed_on_host(others))
+            if touched.uses:
                 self._look_at(touched)
 
     def take_problem(self) -> str:
@@ -98,7 +100,13 @@ class Undeclared:
         groups = {id(group) for declared in optimizers for group in declared.param_groups}
         return optimizer in optimizers or all(id(group) in groups for group in optimizer.param_groups)
 
-    def _look_at(self, touched: "_Touched") -> None:
+    def _of_optimizers(self) -> set[int]:
+        """Return the addresses of what optimizers have on the host: learning rates, step counts."""
+        optimizers = (*self._state.optimizers, *self._state.eager_optimizers)
+        tables = [table for each in optimizers for table in (*each.param_groups, *each.state.values())]
+        return addresses(tensors_in([value for table in tables for value in table.values()]))
+
+    def _look_at(self, touched: Touched) -> None:
         declared = {module for top in self._state.modules.values() for module in parts_of(top)}
         owners = {module: used for module in _live_modules() - declared if (used := _used(module, touched.uses))}
         owned = {id(use) for rows in owners.values() for _, _, use in rows}
@@ -111,7 +119,7 @@ class Undeclared:
             else:
                 self._to_adopt.append(root)
 
-    def _refused(self, touched: "_Touched", root: str, path: str, tensor: Tensor, use: "_Use") -> str:
+    def _refused(self, touched: Touched, root: str, path: str, tensor: Tensor, use: Use) -> str:
         if tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad):
             return _GRADIENT.format(_at(use.line), f"{root}.{path}")
         if use.written and self._refuses_changes:
@@ -119,71 +127,12 @@ class Undeclared:
         return ""
 
 
-@dataclass(eq=False)
-class _Use:
-    """How a call used memory that was there before it.
-
-    Attributes:
-        tensor: a tensor in that memory.
-        line: the user's line that used it first.
-        by_user: whether that line used it itself, and not through ampkit, a backward or compiled code.
-        written: whether an operation wrote to it.
-    """
-
-    tensor: "weakref.ref[Tensor]"
-    line: str
-    by_user: bool
-    written: bool = False
-
-
-class _Touched:
-    """Notes memory that operations use, unless it is known or was made by one of them.
-
-    A global hook on modules would not do, because code that torch.compile compiles meanwhile would contain the hook.
-    """
-
-    def __init__(self, known: set[int]) -> None:
-        self._known = known
-        self._made: set[int] = set()
-        self.uses: dict[int, _Use] = {}
-        self.nested = False  # whether there was a nested tensor
-
-    def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note the memory that an operation has used, written to and made."""
-        tensors = tensors_in((args, kwargs))
-        given = _addresses(tensors)
-        if op is LIFT_FRESH:  # what torch.tensor has just made
-            self._made |= given
-        for tensor in tensors:
-            self.nested = self.nested or tensor.is_nested
-            address = storage_address(tensor)
-            if address and not (address in self._known or address in self._made or address in self.uses):
-                frame = real_frame()
-                # In the first run of compiled code torch puts a mode of its own around it, which lets others see its
-                # operations. Their buffers come from an allocator that no mode sees.
-                by_user = is_users_call(frame) and not calls_from_compiled_code(frame)
-                self.uses[address] = _Use(weakref.ref(tensor), running_line(frame), by_user)
-        for tensor in written_arguments(op, args, kwargs):
-            if (use := self.uses.get(storage_address(tensor))) is not None:
-                use.written = True
-        self._made |= _addresses(tensors_in(result)) - given
-
-    def wrote(self, tensor: Tensor) -> bool:
-        """Return whether an operation has made this tensor, or written to it."""
-        address = storage_address(tensor)
-        return address in self._made or (address in self.uses and self.uses[address].written)
-
-
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return set(map(storage_address, tensors))
-
-
 def _live_modules() -> set[nn.Module]:
     """Return all modules of this process."""
     return {made for made in gc.get_objects() if is_module(made) and type(made).__hash__ is not None}
 
 
-def _used(module: nn.Module, uses: dict[int, _Use]) -> list[tuple[str, Tensor, _Use]]:
+def _used(module: nn.Module, uses: dict[int, Use]) -> list[tuple[str, Tensor, Use]]:
     """Return the tensors of this module, but not of its children, that were used, with their names."""
     tables = (*module_tables(module)[:2], vars(module))
     named = ((key, value) for table in tables for key, value in table.items() if _has_address(value))
@@ -205,9 +154,7 @@ def _topmost(owners: Iterable[nn.Module], declared: set[nn.Module]) -> list[nn.M
     return [module for module in containing if module not in inner]
 
 
-def _rows(
-    root: nn.Module, owners: dict[nn.Module, list[tuple[str, Tensor, _Use]]]
-) -> Iterator[tuple[str, Tensor, _Use]]:
+def _rows(root: nn.Module, owners: dict[nn.Module, list[tuple[str, Tensor, Use]]]) -> Iterator[tuple[str, Tensor, Use]]:
     for prefix, module in root.named_modules():
         for key, tensor, use in owners.get(module, ()):
             yield f"{prefix}.{key}" if prefix else key, tensor, use
@@ -225,6 +172,10 @@ _GRADIENT = (
     "{0}uses {1}, which gets a gradient and belongs to no declared module, so that the gradient would be lost. Pass "
     "its module in ampkit.graphed(modules=(...)), make it a part of the model of graphed_step, or freeze it: "
     "module.requires_grad_(False)."
+)
+_ON_HOST = (
+    "{0}changes a tensor on the host that the step reads, and a replay would not change it. Keep it on the device of "
+    "the step, in a buffer of a declared module."
 )
 _REPLACED = (
     "{0}reads a tensor that is no argument and belongs to no declared module, and that has been replaced since. A "

@@ -13,7 +13,7 @@ from .._torch.tree import TreeSpec
 from .attributes import AttributeValues
 from .contents import are_same
 from .inputs import Constant, Spec, TensorSpec, paths
-from .state import GRADIENTS, MODES
+from .state import GRADIENTS, HOST_TENSORS, MODES
 from .surroundings import CallSettings, memory_advice, setting_advice
 from .variables import VariableValues
 
@@ -228,8 +228,9 @@ class Variation:
             if isinstance(value, (AttributeValues, VariableValues)):
                 yield from (Part(each, found, advice, same=are_same) for each, found in value.named().items())
                 continue
-            # The values of these two say nothing to a user.
-            yield Part(name, value, advice, f"{name} kept changing" if name in (MODES, GRADIENTS) else "")
+            # The values of these say nothing to a user.
+            unsaid = name in (MODES, GRADIENTS, HOST_TENSORS)
+            yield Part(name, value, advice, f"{name} kept changing" if unsaid else "")
         yield Part(
             call_settings.replaced,
             call_settings.replacements,

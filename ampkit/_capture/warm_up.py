@@ -80,7 +80,7 @@ class WarmUp:
         self._generators = generators
         self._can_repeat = can_repeat
         self._watching = watching
-        self._undeclared = Undeclared(state, refuses_changes=declared)
+        self._undeclared = Undeclared(state, device, refuses_changes=declared)
         self._host_changes = HostChanges(state)
         self._clock = clock
         self._may_tell = may_tell

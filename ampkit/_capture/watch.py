@@ -27,6 +27,7 @@ from .._torch.sharding import local_shard
 from .._torch.tensors import layout_check
 from .attributes import Attributes
 from .contents import getter, tells_its_size
+from .host_tensors import HostTensors
 from .variables import Variables
 
 _G = TypeVar("_G")
@@ -208,6 +209,7 @@ class Look:
         sees_hooks: see `TrainingState`.
         attributes: which attributes of the modules are compared.
         variables: which variables are compared.
+        host_tensors: which tensors on the host are compared.
 
     Attributes:
         walk, optimizers, scaler, held: as given.
@@ -218,6 +220,7 @@ class Look:
         hooks: those of modules, parameters and buffers, behind the table that has them.
         attributes: the values of the modules' attributes that are compared.
         variables: the values of the variables that are compared.
+        host_values: the values of the tensors on the host that are compared.
         kept: what the optimizers keep of each parameter.
     """
 
@@ -233,6 +236,7 @@ class Look:
         sees_hooks: bool,
         attributes: Attributes,
         variables: Variables,
+        host_tensors: HostTensors,
     ) -> None:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
@@ -272,6 +276,8 @@ class Look:
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
         self._read_identities = _identities_of(len(self._objects))
         self._identities = self._read_identities(self._objects)
+        self._host_tensors, self.host_values = host_tensors, host_tensors.values()
+        self._host_bytes = list(self.host_values.found.values())
         self.addresses = walk.addresses()
         self.gradients = gradient_addresses(walk.tensors) if finds_gradients else []
         self._settings = self._read_settings()
@@ -290,6 +296,7 @@ class Look:
             and (hooks_made() == self._hooks_made or self._hooks_are_same())
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
+            and (not self._host_bytes or self._host_tensors.bytes_now() == self._host_bytes)
             and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
             and not gradients(self._bare)
         )
@@ -374,6 +381,7 @@ class StateWatch(Generic[_G]):
     Attributes:
         attributes: which attributes of the modules are compared.
         variables: which variables are compared.
+        host_tensors: which tensors on the host are compared.
     """
 
     def __init__(
@@ -394,6 +402,7 @@ class StateWatch(Generic[_G]):
         self._bare, self._sees_hooks = bare, sees_hooks
         self.attributes: Attributes = Attributes()
         self.variables: Variables = Variables(self.attributes.names_read, functions)
+        self.host_tensors: HostTensors = HostTensors()
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
@@ -452,6 +461,7 @@ class StateWatch(Generic[_G]):
                 sees_hooks=self._sees_hooks,
                 attributes=self.attributes,
                 variables=self.variables,
+                host_tensors=self.host_tensors,
             )
             now = self._describe(look)
         self._seen = look, now

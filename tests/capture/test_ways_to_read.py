@@ -213,8 +213,19 @@ def starred(*terms: Any, **named: Any) -> float:
     return float(terms[0].weight + named["term"].weight)
 
 
+@functools.lru_cache
+def cached() -> Any:
+    return Term()
+
+
+@functools.cache
+def cached_by_name(name: str) -> Any:
+    return Term()
+
+
 def called() -> float:
-    found = found_term().weight + W.property.inner.weight + W.method.found().weight
+    found = cached().weight + cached_by_name("a").weight
+    found += found_term().weight + W.property.inner.weight + W.method.found().weight
     with entered() as term:
         found += term.weight
     for term in yielded():
@@ -231,6 +242,11 @@ CALLED: dict[str, tuple[Any, Change]] = {
         name: (Term, functools.partial(lambda name: setattr(getattr(W, name), "weight", 3.0), name))
         for name in ("returned", "entered", "yielded", "given", "by_keyword", "starred", "double_starred", "object")
     },
+    "cached": (lambda: setattr(cached(), "weight", 1.0), lambda: setattr(cached(), "weight", 3.0)),
+    "cached by name": (
+        lambda: setattr(cached_by_name("a"), "weight", 1.0),
+        lambda: setattr(cached_by_name("a"), "weight", 3.0),
+    ),
     "property": (Owner, lambda: setattr(W.property.term, "weight", 3.0)),
     "method": (Owner, lambda: setattr(W.method.term, "weight", 3.0)),
     "unpacked": (lambda: (Term(),), lambda: setattr(W.unpacked[0], "weight", 3.0)),

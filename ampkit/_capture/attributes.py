@@ -294,10 +294,13 @@ def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:
 
 
 def _all_holders(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Holder]]:
-    """Yield what is in the attributes of these modules, and by which name the code that changes it reads it."""
-    seen: set[int] = set()
+    """Yield what is in the attributes of these modules, and by which name the code that changes it reads it.
+
+    What lies under several names is yielded for each of them.
+    """
+    seen: dict[str, set[int]] = {}
     for module in modules:
         for name, value in list(vars(module).items()):
             if name not in _KEPT_ELSEWHERE and not is_plain(value):
-                for holder in holders(value, lambda _: True, seen):
+                for holder in holders(value, lambda _: True, seen.setdefault(name, set())):
                     yield _IDENTIFIER.findall(name + holder.path)[-1], holder

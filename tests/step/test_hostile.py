@@ -20,9 +20,14 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {"cpu": ("modes", "host", "optimizer"), "
 
 def cases() -> list[Any]:
     """Return a parameter per set-up, without what is left out."""
-    marks = {"cpu": (), "cuda": (pytest.mark.cuda, pytest.mark.slow)}
+    further = {"cpu": [pytest.mark.seeds], "cuda": []}  # on the second half
+    marks = {"cpu": [], "cuda": [pytest.mark.cuda, pytest.mark.slow]}
     return [
-        pytest.param(setup, id=f"{device}-seed{setup.seed}", marks=marks[device])
+        pytest.param(
+            setup,
+            id=f"{device}-seed{setup.seed}",
+            marks=[*marks[device], *(further[device] if setup.seed >= len(seeds) // 2 else [])],
+        )
         for device, seeds in SEEDS.items()
         for setup in (draw(seed, device) for seed in seeds)
         if not {setup.hazard, *setup.settings}.intersection(LEFT_OUT[device])

@@ -258,22 +258,23 @@ class _Before:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [(vars(module), dict(vars(module))) for module in modules]
-        self._inside = [(holder, name, holder.by_name(), holder.in_order()) for name, holder in _all_holders(modules)]
+        self._inside = [(holder, name, holder.copy()) for name, holder in _all_holders(modules)]
 
     def changed(self) -> Iterator[str]:
         """Yield the names of what has changed since."""
         for table, before in self._tables:
             yield from _changed(before, table)
-        for holder, name, was, order in self._inside:
-            if was is not None:
-                yield from (key if isinstance(key, str) else name for key in _changed(was, holder.by_name() or {}))
-            elif len(order) != len(now := holder.in_order()) or not all(map(operator.is_, order, now)):
+        for holder, name, was in self._inside:
+            now = holder.copy()
+            if isinstance(was, dict) and isinstance(now, dict):
+                yield from (key if isinstance(key, str) else name for key in _changed(was, now))
+            elif len(was) != len(now) or not all(map(operator.is_, was, now)):
                 yield name
 
     def has_tensor(self, name: str) -> bool:
         """Return whether something of this name is a tensor now."""
         tables = [now for now, _ in self._tables]
-        tables += [holder.table for holder, _, _, _ in self._inside if isinstance(holder.table, dict)]
+        tables += [holder.table for holder, _, _ in self._inside if isinstance(holder.table, dict)]
         return any(isinstance(dict.get(table, name), Tensor) for table in tables)
 
 

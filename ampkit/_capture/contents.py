@@ -30,6 +30,9 @@ CLOSED_PACKAGES = frozenset(("torch", "torchmetrics", "lightning", "lightning_fa
 CLOSED_CLASSES = CLOSED_PACKAGES | {"builtins"}  # the packages of classes that are not looked into
 
 
+MOST_ENTRIES = 64  # of a list, or of a dict without names; more are data
+
+
 def is_number(value: Any) -> bool:
     """Return whether two values of this kind are compared by `==`."""
     return isinstance(value, (*_NUMBERS, types.MethodType))

@@ -13,7 +13,7 @@ from torch import nn
 from .._user_line import is_users_file
 from .bare_objects import bases_of, class_table, own_table, package_name
 from .bytecode import codes_in
-from .contents import CLOSED_CLASSES
+from .contents import CLOSED_CLASSES, MOST_ENTRIES
 
 
 class Functions:
@@ -41,7 +41,7 @@ class Functions:
                 continue
             self._seen[id(found)] = found
             if type(found) is functools.partial:
-                left += [found.func, *_arguments(found)]
+                left += in_partial(found)
             elif type(found) is MethodType:
                 left.append(found.__func__)
             else:
@@ -67,15 +67,16 @@ class Functions:
         called = {id(found) for found in (*functions, *methods)}
         partials = [found for found in self._seen.values() if type(found) is functools.partial]
         arguments = [(*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()) for each in functions]
-        arguments += [_arguments(each) for each in partials if id(each.func) in called]
+        arguments += [in_partial(each)[1:] for each in partials if id(each.func) in called]
         return [*chain.from_iterable(arguments)]
 
 
 _CALLED = (FunctionType, MethodType, functools.partial)
 
 
-def _arguments(made: "functools.partial[Any]") -> tuple[Any, ...]:
-    return (*made.args, *made.keywords.values())
+def in_partial(made: "functools.partial[Any]") -> tuple[Any, ...]:
+    """Return the function that `functools.partial` calls, and the arguments that it adds."""
+    return (made.func, *made.args, *made.keywords.values())
 
 
 def functions_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
@@ -152,9 +153,9 @@ class Reach:
         kind = type(value)
         if kind in (list, tuple, deque) or issubclass(kind, dict):
             entries = list(dict.values(value) if issubclass(kind, dict) else value)
-            return entries if len(entries) <= _MOST_ENTRIES else []
+            return entries if len(entries) <= MOST_ENTRIES else []
         if kind is functools.partial:
-            return [value.func, *_arguments(value)]
+            return [*in_partial(value)]
         if (function := unbound(value)) is not value:
             return [function, *([value.__self__] if kind is MethodType else [])]
         of_class = value if issubclass(kind, type) else kind
@@ -173,5 +174,4 @@ class Reach:
 
 
 _MOST = 10_000  # values
-_MOST_ENTRIES = 64
 _MADE_BY = ("__init__", "__new__", "__post_init__")

@@ -12,6 +12,7 @@ from .._user_line import is_users_file
 from .bare_objects import bases_of, class_table, file_of_module, own_table, package_name
 from .contents import (
     CLOSED_CLASSES,
+    MOST_ENTRIES,
     getter,
     gives_its_entries,
     is_closed,
@@ -21,9 +22,9 @@ from .contents import (
     number_text,
     size,
 )
+from .functions import in_partial
 
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
-_MOST = 64  # entries of a list, or of a dict without names; more are data
 _MOST_NAMED = 4096
 _MOST_TABLES = 1000  # in all
 
@@ -107,19 +108,15 @@ class Holder(NamedTuple):
             return tuple
         return getter(keys, type(self.table)) if keys else None
 
-    def by_name(self) -> dict[Any, Any] | None:
-        """Return the values as they are now, by their keys; None if they have none, as in a list."""
+    def copy(self) -> dict[Any, Any] | list[Any]:
+        """Return the values as they are now: by their keys, or in their order if they have none."""
         if isinstance(self.table, dict):
             return dict(dict.items(self.table))
-        if isinstance(self.table, (list, tuple, deque, Members)):
-            return None
-        return {key: self.table[key] for key in (*self.keys, *self.inner) if key in self.table}
-
-    def in_order(self) -> list[Any]:
-        """Return the values as they are now, where they have no keys; else []."""
         if isinstance(self.table, Members):
             return list(self.table.owner)
-        return list(self.table) if isinstance(self.table, (list, tuple, deque)) else []
+        if isinstance(self.table, (list, tuple, deque)):
+            return list(self.table)
+        return {key: self.table[key] for key in (*self.keys, *self.inner) if key in self.table}
 
 
 def holders(
@@ -177,10 +174,10 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
         if gives_its_entries(kind) and size(owner) <= _MOST_NAMED:
             yield id(owner), False, owner, _entries(owner)
     elif kind in (list, deque) or issubclass(kind, tuple):
-        if len(owner) <= _MOST:
+        if len(owner) <= MOST_ENTRIES:
             yield id(owner), False, owner, list(enumerate(owner))
     elif kind in (set, frozenset):
-        if len(owner) <= _MOST and all(map(is_plain, owner)):
+        if len(owner) <= MOST_ENTRIES and all(map(is_plain, owner)):
             yield id(owner), False, Members(owner), [(None, frozenset(owner))]
     else:
         if kind is _CACHED:
@@ -195,7 +192,7 @@ def _results(cached: Any) -> list[Any]:
     if info.maxsize is None:
         tables = [table for table in gc.get_referents(cached) if type(table) is dict and table is not own_table(cached)]
         results = [result for table in tables for result in table.values()]
-        return results if len(results) <= _MOST else []
+        return results if len(results) <= MOST_ENTRIES else []
     if type(function) is not FunctionType or info.currsize != 1:
         return []
     code = function.__code__
@@ -206,7 +203,7 @@ def _results(cached: Any) -> list[Any]:
 def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, Any]]]]:
     kind, own, slots = type(owner), own_table(owner), Slots(owner)
     if kind is functools.partial:  # it keeps its arguments in C
-        given = (owner.func, *owner.args, *owner.keywords.values())
+        given = in_partial(owner)
         yield id(owner), False, given, list(enumerate(given))
         return
     hidden: set[str] = set()  # of what the class has under the same name
@@ -240,7 +237,7 @@ def _is_setting(name: str, value: Any) -> bool:
 def _entries(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
     pairs = list(dict.items(table))
     unnamed = [key for key, _ in pairs if not isinstance(key, str)]
-    numbered = len(unnamed) <= _MOST and all(map(is_number, unnamed))
+    numbered = len(unnamed) <= MOST_ENTRIES and all(map(is_number, unnamed))
     return [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
 
 

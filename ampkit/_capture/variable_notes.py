@@ -61,9 +61,10 @@ class Notes:
         self.problem: str = ""
         self.readers: dict[PathKey, set[Reader]] = {}
         self._places: dict[PathKey, set[Place]] = {}  # where each path is read
-        self._reads: dict[CodeType, dict[Read, list[Place]] | None] = {}  # None: not of the user's code
-        self._fixed: dict[CodeType, list[tuple[Path, Read]]] = {}  # those that are the same in each call of a function
-        self._made: dict[int, CodeType] = {}  # by dynamo
+        # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
+        self._codes: dict[int, CodeType] = {}
+        self._reads: dict[int, dict[Read, list[Place]] | None] = {}  # None: not of the user's code
+        self._fixed: dict[int, list[tuple[Path, Read]]] = {}  # those that are the same in each call of a function
         self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
         # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
         self._known: dict[int, tuple[Any, Path]] = {}
@@ -81,17 +82,10 @@ class Notes:
 
     def _take(self, frame: FrameType) -> None:
         code = frame.f_code
-        original = original_code(code)
-        if original is not None:  # of what dynamo has made there may be no hash
-            by_ampkit = is_ampkits(frame)  # which compiles what it calls
-            if id(code) not in self._made and (by_ampkit or is_in_users_file(frame)):
-                self._made[id(code)] = code
-                self._take_what_is_given() if by_ampkit else self._take_what_is_bound(frame, original)
-                self._take_compiled(frame, [*self._functions.of(original), *(self._called if by_ampkit else ())])
-            return
-        if code not in self._reads:
-            self._reads[code] = self._begin(frame)
-        found = self._reads[code]
+        if id(code) not in self._codes:
+            self._codes[id(code)] = code
+            self._reads[id(code)] = self._begin(frame)
+        found = self._reads[id(code)]
         if found is None:
             return
         self._executed.watch(frame)
@@ -99,7 +93,7 @@ class Notes:
             return
         reader = _reader(frame)
         given = ((self._given(frame, read), read) for read in found if read.scope is Scope.ARGUMENT)
-        for path, read in (*self._fixed[code], *given):
+        for path, read in (*self._fixed[id(code)], *given):
             if path is not None:
                 self._add(path, reader, found[read])
 
@@ -114,7 +108,15 @@ class Notes:
     def _begin(self, frame: FrameType) -> dict[Read, list[Place]] | None:
         """Return what the code of a function reads that is called for the first time; None if that is no matter."""
         code = frame.f_code
+        original = original_code(code)
+        if original is not None and is_ampkits(frame):  # which compiles what it calls
+            self._take_what_is_given()
+            self._take_compiled(frame, [*self._called])
         if not is_in_users_file(frame):
+            return None
+        if original is not None:
+            self._take_what_is_bound(frame, original)
+            self._take_compiled(frame, self._functions.of(original))
             return None
         found = reads(code)
         if found and not is_users_call(frame.f_back):
@@ -123,7 +125,7 @@ class Notes:
         own = self._functions.of(code) if is_around else []  # looks at all objects
         fixed = [(_path(frame.f_globals, None, read), read) for read in found]
         fixed += [(_path({}, function, read), read) for function in own for read in found]
-        self._fixed[code] = [(path, read) for path, read in fixed if path is not None]
+        self._fixed[id(code)] = [(path, read) for path, read in fixed if path is not None]
         self._inner.update(codes_in(code) if found else ())
         return found
 

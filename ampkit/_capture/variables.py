@@ -7,7 +7,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,12 @@ from torch import nn
 from .._torch.modules import is_module
 from .bare_objects import file_of_module, module_name, own_table
 from .bytecode import Scope
-from .contents import ABSENT, are_same, getter, is_plain, noted, reference, size
+from .contents import ABSENT, MOST_ENTRIES, are_same, getter, is_plain, noted, reference, size
 from .executed import Executed
 from .holders import Holder, holders, holds_others
 from .variable_notes import Notes, Reader, unreadable
 from .variable_paths import Path, PathKey, is_left_alone
 
-_FEW = 64  # entries of a dict, all of which are compared
 _ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
 _ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
 
@@ -64,7 +63,7 @@ class VariableValues:
             f"the variable {self.names[key]}{text}": value
             for key, found in self.found.items()
             for text, value in found.items()
-            if (key, text) not in self.changing and (key, _ENTRIES.sub("", text)) not in self.changing
+            if not _is_among(self.changing, key, text)
         }
 
     def changed(self, new: "VariableValues") -> dict[str, tuple[Any, Any]]:
@@ -82,9 +81,6 @@ class VariableValues:
         """Yield what has another value in the other one."""
         left = self.changing | other.changing
 
-        def counts(key: PathKey, text: str) -> bool:
-            return (key, text) not in left and (key, _ENTRIES.sub("", text)) not in left
-
         def both_look(text: str) -> bool:
             names = _ATTRIBUTE.findall(text)
             return all(map(self.is_read, names)) and all(map(other.is_read, names))
@@ -94,7 +90,7 @@ class VariableValues:
             for text in {} if now is None else {**old, **now}:
                 was, becomes = old.get(text, ABSENT), (now or {}).get(text, ABSENT)
                 is_known = (was is not ABSENT and becomes is not ABSENT) or both_look(text)
-                if is_known and counts(key, text) and not are_same(was, becomes):
+                if is_known and not _is_among(left, key, text) and not are_same(was, becomes):
                     yield key, text
 
 
@@ -265,8 +261,13 @@ class Variables:
         It is what code reads by the names of attributes, wherever it stands. Of a small dict it is each entry.
         """
         for value in path.values()[-1:]:
-            all_entries = _is_table(value) and size(value) <= _FEW
+            all_entries = _is_table(value) and size(value) <= MOST_ENTRIES
             yield from holders(value, is_read or self._names_read(), set(), all_entries=all_entries)
+
+
+def _is_among(places: Container[Place], key: PathKey, text: str) -> bool:
+    """Return whether this is one of the places, or an entry of one."""
+    return (key, text) in places or (key, _ENTRIES.sub("", text)) in places
 
 
 def _as_a_whole(path: Path, text: str) -> Place:

@@ -322,7 +322,7 @@ def test_real_ranks_after_a_forecast() -> None:
 
 # Measured on two H100s, torch 2.11.0+cu130, 2026-11-25: the record is what torch's allocator counted, to the byte.
 _DIFFERS = {
-    "large": "1173.3 MiB were forecast and 1206.2 recorded: 32 MiB are a workspace of softmax's backward in bfloat16, "
+    "large": "1173.3 MiB were forecast and 1206.2 recorded: 32 MiB are a workspace in the backward of attention, "
     "which only the kernel knows of, and 1 MiB is cuBLASLt's",
 }
 

@@ -12,18 +12,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._user_line import NOT_THE_USERS, TORCH
+from .._user_line import NOT_THE_USERS, TORCH, is_users_file
 from .bare_objects import bases_of, module_name
+from .bytecode import names, names_looked_up
 from .contents import ABSENT, CLOSED_PACKAGES, are_same, getter, is_plain, noted
 from .executed import Executed
 from .functions import functions_of
-from .holders import Holder, holders, holds_others
+from .holders import Holder, any_name, holders, holds_others
 from .profile_function import seeing_calls
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
 # So does the code of Lightning, whose `self.log` reads attributes of its own.
-_OF_OTHERS = [f"-packages{os.sep}{name}{os.sep}" for name in CLOSED_PACKAGES]
+_PACKAGES = f"-packages{os.sep}"
+_OF_OTHERS = [f"{_PACKAGES}{name}{os.sep}" for name in CLOSED_PACKAGES]
 # DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
 _NOT_COMPARED = ("torch.nn.parallel.", "torchmetrics.")
 _KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
@@ -151,11 +153,15 @@ class Attributes:
             executed: which instructions of these functions are executed. The context must be within its own.
         """
         before = [_Before(modules)]
-        code: set[CodeType] = set()
+        code: dict[CodeType, bool] = {}  # what is called, and whether it is code of an installed package that counts
 
         def note(frame: FrameType) -> None:
             with suppress(TypeError):  # of code that dynamo has made, with a dict among its constants
-                code.add(frame.f_code)
+                if frame.f_code not in code:
+                    name = frame.f_code.co_filename
+                    code[frame.f_code] = _is_of_package(name) and _PACKAGES in name  # Python's own code runs long loops
+                if code[frame.f_code]:  # `take` has the user's code watched
+                    executed.watch(frame)
             further = take(frame)
             before.extend([_Before(further)] if further else ())
 
@@ -166,13 +172,15 @@ class Attributes:
         methods = {kind: {function.__code__ for _, function in functions_of(kind)} for kind in kinds}
         if not observed or executed.compiled:  # another profiler runs, or no function is called of what was compiled
             found = chain.from_iterable(methods.values())
-            code.update(executed.compiled, (each for each in found if each.co_name != "__init__"))
+            code.update(
+                dict.fromkeys([*executed.compiled, *(each for each in found if each.co_name != "__init__")], False)
+            )
         # The methods of a module that has others inside may read attributes of those.
         outer = {type(module) for module in modules if any(True for _ in module.children())}
         leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
         leaves.difference_update(*(methods[kind] for kind in outer))
-        own = {kind: frozenset(_names(methods[kind] & code, executed)) for kind in methods if kind not in outer}
-        names = _Names(frozenset(_names(code - leaves, executed)), own)
+        own = {kind: frozenset(_names(methods[kind] & code.keys(), executed)) for kind in methods if kind not in outer}
+        names = _Names(frozenset(_names(code.keys() - leaves, executed)), own)
         self._take_changes(before, names)
         self._read = self._read.with_further(names)
         self._learn(names)
@@ -279,14 +287,27 @@ class _Before:
 
 
 def _names(code: Collection[CodeType], executed: Executed) -> set[str]:
-    """Return the names that this code reads attributes by, and its texts, which `getattr` may be given."""
-    return set(chain.from_iterable(executed.names(each) for each in code if _counts(each.co_filename)))
+    """Return the names that this code reads attributes by, and its texts, which `getattr` may be given.
+
+    Packages have texts in abundance that they look nothing up by.
+    """
+    found = set[str]()
+    for each in code:
+        if _counts(each.co_filename):
+            known = names_looked_up(each) if _is_of_package(each.co_filename) else names(each)
+            found |= executed.names(each, known)
+    return found
 
 
 def _counts(filename: str) -> bool:
     """Return whether code in this file may read attributes of modules, and not only what it is given."""
     of_others = filename.startswith(NOT_THE_USERS) or any(package in filename for package in _OF_OTHERS)
     return filename.startswith(_MODULES) or not of_others
+
+
+def _is_of_package(filename: str) -> bool:
+    """Return whether a file is of a package, or Python's own, whose code may read attributes of modules."""
+    return _counts(filename) and not filename.startswith(_MODULES) and not is_users_file(filename)
 
 
 def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:
@@ -303,5 +324,5 @@ def _all_holders(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Holder]]:
     for module in modules:
         for name, value in list(vars(module).items()):
             if name not in _KEPT_ELSEWHERE and not is_plain(value):
-                for holder in holders(value, lambda _: True, seen.setdefault(name, set())):
+                for holder in holders(value, any_name, seen.setdefault(name, set())):
                     yield _IDENTIFIER.findall(name + holder.path)[-1], holder

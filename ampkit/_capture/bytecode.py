@@ -90,6 +90,19 @@ def names(code: CodeType) -> set[str]:
     return {*code.co_names, *(text for text in code.co_consts if type(text) is str and text.isidentifier())}
 
 
+def names_looked_up(code: CodeType) -> set[str]:
+    """Return as `names` does, but only texts by which code looks something up: entries, or attributes by `getattr`."""
+    if not _LOOKING_UP.isdisjoint(code.co_names):
+        return names(code)
+    found, texts = set(code.co_names), list[str]()  # the texts that were loaded, with nothing but loads behind them
+    for each, _ in instructions(code):
+        if _is_subscript(each) or each.opname == "CONTAINS_OP":
+            found.update(texts)
+        texts = texts if each.opname.startswith("LOAD_") else []
+        texts += [each.argval] if each.opname in _CONSTANT and isinstance(each.argval, str) else []
+    return found
+
+
 def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, Place]]:
     """Yield the instructions of some code, but not of functions that are defined in it."""
     first = None
@@ -201,6 +214,9 @@ def _is_subscript(instruction: dis.Instruction) -> bool:
     )
 
 
+_LOOKING_UP = frozenset(
+    ("__dict__", "attrgetter", "get", "getattr", "hasattr", "itemgetter", "pop", "setdefault", "vars")
+)
 _NOTHING = frozenset(("CACHE", "NOP", "PUSH_NULL", "RESUME"))
 _GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _CELL = frozenset(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))

@@ -267,7 +267,10 @@ class Engine:
             self._cache.clear()
             self._layouts.clear()
         self._layouts.reason = f"{WARM_UP} again: {change.reason}"
-        text = f"{change.text}. Each such change takes {self._warmup} eager steps and a new capture."
+        costs = f"takes {self._warmup} eager steps and a new capture"
+        text = f"{change.text}. Each such change {costs}."
+        if not change.outdates:
+            text = f"{change.text}. Each new value {costs}; one that comes back has its graph."
         if self.fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
             self._variation.follow(self.replays + self.series.launches, self.captures)
             self._variation.say(change.advice)

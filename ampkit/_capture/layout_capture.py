@@ -22,7 +22,7 @@ from .pool import no_recompile
 from .ranks import Ranks
 from .state import TrainingState
 from .variation import Key
-from .watch import Walk
+from .walk import Walk
 
 
 class LayoutCapture:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._torch.sharding import local_shard
 from .._torch.tensors import version
 from .state import TrainingState
-from .watch import Walk
+from .walk import Walk
 
 
 class Snapshot:

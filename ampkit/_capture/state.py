@@ -21,13 +21,12 @@ from .bound import Bound, cells
 from .executed import Executed
 from .host_tensors import HostTensors, HostValues
 from .variables import Variables, VariableValues
+from .walk import Objects, Walk
 from .watch import (
     Look,
-    Objects,
     Rates,
     Scaler,
     StateWatch,
-    Walk,
     autocast,
     default_devices,
     own_values,

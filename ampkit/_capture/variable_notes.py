@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from .._text import error_line
 from .._torch.compile import never_compile_by_itself, original_code
 from .._torch.modules import MODULE_CALL, hook_tables, is_module, parts_of
-from .._user_line import is_ampkits, is_in_users_file, is_users_call, line_text
+from .._user_line import is_ampkits, is_in_users_file, is_users_call, is_users_file, line_text
 from .bare_objects import package_name
 from .bytecode import Place, Read, Scope, codes_in, reads
 from .contents import CLOSED_CLASSES, is_plain
 from .executed import Executed
-from .functions import Functions, Reach, given_before
+from .functions import Functions, Reach, given_before, unbound
 from .variable_paths import Path, PathKey, Root, is_left_alone
 
 
@@ -68,6 +68,7 @@ class Notes:
         self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
         # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
         self._known: dict[int, tuple[Any, Path]] = {}
+        self._owners: dict[PathKey, Path] = {}  # of the paths to methods of packages: the objects that these read
         self._found: list[nn.Module] = []  # in this call of `take`
 
     def take(self, frame: FrameType) -> Sequence[nn.Module]:
@@ -192,6 +193,8 @@ class Notes:
 
     def _add(self, path: Path, reader: Reader, places: list[Place]) -> None:
         self._places.setdefault(path.key, set()).update(places)
+        if path.key in self._owners:
+            self._add(self._owners[path.key], reader, places)
         if path.key in self.paths:
             self.readers[path.key].add(reader)
         if path.key in self.paths or path.only_writes():
@@ -199,7 +202,11 @@ class Notes:
         self.readers[path.key] = {reader}
         self.paths[path.key] = path
         self.before[path.key] = self._look(path)
-        for depth, value in enumerate(path.values()):
+        values = path.values()
+        if len(values) > 1 and _is_of_package(values[-1]):
+            self._owners[path.key] = owner = path._replace(parts=path.parts[: len(values) - 2])
+            self._add(owner, reader, places)
+        for depth, value in enumerate(values):
             self._functions.take(value)
             if is_module(value) and id(value) not in self._known:
                 self._found += parts_of(value)
@@ -216,6 +223,12 @@ def unreadable(error: Exception, function: str = "") -> str:
         f"An object that the step reads{where} raises where ampkit looks for what could change in it: "
         f"{error_line(error)}. So no change would be noticed. Pass what the step needs of it as an argument."
     )
+
+
+def _is_of_package(value: Any) -> bool:
+    """Return whether this is a method or property whose code, that of a package, may read all of its object."""
+    function = unbound(value)
+    return type(function) is FunctionType and not is_users_file(function.__code__.co_filename)
 
 
 def _is_in_users_file(frame: FrameType | None) -> bool:

@@ -18,7 +18,7 @@ from .bare_objects import file_of_module, module_name, own_table
 from .bytecode import Scope
 from .contents import ABSENT, MOST_ENTRIES, are_same, getter, is_plain, noted, reference, size
 from .executed import Executed
-from .holders import Holder, holders, holds_others
+from .holders import Holder, any_name, holders, holds_others
 from .variable_notes import Notes, Reader, unreadable
 from .variable_paths import Path, PathKey, is_left_alone
 
@@ -26,10 +26,6 @@ _ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
 _ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
 
 Place = tuple[PathKey, str]  # a path, and what is written behind it
-
-
-def _always(_: str) -> bool:
-    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +45,7 @@ class VariableValues:
     found: dict[PathKey, dict[str, Any]]
     names: dict[PathKey, str]
     changing: frozenset[Place] = frozenset()
-    is_read: Callable[[str], bool] = _always
+    is_read: Callable[[str], bool] = any_name
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VariableValues) and not any(True for _ in self.different(other))
@@ -126,7 +122,7 @@ class Variables:
         """
 
         self._start = self._values(self._known())
-        return Notes(lambda path: self._look(path, _always), self._functions, modules, executed)
+        return Notes(lambda path: self._look(path, any_name), self._functions, modules, executed)
 
     def learn(self, notes: Notes, *, in_parts: bool = False) -> None:
         """Compare what a step has read from now on. To be called at its end.

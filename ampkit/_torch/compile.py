@@ -67,7 +67,8 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
 
 
 def _nothing_was_compiled() -> bool:
-    return "torch._dynamo" not in sys.modules  # the import takes a second, so who needs none makes none
+    # The import takes a second, so who needs none makes none. In the midst of an import, there are no parts of it yet.
+    return not hasattr(sys.modules.get("torch._dynamo"), "utils")
 
 
 def original_code(code: CodeType) -> CodeType | None:

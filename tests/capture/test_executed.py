@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import FrameType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import ampkit
 from ampkit._capture import executed as module
-from ampkit._capture.bytecode import instructions, reads
+from ampkit._capture.bytecode import instructions, names, names_looked_up, reads
 from ampkit._capture.executed import Executed
+from ampkit._torch.compile import original_code
 
 CONFIG: Any = SimpleNamespace(on=False, off=True, first=1.0, second=2.0, third=3.0, keys={"a": 1.0})
 
@@ -136,8 +137,24 @@ def test_names() -> None:
     executed = Executed()
     with watching(executed):
         named(1)
-    assert executed.names(named.__code__) == {"getattr", "CONFIG", "third"}
-    assert {"CONFIG", "on", "first", "second"} == executed.names(either.__code__)
+    assert executed.names(named.__code__, names(named.__code__)) == {"getattr", "CONFIG", "third"}
+    assert {"CONFIG", "on", "first", "second"} == executed.names(either.__code__, names(either.__code__))
+
+
+LOOK_UP: dict[str, tuple[Callable[..., Any], bool]] = {
+    "entry": (lambda x: x["third"], True),
+    "contained": (lambda x: "third" in x.keys, True),
+    "getattr": (lambda x: getattr(x, "third", 1.0), True),
+    "get": (lambda x: x.get("third"), True),
+    "another function": (lambda x: x.group("third"), False),
+    "an entry of a result": (lambda x: x.group("third")["second"], False),
+}
+
+
+@pytest.mark.parametrize(("function", "looks_up"), LOOK_UP.values(), ids=LOOK_UP)
+def test_texts_that_look_something_up(function: Callable[..., Any], looks_up: bool) -> None:
+    assert ("third" in names_looked_up(function.__code__)) == looks_up
+    assert "third" in names(function.__code__)
 
 
 def test_long_instructions() -> None:
@@ -341,8 +358,8 @@ def test_other_threads_trace_as_they_like() -> None:
 
 def test_code_without_the_name_of_a_module() -> None:
     """`exec` may be given variables without `__name__`, or with None."""
-    for names in ({"__name__": None}, {}):
-        variables: dict[str, Any] = {**names, "CONFIG": SimpleNamespace(scale=1.0)}
+    for own in ({"__name__": None}, {}):
+        variables: dict[str, Any] = {**own, "CONFIG": SimpleNamespace(scale=1.0)}
         exec(compile("def loss(model, x):\n    return model(x).mean() * CONFIG.scale", __file__, "exec"), variables)
         model = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
@@ -413,6 +430,50 @@ def test_a_counter_behind_a_condition() -> None:
         model.calls += 1
         trainer.train(1)
     assert (trainer.step.captures, trainer.step.replays) == (1, 5)
+
+
+PACKAGE = """
+class Accelerator:
+    is_split, syncs, scale, factor = False, True, 1.0, 1.0
+
+    @property
+    def weight(self):
+        return self.factor
+
+    def backward(self, loss):
+        if self.is_split:
+            loss = loss * self.syncs
+        (loss * self.scale).backward()
+"""
+
+
+@pytest.mark.parametrize("read", ["scale", "factor"])
+def test_a_condition_in_a_package(read: str) -> None:
+    """R7: what a method of a package reads of its object counts where it is executed, as in code of the user's own."""
+    package: dict[str, Any] = {"__name__": "package"}
+    exec(compile(PACKAGE, "/lib/site-packages/package/accelerator.py", "exec"), package)
+    model, accelerator = nn.Linear(4, 2), package["Accelerator"]()
+
+    def gradients(x: Tensor) -> list[Tensor | None]:
+        accelerator.backward(model(x).square().mean() * accelerator.weight)
+        return [param.grad for param in model.parameters()]
+
+    graphed = ampkit.graphed(modules=(model,), graph="emulate")(gradients)
+    for i in range(8):
+        model.zero_grad()
+        accelerator.syncs = i % 2 == 0
+        graphed(torch.ones(2, 4))
+    assert (graphed.captures, graphed.replays) == (1, 5)
+    model.zero_grad()
+    setattr(accelerator, read, 2.0)
+    with pytest.warns(ampkit.CaptureWarning, match=rf"accelerator\.{read} changed from 1\.0 to 2\.0"):
+        graphed(torch.ones(2, 4))
+
+
+def test_while_dynamo_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first watched call of a process imports it, and finders of modules are functions that may be watched."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    assert original_code(either.__code__) is None
 
 
 def test_what_is_read_behind_a_condition_that_becomes_true() -> None:

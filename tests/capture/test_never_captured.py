@@ -233,7 +233,7 @@ CASES: dict[str, Case] = {
         calling(lambda step, x, i: step(x), optimizer="sgd", scheduler=one_cycle),
         [f"{MOMENTUM} kept changing (it was 0.9", CYCLED],
         MOMENTUM,
-        (f"{MOMENTUM} changed from 0.95 to 0.94", "Each such change takes 3 eager steps and a new capture. ", CYCLED),
+        (f"{MOMENTUM} changed from 0.95 to 0.94", "Each new value takes 3 eager steps and a new capture; ", CYCLED),
     ),
     "betas of OneCycleLR": Case(
         calling(lambda step, x, i: step(x), scheduler=one_cycle),
@@ -473,7 +473,7 @@ def test_a_setting_that_goes_back_and_forth_is_no_error() -> None:
     finally:
         torch.backends.cudnn.benchmark = before
     assert when == 2
-    assert "torch.backends.cudnn.benchmark changed from False to True. Each such change takes 3 eager" in message
+    assert "torch.backends.cudnn.benchmark changed from False to True. Each new value takes 3 eager" in message
     assert (step.captures, step.replays) == (2, 94)
 
 
@@ -488,7 +488,7 @@ def test_a_change_that_was_said_long_ago_does_not_silence_the_next() -> None:
 
     found = told(call, 120)
     assert [when for when, _ in found] == [11, 50 + 32]
-    assert "weight_decay'] changed from 0.0 to 0.1. Each such change" in found[0][1]
+    assert "weight_decay'] changed from 0.0 to 0.1. Each new value" in found[0][1]
     assert "weight_decay'] kept changing (it was 0.179, then 0.18, then 0.181)" in found[1][1]
 
 

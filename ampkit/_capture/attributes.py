@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._user_line import NOT_THE_USERS, TORCH, is_users_file
 from .bare_objects import bases_of, module_name
 from .bytecode import names, names_looked_up
-from .contents import ABSENT, CLOSED_PACKAGES, are_same, getter, is_plain, noted
+from .contents import ABSENT, CLOSED_PACKAGES, are_same, getter, is_plain, noted, reference
 from .executed import Executed
 from .functions import functions_of
 from .holders import Holder, any_name, holders, holds_others
@@ -206,7 +206,7 @@ class Attributes:
         seen: set[int] = set()
         for place, module in enumerate(modules):
             for name, value in self._compared(module):
-                found[place, name] = noted(value) if is_plain(value) else type(value)
+                found[place, name] = noted(value) if is_plain(value) else _stand_in(value)
                 for holder in self._holders(value, seen):
                     found.update({(place, name + text): inside for text, inside in holder.found().items()})
         return AttributeValues(self.names, list(map(type, modules)), found, paths)
@@ -220,10 +220,8 @@ class Attributes:
         tables: list[Any] = []
         seen: set[int] = set()
         for module in modules:
-            keys: list[str] = []
-            for name, value in self._compared(module):
-                # What holds others is another object where a whole configuration was replaced.
-                keys += [name] if is_plain(value) or holds_others(value) else []
+            keys = [name for name, _ in self._compared(module)]
+            for _, value in self._compared(module):
                 for holder in self._holders(value, seen):
                     if (reader := holder.reader()) is not None:
                         getters.append(reader)
@@ -284,6 +282,11 @@ class _Before:
         tables = [now for now, _ in self._tables]
         tables += [holder.table for holder, _, _ in self._inside if isinstance(holder.table, dict)]
         return any(isinstance(dict.get(table, name), Tensor) for table in tables)
+
+
+def _stand_in(value: Any) -> Any:
+    """Return what stands for an object that is not plain: of what holds others, these are compared instead."""
+    return type(value) if holds_others(value) else reference(value)
 
 
 def _names(code: Collection[CodeType], executed: Executed) -> set[str]:

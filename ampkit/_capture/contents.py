@@ -1,10 +1,13 @@
 """Values that a graph holds as constants: which ones, what is noted of them, and when two of them are the same."""
 
+import array
 import operator
+import sys
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable
+from decimal import Decimal
 from enum import Enum
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 
 from .bare_objects import package_name
 
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, Decimal)
 _BUILT_IN = (bool, int, float, complex, str, bytes)
 _BY_IDENTITY = (
     types.FunctionType,
@@ -43,7 +46,27 @@ def is_plain(value: Any) -> bool:
     kind = type(value)  # the `__class__` of a weak proxy is that of another object, which may be gone
     if issubclass(kind, (tuple, frozenset)):
         return all(map(is_plain, value))
-    return issubclass(kind, (*_NUMBERS, *_BY_IDENTITY))
+    if kind is slice:
+        return all(map(is_plain, _ends(value)))
+    return issubclass(kind, (*_NUMBERS, *_BY_IDENTITY)) or _is_of_numpy(kind, "generic")
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value holds numbers in memory of its own, where they may change in place: of numpy, or bytes."""
+    kind = type(value)
+    if kind in (bytearray, array.array):
+        return True
+    return kind.__name__ == "ndarray" and _is_of_numpy(kind, "ndarray") and not value.dtype.hasobject
+
+
+def _is_of_numpy(kind: type, name: str) -> bool:
+    """Return whether a class is this one of numpy or made from it. Nothing is, if nobody has imported numpy."""
+    found = getattr(sys.modules.get("numpy"), name, None)
+    return found is not None and issubclass(kind, found)
+
+
+def _ends(value: slice) -> tuple[Any, ...]:
+    return value.start, value.stop, value.step
 
 
 def is_closed(value: Any) -> bool:
@@ -100,8 +123,12 @@ def are_same(old: Any, now: Any) -> bool:
         return len(old) == len(now) and all(map(are_same, old, now))
     if isinstance(old, frozenset):
         return bool(old == now)
-    if isinstance(old, (float, complex)):
+    if type(old) is slice:
+        return are_same(_ends(old), _ends(now))
+    if isinstance(old, (float, complex, Decimal)):
         return number_text(old) == number_text(now)  # 0.0 and -0.0 are equal, and nan is not
+    if _is_of_numpy(type(old), "generic"):
+        return bool(old.tobytes() == now.tobytes())
     return is_number(old) and bool(_own_kind(old).__eq__(old, now))
 
 

@@ -5,16 +5,19 @@ import gc
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from contextvars import ContextVar
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from .._user_line import is_users_file
 from .bare_objects import bases_of, class_table, file_of_module, own_table, package_name
 from .contents import (
+    ABSENT,
     CLOSED_CLASSES,
     MOST_ENTRIES,
     getter,
     gives_its_entries,
+    is_array,
     is_closed,
     is_number,
     is_plain,
@@ -77,12 +80,46 @@ class Members:
         return frozenset(self.owner)
 
 
+class Variable:
+    """The value of a `ContextVar`, as a table with one entry; `ABSENT` if it has none."""
+
+    def __init__(self, owner: "ContextVar[Any]") -> None:
+        self.owner = owner
+
+    def __getitem__(self, _: None) -> Any:
+        return self.owner.get(ABSENT)
+
+
+class Array:
+    """What is in an array of numbers, as a table with one entry: the numbers, and a text for dtype and shape."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self._seen: tuple[Any, ...] = ()
+
+    def __getitem__(self, _: None) -> tuple[Any, ...]:
+        numbers = self.owner.ravel().tolist() if hasattr(self.owner, "ravel") else self.owner
+        return (*numbers, self._kind())
+
+    def read(self) -> tuple[Any, ...]:
+        """Return the contents: the same object again if they have not changed since the last call."""
+        now = self._kind(), bytes(self.owner) if type(self.owner) is bytearray else self.owner.tobytes()
+        self._seen = self._seen if now == self._seen else now
+        return (self._seen,)
+
+    def _kind(self) -> str:
+        if hasattr(self.owner, "dtype"):  # of numpy
+            return f"{self.owner.dtype}{list(self.owner.shape)}"
+        return f"{getattr(self.owner, 'typecode', 'B')}[{len(self.owner)}]"
+
+
 class Holder(NamedTuple):
     """A table with values.
 
     Attributes:
         path: how it is written, behind the name of the attribute: "", ".vision", "['vision']".
-        table: a list, tuple or deque, a dict, the `__dict__` of an object or of a class, `Slots` or `Members`.
+        table: a list, tuple or deque, a dict, the `__dict__` of an object or of a class, `Slots`, `Members`, a
+            `Variable` or an `Array`.
         keys: of the values in it that are compared: numbers, texts, functions, tensors, modules.
         inner: of those that hold others.
         texts: how each of the values that are compared is written, behind the name of the attribute.
@@ -103,6 +140,10 @@ class Holder(NamedTuple):
         it is compared. It raises a `KeyError` or `IndexError` if an entry is gone."""
         if isinstance(self.table, Members):
             return lambda table: tuple(table.owner)
+        if isinstance(self.table, Array):
+            return Array.read
+        if isinstance(self.table, Variable):
+            return lambda table: (table[None],)
         keys = [*self.keys, *self.inner]
         if keys and type(self.table) in (list, tuple, deque):
             return tuple
@@ -114,6 +155,10 @@ class Holder(NamedTuple):
             return dict(dict.items(self.table))
         if isinstance(self.table, Members):
             return list(self.table.owner)
+        if isinstance(self.table, Array):
+            return list(self.table.read())
+        if isinstance(self.table, Variable):
+            return [self.table[None]]
         if isinstance(self.table, (list, tuple, deque)):
             return list(self.table)
         return {key: self.table[key] for key in (*self.keys, *self.inner) if key in self.table}
@@ -168,6 +213,10 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
     kind = type(owner)
     if issubclass(kind, MethodType):
         yield from _tables(owner.__self__)
+    elif kind is MappingProxyType:
+        yield from _tables(gc.get_referents(owner)[0])
+    elif kind is ContextVar:
+        yield id(owner), False, Variable(owner), [(None, Variable(owner)[None])]
     elif issubclass(kind, ModuleType) and is_users_file(file_of_module(owner)):
         own = own_table(owner) or {}
         yield id(own), True, own, list(own.items())
@@ -184,6 +233,9 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
     elif kind in (set, frozenset):
         if len(owner) <= MOST_ENTRIES and all(map(is_plain, owner)):
             yield id(owner), False, Members(owner), [(None, frozenset(owner))]
+    elif is_array(owner):
+        if (owner.size if hasattr(owner, "size") else len(owner)) <= MOST_ENTRIES:
+            yield id(owner), False, Array(owner), [(None, Array(owner)[None])]
     else:
         if kind is _CACHED:
             results = tuple(_results(owner))
@@ -247,7 +299,7 @@ def _entries(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def _written(path: str, key: Any, table: Any, is_object: bool) -> str:
-    if isinstance(table, Members):
+    if isinstance(table, (Members, Array, Variable)):
         return path
     if is_object:
         return f"{path}.{key}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodDescriptorType, MethodType
 from typing import Any
 
 from torch import nn
@@ -68,7 +68,7 @@ class Notes:
         self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
         # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
         self._known: dict[int, tuple[Any, Path]] = {}
-        self._owners: dict[PathKey, Path] = {}  # of the paths to methods of packages: the objects that these read
+        self._owners: dict[PathKey, Path] = {}  # of the paths to methods whose code is not looked at
         self._found: list[nn.Module] = []  # in this call of `take`
 
     def take(self, frame: FrameType) -> Sequence[nn.Module]:
@@ -203,7 +203,7 @@ class Notes:
         self.paths[path.key] = path
         self.before[path.key] = self._look(path)
         values = path.values()
-        if len(values) > 1 and _is_of_package(values[-1]):
+        if len(values) > 1 and _reads_unseen(values[-1]):
             self._owners[path.key] = owner = path._replace(parts=path.parts[: len(values) - 2])
             self._add(owner, reader, places)
         for depth, value in enumerate(values):
@@ -225,10 +225,12 @@ def unreadable(error: Exception, function: str = "") -> str:
     )
 
 
-def _is_of_package(value: Any) -> bool:
-    """Return whether this is a method or property whose code, that of a package, may read all of its object."""
+def _reads_unseen(value: Any) -> bool:
+    """Return whether this is a method or property that may read all of its object, and has no code of the user's."""
     function = unbound(value)
-    return type(function) is FunctionType and not is_users_file(function.__code__.co_filename)
+    if type(function) is FunctionType:
+        return not is_users_file(function.__code__.co_filename)
+    return type(function) in (MethodDescriptorType, GetSetDescriptorType)  # written in C
 
 
 def _is_in_users_file(frame: FrameType | None) -> bool:

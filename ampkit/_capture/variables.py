@@ -16,7 +16,7 @@ from torch import nn
 from .._torch.modules import is_module
 from .bare_objects import file_of_module, module_name, own_table
 from .bytecode import Scope
-from .contents import ABSENT, MOST_ENTRIES, are_same, getter, is_plain, noted, reference, size
+from .contents import ABSENT, MOST_ENTRIES, are_same, getter, is_array, is_plain, noted, reference, size
 from .executed import Executed
 from .holders import Holder, any_name, holders, holds_others
 from .variable_notes import Notes, Reader, unreadable
@@ -286,7 +286,7 @@ def _stand_in(value: Any) -> Any:
 
     The type of an object, and not `isinstance`, tells what it is, since weak proxies may be of objects that are gone.
     """
-    is_read = holds_others(value) and not _is_of_package(value)
+    is_read = holds_others(value) and (is_array(value) or not _is_of_package(value))
     return type(value) if _is_table(value) or is_read else reference(value)
 
 

@@ -1,5 +1,6 @@
 """The modules that a step may change, with everything in them, and whether they are still the same objects."""
 
+import functools
 import gc
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -124,8 +125,8 @@ def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:
     """
     tables = list(map(vars, modules))
     if all("training" in table and not hasattr(type(m), "training") for m, table in zip(modules, tables, strict=True)):
-        return lambda: map(operator.itemgetter("training"), tables)
-    return lambda: map(operator.attrgetter("training"), modules)
+        return functools.partial(map, operator.itemgetter("training"), tables)
+    return functools.partial(map, operator.attrgetter("training"), modules)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:

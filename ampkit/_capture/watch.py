@@ -1,7 +1,9 @@
 """What every call looks at to see whether the training state is as it was: it compares, and builds nothing."""
 
+import ctypes
 import gc
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from types import MethodType
@@ -26,7 +28,6 @@ from .._torch.tensors import layout_check
 from .attributes import Attributes
 from .contents import getter, tells_its_size
 from .host_tensors import HostTensors
-from .identities import identities_of
 from .variables import Variables
 from .walk import Walk
 
@@ -150,7 +151,7 @@ class Look:
         self._lists: list[Any] = [*lists, *[table for table in inside if tells_its_size(type(table))]]
         self._lengths = list(map(len, self._lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
-        self._read_identities = identities_of(len(self._objects))
+        self._read_identities = _identities_of(len(self._objects))
         self._identities = self._read_identities(self._objects)
         self._host_tensors, self.host_values = host_tensors, host_tensors.values()
         self._host_bytes = list(self.host_values.found.values())
@@ -162,13 +163,14 @@ class Look:
         """Return whether the state is still what was seen."""
         try:
             objects = self._read_objects()
+            local = self.walk.local() if self.walk.is_split else self.walk.tensors
         except (KeyError, IndexError):  # an entry of a param group, an attribute, or what a variable leads to, is gone
             return False
         return (
             len(objects) == len(self._objects)
             and self._read_identities(objects) == self._identities
-            and self.walk.addresses() == self.addresses
-            and self._layouts_are_same()
+            and list(map(Tensor.data_ptr, local)) == self.addresses
+            and self._layouts_are_same(local)
             and (hooks_made() == self._hooks_made or self._hooks_are_same())
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
@@ -177,10 +179,8 @@ class Look:
             and not gradients(self._bare)
         )
 
-    def _layouts_are_same(self) -> bool:
-        if self._has_layouts is None:
-            return self.walk.layouts() == self.layouts
-        return self._has_layouts(*self.walk.local())
+    def _layouts_are_same(self, local: Sequence[Tensor]) -> bool:
+        return self.walk.layouts() == self.layouts if self._has_layouts is None else self._has_layouts(*local)
 
     def _hooks_are_same(self) -> bool:
         """Return whether the hooks that were registered since are none of these modules and tensors."""
@@ -384,6 +384,35 @@ def autocast() -> tuple[torch.dtype | None, torch.dtype | None]:
     return on_cuda, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
+# ---------------------------------------------------------------------------------------------------------- identities
+
+
+def _ids(objects: tuple[Any, ...]) -> bytes:
+    """Return the identities of some objects."""
+    return b"".join([id(found).to_bytes(_POINTER, sys.byteorder) for found in objects])
+
+
+def _pointers_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
+    """Return what does as `_ids` for that many objects, in less time: in CPython a tuple is an array of them."""
+    at = (ctypes.c_char * (_POINTER * count)).from_address
+    return lambda objects: at(id(objects) + _HEAD).raw
+
+
+def _reads_tuples() -> bool:
+    """Return whether `_pointers_of` works in this interpreter."""
+    tuples: list[tuple[Any, ...]] = [(), (None,), (True, _ids, "", 1.5), tuple(map(object.__class__, range(100)))]
+    reads = (_pointers_of(len(objects))(objects) == _ids(objects) for objects in tuples)  # in CPython only
+    return sys.implementation.name == "cpython" and all(reads)
+
+
+def _identities_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
+    """Return a function that returns the identities of the objects in a tuple of that length."""
+    return _pointers_of(count) if _READS_TUPLES else _ids
+
+
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
+_HEAD = tuple.__basicsize__  # bytes in front of the items
+_READS_TUPLES = _reads_tuples()
 _NOT_FILLED = object()
 _NUMBERS = frozenset((float, int, type(None)))
 # The attributes of an optimizer that are looked at by themselves, or that torch and ampkit set for a step.

@@ -175,7 +175,7 @@ def parts_of(setup: Setup) -> Part:
                     Part("training", lambda: list(look.walk.training())),
                 ),
             ),
-            Part("layouts of tensors", look._layouts_are_same),
+            Part("layouts of tensors", lambda: look._layouts_are_same(look.walk.local())),
             Part("settings of torch", look._read_settings),
         ),
     )

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import GradScaler
-from ampkit._capture import identities as _identities
 from ampkit._capture import watch as _watch
 from ampkit._capture.state import TrainingState
 
@@ -384,7 +383,7 @@ def changes() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]]
 def test_a_call_sees_each_change(what: str, one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls compare identities and layouts at once, or one by one where interpreter and torch have no way to do so."""
     if one_by_one:
-        monkeypatch.setattr(_identities, "_READS_TUPLES", False)
+        monkeypatch.setattr(_watch, "_READS_TUPLES", False)
         monkeypatch.setattr(_watch, "layout_check", lambda tensors: None)
     model = make_net("cpu")
     head = list(model.head.parameters())
@@ -459,5 +458,5 @@ def test_another_layout_at_the_same_address_outdates_graphs() -> None:
 def test_addresses_in_a_tuple_are_identities() -> None:
     """In CPython the quick way is taken, and gives what `id` gives."""
     objects = (None, True, 1.5, [], *map(object.__new__, [object] * 50))
-    assert _identities.identities_of(len(objects))(objects) == _identities._ids(objects)
-    assert _identities._READS_TUPLES
+    assert _watch._identities_of(len(objects))(objects) == _watch._ids(objects)
+    assert _watch._READS_TUPLES

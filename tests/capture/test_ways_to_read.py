@@ -2,14 +2,16 @@
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from families import few
@@ -294,12 +296,57 @@ KINDS: dict[str, tuple[Any, Change]] = {
     "function": (function_with_weight, lambda: setattr(W.function, "weight", 3.0)),
     "last": (lambda: collections.deque([1.0, 1.0]), lambda: W.last.__setitem__(1, 3.0)),
 }
+
+
+def context_with(value: Any) -> contextvars.ContextVar[Any]:
+    found: contextvars.ContextVar[Any] = contextvars.ContextVar("value")
+    found.set(value)
+    return found
+
+
+def written_in_c() -> float:
+    """Objects of classes that are written in C, by methods, entries and attributes."""
+    found = W.summed.sum() + W.indexed[1] + W.given.numpy.sum() + W.shaped.shape[0] + sum(W.bytes) + W.scalar
+    found += W.context.get() + W.object_in_context.get().weight
+    found += W.frozen["weight"] + W.frozen_term["term"].weight + sum(W.frozen_loop.values())
+    return float(found + W.numbers.index(2.0) + len(W.names.split()))
+
+
+def numbers() -> Any:
+    return numpy.array([1.0, 1.0])
+
+
+WRITTEN_IN_C: dict[str, tuple[Any, Change]] = {
+    "summed": (numbers, lambda: W.summed.__setitem__(1, 3.0)),
+    "indexed": (numbers, lambda: W.indexed.__setitem__(1, 3.0)),
+    "given": (lambda: SimpleNamespace(numpy=numbers()), lambda: W.given.numpy.fill(3.0)),
+    "shaped": (numbers, lambda: setattr(W, "shaped", numpy.ones(3))),
+    "bytes": (lambda: bytearray(b"ab"), lambda: W.bytes.append(1)),
+    "scalar": (lambda: numpy.float32(1.0), lambda: setattr(W, "scalar", numpy.float32(3.0))),
+    "context": (lambda: context_with(1.0), lambda: W.context.set(3.0)),
+    "object_in_context": (lambda: context_with(Term()), lambda: setattr(W.object_in_context.get(), "weight", 3.0)),
+    "frozen": (
+        lambda: MappingProxyType({"weight": 1.0}),
+        lambda: setattr(W, "frozen", MappingProxyType({"weight": 3.0})),
+    ),
+    "frozen_term": (
+        lambda: MappingProxyType({"term": Term()}),
+        lambda: setattr(W.frozen_term["term"], "weight", 3.0),
+    ),
+    "frozen_loop": (
+        lambda: MappingProxyType({"weight": 1.0}),
+        lambda: setattr(W, "frozen_loop", MappingProxyType({"weight": 3.0})),
+    ),
+    "numbers": (lambda: collections.deque([1.0, 2.0]), lambda: W.numbers.appendleft(1.0)),
+    "names": (lambda: "a b", lambda: setattr(W, "names", "a b c")),
+}
 WAYS: dict[str, tuple[Callable[[], float], dict[str, tuple[Any, Change]]]] = {
     "loops": (loops, LOOPS),
     "assigned": (assigned, ASSIGNED),
     "by name": (by_name, BY_NAME),
     "called": (called, CALLED),
     "kinds": (kinds, KINDS),
+    "written in C": (written_in_c, WRITTEN_IN_C),
 }
 
 
@@ -359,7 +406,7 @@ def losses(engine: Engine, graph: str, make: Callable[[], nn.Module], changes: l
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("way", few(WAYS, ("by name", "kinds")))
+@pytest.mark.parametrize("way", few(WAYS, ("by name", "kinds", "written in C")))
 def test_a_change_is_noticed(way: str, engine: Engine) -> None:
     """R7: each change behind the first five steps is another graph, and the bits are those of eager steps."""
     read, values = WAYS[way]

@@ -288,7 +288,7 @@ def test_a_profiler_that_is_on_before_the_capture_leaves_the_graph_without_names
 def test_an_error_in_the_profiled_call_leaves_nothing_behind() -> None:
     """No hook, no profiler, no mark; the next call is the rehearsal."""
     net = make_net("cpu")
-    raising = numpy.zeros(1)  # what arrays of numpy hold is not compared from call to call
+    raising = numpy.zeros(100)  # what large arrays hold is not compared from call to call
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         out = model(x)

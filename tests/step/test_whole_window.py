@@ -596,12 +596,12 @@ def test_calls_that_differ_within_a_window(engine: Engine, on_failure: str) -> N
         return loss * (1.0 if len(calls) not in changes else 2.0), aux
 
     calls: list[int] = []
-    changes = numpy.zeros(47, dtype=int)  # what arrays of numpy hold is not compared from call to call
+    changes = numpy.zeros(100, dtype=int)  # what large arrays hold is not compared from call to call
     run = Run(engine, loss_fn=loss_fn, on_failure=on_failure, accumulate=5)
     batches = stack(make_batches(engine[0], [4] * 5))
     for _ in range(4):
         run.step.window(*batches)
-    changes += range(len(calls) + 3, len(calls) + 50)  # in the middle of the window that is captured
+    changes += range(len(calls) + 3, len(calls) + 103)  # in the middle of the window that is captured
     if on_failure == "raise":
         with pytest.raises(ampkit.CaptureError, match=r"loss \* \(1.0 if len"):
             run.step.window(*batches)

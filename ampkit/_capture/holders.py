@@ -6,13 +6,12 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from .._user_line import is_users_file
 from .bare_objects import bases_of, class_table, file_of_module, own_table, package_name
 from .contents import (
-    ABSENT,
     CLOSED_CLASSES,
     MOST_ENTRIES,
     getter,
@@ -26,91 +25,13 @@ from .contents import (
     size,
 )
 from .functions import in_partial
+from .tables import ONE_ENTRY, Array, Members, Slots, Variable
 
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST_NAMED = 4096
 _MOST_TABLES = 1000  # in all
 
 _CACHED = type(functools.cache(lambda: None))
-_FIELD = type(NamedTuple("_", [("field", int)]).__dict__["field"])  # how a named tuple gives an entry by its name
-
-
-class Slots:
-    """What an object keeps in `__slots__`, or a named tuple under its names, and its `__dict__`, as a table.
-
-    Args:
-        owner: the object.
-    """
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        if name == "__dict__" and (own := own_table(self.owner)) is not None:
-            return own
-        for base in bases_of(type(self.owner)):
-            descriptor: Any = class_table(base).get(name)
-            if type(descriptor) in (MemberDescriptorType, _FIELD):
-                try:
-                    return descriptor.__get__(self.owner, type(self.owner))
-                except AttributeError:  # not set
-                    break
-        raise KeyError(name)
-
-    def __contains__(self, name: str) -> bool:
-        try:
-            self[name]
-        except KeyError:
-            return False
-        return True
-
-    def names(self) -> list[str]:
-        """Return the names under which the class keeps something, set or not."""
-        tables = [class_table(base) for base in bases_of(type(self.owner)) if "__slots__" in class_table(base)]
-        return [name for table in tables for name, value in table.items() if type(value) is MemberDescriptorType]
-
-
-class Members:
-    """What is in a set, as a table with one entry."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def __getitem__(self, _: None) -> frozenset[Any]:
-        return frozenset(self.owner)
-
-
-class Variable:
-    """The value of a `ContextVar`, as a table with one entry; `ABSENT` if it has none."""
-
-    def __init__(self, owner: "ContextVar[Any]") -> None:
-        self.owner = owner
-
-    def __getitem__(self, _: None) -> Any:
-        return self.owner.get(ABSENT)
-
-
-class Array:
-    """What is in an array of numbers, as a table with one entry: the numbers, and a text for dtype and shape."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self._seen: tuple[Any, ...] = ()
-
-    def __getitem__(self, _: None) -> tuple[Any, ...]:
-        numbers = self.owner.ravel().tolist() if hasattr(self.owner, "ravel") else self.owner
-        return (*numbers, self._kind())
-
-    def read(self) -> tuple[Any, ...]:
-        """Return the contents: the same object again if they have not changed since the last call."""
-        now = self._kind(), bytes(self.owner) if type(self.owner) is bytearray else self.owner.tobytes()
-        self._seen = self._seen if now == self._seen else now
-        return (self._seen,)
-
-    def _kind(self) -> str:
-        if hasattr(self.owner, "dtype"):  # of numpy
-            return f"{self.owner.dtype}{list(self.owner.shape)}"
-        return f"{getattr(self.owner, 'typecode', 'B')}[{len(self.owner)}]"
 
 
 class Holder(NamedTuple):
@@ -138,12 +59,8 @@ class Holder(NamedTuple):
     def reader(self) -> Callable[[Any], tuple[Any, ...]] | None:
         """Return what reads the table, and gives the same objects as long as nothing in it changes; None if nothing in
         it is compared. It raises a `KeyError` or `IndexError` if an entry is gone."""
-        if isinstance(self.table, Members):
-            return lambda table: tuple(table.owner)
-        if isinstance(self.table, Array):
-            return Array.read
-        if isinstance(self.table, Variable):
-            return lambda table: (table[None],)
+        if isinstance(self.table, ONE_ENTRY):
+            return type(self.table).read
         keys = [*self.keys, *self.inner]
         if keys and type(self.table) in (list, tuple, deque):
             return tuple
@@ -153,12 +70,8 @@ class Holder(NamedTuple):
         """Return the values as they are now: by their keys, or in their order if they have none."""
         if isinstance(self.table, dict):
             return dict(dict.items(self.table))
-        if isinstance(self.table, Members):
-            return list(self.table.owner)
-        if isinstance(self.table, Array):
+        if isinstance(self.table, ONE_ENTRY):
             return list(self.table.read())
-        if isinstance(self.table, Variable):
-            return [self.table[None]]
         if isinstance(self.table, (list, tuple, deque)):
             return list(self.table)
         return {key: self.table[key] for key in (*self.keys, *self.inner) if key in self.table}
@@ -216,7 +129,7 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
     elif kind is MappingProxyType:
         yield from _tables(gc.get_referents(owner)[0])
     elif kind is ContextVar:
-        yield id(owner), False, Variable(owner), [(None, Variable(owner)[None])]
+        yield _one_entry(Variable(owner))
     elif issubclass(kind, ModuleType) and is_users_file(file_of_module(owner)):
         own = own_table(owner) or {}
         yield id(own), True, own, list(own.items())
@@ -232,15 +145,19 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
             yield id(owner), False, owner, list(enumerate(owner))
     elif kind in (set, frozenset):
         if len(owner) <= MOST_ENTRIES and all(map(is_plain, owner)):
-            yield id(owner), False, Members(owner), [(None, frozenset(owner))]
+            yield _one_entry(Members(owner))
     elif is_array(owner):
         if (owner.size if hasattr(owner, "size") else len(owner)) <= MOST_ENTRIES:
-            yield id(owner), False, Array(owner), [(None, Array(owner)[None])]
+            yield _one_entry(Array(owner))
     else:
         if kind is _CACHED:
             results = tuple(_results(owner))
             yield id(owner), False, results, list(enumerate(results))
         yield from _attributes(owner)
+
+
+def _one_entry(table: Members | Variable | Array) -> tuple[int, bool, Any, Iterable[tuple[Any, Any]]]:
+    return id(table.owner), False, table, [(None, table[None])]
 
 
 def _results(cached: Any) -> list[Any]:
@@ -299,7 +216,7 @@ def _entries(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def _written(path: str, key: Any, table: Any, is_object: bool) -> str:
-    if isinstance(table, (Members, Array, Variable)):
+    if isinstance(table, ONE_ENTRY):
         return path
     if is_object:
         return f"{path}.{key}"

@@ -9,7 +9,7 @@ from .._user_line import is_users_file
 from .bare_objects import bases_of, class_table, file_of_module, module_name, own_table
 from .bytecode import Part, Scope
 from .contents import ABSENT, gives_its_entries, is_closed, is_plain
-from .holders import Slots
+from .tables import Slots
 
 PathKey = tuple[int, str, tuple[Part, ...]]
 _WRITING = frozenset(("add", "append", "clear", "discard", "extend", "insert", "remove", "setdefault", "update"))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .._torch.modules import module_tables
 from .._torch.sharding import local_shard
 
+requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+
 
 class Objects:
     """A list of objects, compared by identity. It keeps them alive, so that no other object gets the same identity."""
@@ -80,7 +82,7 @@ class Walk:
 
     def flags(self) -> list[bool]:
         """Return what may change in place: requires_grad per tensor, training per module."""
-        return [*map(_requires_grad, self.tensors), *self.training()]
+        return [*map(requires_grad, self.tensors), *self.training()]
 
     def changed_flags(self, before: list[bool]) -> list[tuple[int, bool]]:
         """Return the flags that were changed since: the place of each in `flags`, and what it is now."""
@@ -134,6 +136,3 @@ def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
         return tuple(tensor.shape), tensor.stride(), tensor.dtype
     except RuntimeError:  # a parameter of a lazy module has no shape yet, a sparse buffer has no strides
         return None
-
-
-_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")

@@ -29,7 +29,7 @@ from .attributes import Attributes
 from .contents import getter, tells_its_size
 from .host_tensors import HostTensors
 from .variables import Variables
-from .walk import Walk
+from .walk import Walk, requires_grad
 
 _G = TypeVar("_G")
 
@@ -201,7 +201,7 @@ class Look:
     def _read_objects(self) -> tuple[Any, ...]:
         walk = self.walk
         found: list[Any] = gc.get_referents(*self._tables)  # all values of all tables and lists, in one call of C
-        found += map(_requires_grad, self._differentiable)
+        found += map(requires_grad, self._differentiable)
         found += walk.training()
         found += map(type, walk.modules)
         for optimizer in self.optimizers:
@@ -346,7 +346,6 @@ class StateWatch(Generic[_G]):
 
 # New in Python 3.11, a call of C.
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
-_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 _gradient: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 
 

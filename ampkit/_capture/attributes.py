@@ -159,7 +159,9 @@ class Attributes:
             with suppress(TypeError):  # of code that dynamo has made, with a dict among its constants
                 if frame.f_code not in code:
                     name = frame.f_code.co_filename
-                    code[frame.f_code] = _is_of_package(name) and _PACKAGES in name  # Python's own code runs long loops
+                    code[frame.f_code] = (
+                        _is_library_file(name) and _PACKAGES in name
+                    )  # Python's own code runs long loops
                 if code[frame.f_code]:  # `take` has the user's code watched
                     executed.watch(frame)
             further = take(frame)
@@ -297,7 +299,7 @@ def _names(code: Collection[CodeType], executed: Executed) -> set[str]:
     found = set[str]()
     for each in code:
         if _counts(each.co_filename):
-            known = names_looked_up(each) if _is_of_package(each.co_filename) else names(each)
+            known = names_looked_up(each) if _is_library_file(each.co_filename) else names(each)
             found |= executed.names(each, known)
     return found
 
@@ -308,8 +310,8 @@ def _counts(filename: str) -> bool:
     return filename.startswith(_MODULES) or not of_others
 
 
-def _is_of_package(filename: str) -> bool:
-    """Return whether a file is of a package, or Python's own, whose code may read attributes of modules."""
+def _is_library_file(filename: str) -> bool:
+    """Return whether this is a file of a package, or of Python, with code that may read attributes of modules."""
     return _counts(filename) and not filename.startswith(_MODULES) and not is_users_file(filename)
 
 

@@ -25,7 +25,7 @@ from .contents import (
     size,
 )
 from .functions import in_partial
-from .tables import ONE_ENTRY, Array, Members, Slots, Variable
+from .tables import ONE_ENTRY, Array, ContextValue, Members, Slots
 
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST_NAMED = 4096
@@ -40,7 +40,7 @@ class Holder(NamedTuple):
     Attributes:
         path: how it is written, behind the name of the attribute: "", ".vision", "['vision']".
         table: a list, tuple or deque, a dict, the `__dict__` of an object or of a class, `Slots`, `Members`, a
-            `Variable` or an `Array`.
+            `ContextValue` or an `Array`.
         keys: of the values in it that are compared: numbers, texts, functions, tensors, modules.
         inner: of those that hold others.
         texts: how each of the values that are compared is written, behind the name of the attribute.
@@ -129,7 +129,7 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
     elif kind is MappingProxyType:
         yield from _tables(gc.get_referents(owner)[0])
     elif kind is ContextVar:
-        yield _one_entry(Variable(owner))
+        yield _one_entry(ContextValue(owner))
     elif issubclass(kind, ModuleType) and is_users_file(file_of_module(owner)):
         own = own_table(owner) or {}
         yield id(own), True, own, list(own.items())
@@ -156,7 +156,7 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
         yield from _attributes(owner)
 
 
-def _one_entry(table: Members | Variable | Array) -> tuple[int, bool, Any, Iterable[tuple[Any, Any]]]:
+def _one_entry(table: Members | ContextValue | Array) -> tuple[int, bool, Any, Iterable[tuple[Any, Any]]]:
     return id(table.owner), False, table, [(None, table[None])]
 
 

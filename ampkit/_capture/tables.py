@@ -59,7 +59,7 @@ class Members:
         return tuple(self.owner)
 
 
-class Variable:
+class ContextValue:
     """The value of a `ContextVar`, as a table with one entry; `ABSENT` if it has none."""
 
     def __init__(self, owner: "ContextVar[Any]") -> None:
@@ -96,4 +96,4 @@ class Array:
         return f"{getattr(self.owner, 'typecode', 'B')}[{len(self.owner)}]"
 
 
-ONE_ENTRY = (Members, Variable, Array)  # tables whose only key is None
+ONE_ENTRY = (Members, ContextValue, Array)  # tables whose only key is None

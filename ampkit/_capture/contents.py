@@ -56,7 +56,7 @@ def is_array(value: Any) -> bool:
     kind = type(value)
     if kind in (bytearray, array.array):
         return True
-    return kind.__name__ == "ndarray" and _is_of_numpy(kind, "ndarray") and not value.dtype.hasobject
+    return kind.__name__ == "ndarray" and _is_of_numpy(kind, "ndarray") and value.dtype.kind in _NUMERIC
 
 
 def _is_of_numpy(kind: type, name: str) -> bool:
@@ -142,4 +142,5 @@ def _own_kind(number: Any) -> Any:
     return next((kind for kind in _BUILT_IN if isinstance(number, kind)), type(number))
 
 
+_NUMERIC = "biufcSU"  # kinds of dtypes of numpy: booleans, numbers and texts
 ABSENT = object()

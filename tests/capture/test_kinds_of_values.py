@@ -21,7 +21,7 @@ READ: dict[type, Callable[[Any, Tensor], Any]] = {
     range: lambda value, out: len(value),
     bytearray: lambda value, out: sum(value),
     array.array: lambda value, out: sum(value),
-    numpy.ndarray: lambda value, out: float(value.sum()),
+    numpy.ndarray: lambda value, out: float(value.sum().astype(float) if value.dtype.kind == "m" else value.sum()),
 }
 # A value, another one, and the first one once more as another object.
 REPLACED: dict[str, tuple[Any, Any, Any]] = {
@@ -124,12 +124,20 @@ def test_numbers_in_memory_change_in_place(value: Any, change: Callable[[Any], o
     assert run.graphs() == 2
 
 
+NOT_LOOKED_INTO: dict[str, tuple[Any, Any]] = {
+    "more than 64 numbers": (numpy.ones(100), numpy.full(100, 2.0)),
+    "times": (numpy.array([1, 2], "m8[s]"), numpy.array([1, 3], "m8[s]")),
+    "objects": (numpy.array([1, 2], object), numpy.array([1, 3], object)),
+}
+
+
 @pytest.mark.parametrize("place", ["attribute", "variable"])
-def test_a_large_array_is_replaced(place: str) -> None:
-    """Of more than 64 numbers only the array itself is compared."""
-    run = Run(place, numpy.ones(100))
+@pytest.mark.parametrize(("first", "second"), NOT_LOOKED_INTO.values(), ids=NOT_LOOKED_INTO)
+def test_an_array_is_compared_as_a_whole(first: Any, second: Any, place: str) -> None:
+    """Of large arrays, and of those that hold no numbers, only which one it is."""
+    run = Run(place, first)
     assert run.graphs() == 1
-    run.put(numpy.full(100, 2.0))
+    run.put(second)
     assert run.graphs() == 2
 
 

@@ -5,8 +5,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,9 @@ from .._torch.compile import never_compile_by_itself
 from .._torch.modes import without_torch_function
 from .._torch.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, READ, op_schema
 from .._torch.tensors import storage_address
-from .._torch.tree import tensors_in, tree_flatten
+from .._torch.tree import tensors_in
 from .._undo import Undo
-from .._user_line import SourceLocation, running_place, wraps_operations
-from .compared_numbers import KeptNumber, kept_numbers
+from .._user_line import SourceLocation, wraps_operations
 from .drawn_number import is_compared_at_once, told_of
 from .host_draws import Like, Operation, Path, Read, Slot, Stretch, repeats
 from .uncapturable import DRAW_ON_DEVICE, Problem
@@ -70,8 +68,6 @@ class DrawRecorder:
         self._sources: dict[int, frozenset[int]] = {}  # which draws are in this memory, by its address
         self._alive: list[Tensor] = []  # so that no address is used again
         self._constants: dict[int, tuple[weakref.ref[Tensor], Operation]] = {}  # tensors without a draw, by address
-        self._numbers: list[KeptNumber] = []
-        self._looked_at: set[Any] = set()
         self._held: list[_Held] = []
         self._used: set[int] = set()  # draws whose numbers are used otherwise than in a comparison
         self._learned: set[int] = set()  # draws of which the host has learned something
@@ -122,26 +118,15 @@ class DrawRecorder:
 
     def _note(self, op: Any, args: Any, kwargs: Any, results: list[Tensor], draws: frozenset[int]) -> None:
         """Record an operation. If there are draws, they are in its results from now on."""
-        start = len(self._operations)
         given = tuple(map(self._argument, args))  # before the count goes up
         named = tuple((name, self._argument(value)) for name, value in kwargs.items())
         self._operations.append(Operation(op, given, named))
-        if draws:
-            self._look_for_numbers(self._operations[start:], sys._getframe(1))
         for number, tensor in enumerate(results, self._count):
             if draws and (geometry := _geometry(tensor)) is not None:
                 self._slots[geometry] = number
                 self._sources[geometry[0]] = self._sources.get(geometry[0], frozenset()) | draws
                 self._alive.append(tensor)
         self._count += len(results)
-
-    def _look_for_numbers(self, among: Any, frame: FrameType | None) -> None:
-        """Remember where the floats in this tree are kept."""
-        numbers = frozenset(leaf for leaf in tree_flatten(among)[0] if type(leaf) is float)
-        where = numbers, running_place(frame), *_selves(frame)
-        if numbers and where not in self._looked_at:
-            self._looked_at.add(where)
-            self._numbers += kept_numbers(numbers, frame)
 
     def _argument(self, value: Any) -> Any:
         """Return an argument as `Operation` has it."""
@@ -262,7 +247,6 @@ class DrawRecorder:
                 if by != by:  # with something else than a number
                     self._used |= draws
                 else:
-                    self._look_for_numbers((by,), frame)
                     self._learn(Read(Slot(number), compare, by), value, draws)
 
             return told_of(value, compared)
@@ -290,8 +274,7 @@ class DrawRecorder:
 
     def end(self) -> None:
         """Take note that the call is over, in which nothing of it is alive but what it returns and what it keeps."""
-        numbers = tuple({number.place: number for number in self._numbers}.values())
-        path = Path((*self._stretches, Stretch(tuple(self._operations), None)), numbers)
+        path = Path((*self._stretches, Stretch(tuple(self._operations), None)))
         if not (self._learned if self._emulated else self._draws):
             return
         self._used |= self._kept()
@@ -356,13 +339,6 @@ def _geometry(tensor: Tensor) -> _Geometry | None:
     if not address:
         return None
     return address, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
-def _selves(frame: FrameType | None) -> Iterator[int]:
-    """Yield the identities of the objects whose methods are on a stack."""
-    while frame is not None:
-        yield id(frame.f_locals.get("self"))
-        frame = frame.f_back
 
 
 _to_list = Tensor.tolist  # the recorder replaces it

@@ -11,7 +11,6 @@ from .._errors import CaptureError
 from .._torch.modes import without_dispatch_modes, without_torch_function
 from .._torch.tree import tensors_in
 from .cache import Cache
-from .compared_numbers import KeptNumber
 from .fallback import Fallback
 from .graph import EmulatedGraph, Graph, MakeContext, Then, same
 from .layouts import Layout, Layouts
@@ -88,11 +87,9 @@ class Path(NamedTuple):
 
     Attributes:
         stretches: in order.
-        numbers: where the numbers are kept that draws were compared with.
     """
 
     stretches: tuple[Stretch, ...]
-    numbers: tuple[KeptNumber, ...]
 
     @property
     def outcomes(self) -> Outcomes:
@@ -113,11 +110,9 @@ class Tree:
 
     Attributes:
         paths: how many there are.
-        numbers: where the numbers are kept that draws are compared with.
     """
 
     def __init__(self) -> None:
-        self.numbers: dict[tuple[int, str], KeptNumber] = {}
         self._start: dict[Hashable, _Node] = {}  # has one node, of what comes first
         self.paths = 0
 
@@ -133,9 +128,6 @@ class Tree:
                 return False
             nodes, outcome = node.next, stretch.outcome
         self.paths += new
-        for number in path.numbers:
-            if len(self.numbers) < _MOST_NUMBERS:
-                self.numbers.setdefault(number.place, number)
         return True
 
     def draw(self) -> Outcomes | None:
@@ -220,9 +212,8 @@ class HostDraws:
     def decided(self, key: Key) -> Key:
         """Draw for a call of this key. Return its key with the outcomes, `NEW` if nobody knows yet what they lead to.
 
-        If the calls of the key draw nothing as far as is known, or a number that is compared with a draw has changed,
-        the key is returned as it is. In the latter case all is forgotten. The generator is put back to where it was.
-        With several ranks, each of them must call it in the same calls.
+        If the calls of the key draw nothing as far as is known, the key is returned as it is. The generator is put back
+        to where it was. With several ranks, each of them must call it in the same calls.
         """
         return self._joined(self._drawn(key)) if self._ranks.several else self._drawn(key)
 
@@ -236,9 +227,6 @@ class HostDraws:
         if tree is None:
             return key
         self._calls += 1
-        if any(number.has_changed() for number in tree.numbers.values()):
-            self._forget()
-            return key
         self._before = torch.default_generator.get_state()
         try:
             outcomes = tree.draw()
@@ -341,11 +329,10 @@ class _DrawnGraph:
 
 NEW: Outcomes = ("?",)  # outcomes that no eager call under the preflight has had
 _CHANGED = (
-    "draws on the host, or the numbers that they are compared with, have changed. All graphs are dropped. If such a "
-    "number changes often, draw on the device and compare with a tensor."
+    "draws on the host have changed, after the same outcomes. All graphs are dropped. If that happens often, draw on "
+    "the device and compare with a tensor."
 )
 MOST_PATHS = 64  # per key; each takes a slow eager call
 _MOST_KEYS = 256
-_MOST_NUMBERS = 64  # each is looked at in each call
 _MOST_CHANGES = 3
 _RARELY = 64  # calls between two changes

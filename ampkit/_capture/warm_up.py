@@ -207,10 +207,6 @@ class WarmUp:
 
     def _compare_what_was_read(self, layout: Layout) -> None:
         """Compare what the call just made has read with what it is in the next calls."""
-        if layout.path is not None:  # a change of what draws are compared with is noticed where they are made
-            names = {number.name for number in layout.path.numbers}
-            self._state.attributes.leave_out(names)
-            self._state.variables.leave_out(names)
         layout.unreadable = layout.unreadable or self._state.variables.take_problem()
         self._undeclared.take_without_tensors(self._state.variables.modules())
         self._surroundings.take_values()

@@ -23,8 +23,8 @@ from .host_draws import NEW, HostDraws
 from .inputs import BatchReader
 from .kernel_names import KernelNames
 from .layout_capture import LayoutCapture
-from .layouts import MAX_LAYOUTS, WARM_UP, Layout, Layouts, Stage
-from .options import Options
+from .layouts import MAX_LAYOUTS, Layout, Layouts, Stage
+from .options import WARM_UP, Options
 from .overlaps import may_change
 from .pool import growing_segments
 from .ranks import Ranks
@@ -100,7 +100,8 @@ class Engine:
     ) -> None:
         on_cuda = options.graph == "auto" and device.type == "cuda"
         captured = captured or fn
-        self._warmup, words = ranks.warm_up(options.warmup, on_cuda)
+        self._warmup, why_more = ranks.warm_up(options.warmup, on_cuda)
+        words = f"{WARM_UP} ({why_more})" if why_more else WARM_UP
         self._fn, self._whole, self._own = fn, whole or fn, copied if whole is None else lambda outputs: outputs
         self._state, self._watch, self._optimizer, self._splitter = state, state.watch, optimizer, splitter
         self._device, self._reader, self._options, self._ranks = device, BatchReader(device), options, ranks

@@ -7,12 +7,12 @@ from typing import Any
 
 from .cache import Outputs
 from .kernel_names import KernelNames
+from .options import WARM_UP
 from .overlaps import Writes
 from .rehearsal import Rehearsal
 from .timing import Timing
 from .variation import Key
 
-WARM_UP = "warm-up"  # what eager calls before a capture are counted under
 
 
 class Stage(enum.Enum):

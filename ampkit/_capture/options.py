@@ -9,6 +9,7 @@ from .._arguments import check_at_least, check_choice, check_flag, read_all, rea
 
 GRAPHS = ("auto", "emulate", "off")
 ON_FAILURE = ("parts", "eager", "raise")
+WARM_UP = "warm-up"  # what eager calls before a capture are counted under
 
 
 class Options(NamedTuple):

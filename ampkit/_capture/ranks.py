@@ -14,7 +14,6 @@ from .._torch.sharding import ShardedModules
 from .._undo import Undo
 from .heartbeat import Heartbeat, heartbeat_of
 from .job_end import Closable, close_before_end, keep_process_groups, tell_end
-from .layouts import WARM_UP
 from .reducers import Reducers
 from .shards import shard_groups
 from .turns import Turn
@@ -150,7 +149,7 @@ class Ranks:
         self.shards.gather()
 
     def warm_up(self, wanted: int, on_cuda: bool) -> tuple[int, str]:
-        """Return how many eager calls come before a capture, and what they are counted under.
+        """Return how many eager calls come before a capture, and why more than wanted; "" if not.
 
         Args:
             wanted: as many as the user asks for.
@@ -158,8 +157,8 @@ class Ranks:
         """
         needed = WARMUP_DDP + any(ddp.static_graph for ddp in self.wrappers)  # whose buckets are laid out a call later
         if on_cuda and self.wrappers and wanted < needed:
-            return needed, f"{WARM_UP} (DistributedDataParallel needs {needed} calls)"
-        return max(2, wanted), WARM_UP  # two at least: one under the preflight, and the rehearsal
+            return needed, f"DistributedDataParallel needs {needed} calls"
+        return max(2, wanted), ""  # two at least: one under the preflight, and the rehearsal
 
     @functools.cached_property
     def problem(self) -> str:

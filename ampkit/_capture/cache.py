@@ -15,9 +15,9 @@ from .._torch.tensors import untracked
 from .._torch.tree import TreeSpec, tree_flatten, tree_unflatten
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
 from .inputs import Spec, StaticInputs
+from .key import Key
 from .report import GraphReport
 from .timing import Saving, Timing, combined
-from .variation import Key
 
 
 class Captured:

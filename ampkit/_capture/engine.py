@@ -22,6 +22,7 @@ from .graph import capture_stream
 from .host_draws import NEW, HostDraws
 from .inputs import BatchReader
 from .kernel_names import KernelNames
+from .key import Key
 from .layout_capture import LayoutCapture
 from .layouts import MAX_LAYOUTS, Layout, Layouts, Stage
 from .options import WARM_UP, Options
@@ -35,7 +36,7 @@ from .state import TrainingState
 from .surroundings import Surroundings
 from .timing import Clock
 from .turns import Turn, turns_on
-from .variation import Key, Variation
+from .variation import Variation
 from .verify import verified_replay
 from .warm_up import WarmUp
 

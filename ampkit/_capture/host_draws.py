@@ -13,9 +13,10 @@ from .._torch.tree import tensors_in
 from .cache import Cache
 from .fallback import Fallback
 from .graph import EmulatedGraph, Graph, MakeContext, Then, same
+from .key import Key
 from .layouts import Layout, Layouts
 from .ranks import Ranks
-from .variation import DRAWS_ADVICE, Key
+from .variation import DRAWS_ADVICE
 
 Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, or whole numbers
 

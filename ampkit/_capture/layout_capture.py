@@ -15,13 +15,13 @@ from .graph import Graph, MakeContext, Then
 from .host_draws import HostDraws
 from .host_values import refuse_reads
 from .inputs import StaticInputs
+from .key import Key
 from .layouts import Layout, Layouts
 from .options import Options
 from .overlaps import keep_apart
 from .pool import no_recompile
 from .ranks import Ranks
 from .state import TrainingState
-from .variation import Key
 from .walk import Walk
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from .cache import Outputs
 from .kernel_names import KernelNames
+from .key import Key
 from .options import WARM_UP
 from .overlaps import Writes
 from .rehearsal import Rehearsal
 from .timing import Timing
-from .variation import Key
-
 
 
 class Stage(enum.Enum):

@@ -15,6 +15,7 @@ from .call_record import OperationRecorder, Record, first_difference
 from .capture_query import answered, recording
 from .fallback import Fallback
 from .inputs import Spec, StaticInputs, TensorSpec
+from .key import Key
 from .layout_capture import record
 from .layouts import Layouts
 from .options import Options
@@ -24,7 +25,6 @@ from .ranks import Ranks
 from .report import GraphReport
 from .state import TrainingState
 from .timing import Timing
-from .variation import Key
 
 Noting = Callable[[], AbstractContextManager[None]]  # returns the context in which one call of the series is made
 

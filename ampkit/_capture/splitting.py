@@ -2,8 +2,8 @@
 
 from typing import Any, Protocol
 
+from .key import Key
 from .layouts import Layout
-from .variation import Key
 
 IN_PARTS = "in parts"  # what such calls are counted under
 

@@ -11,8 +11,8 @@ from .._batches.buckets import Buckets
 from .._capture.engine import Engine
 from .._capture.fallback import StepDoneError
 from .._capture.inputs import flatten
+from .._capture.key import Key
 from .._capture.series import Noting
-from .._capture.variation import Key
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.rate_table import RateTable
 from .._undo import Undo

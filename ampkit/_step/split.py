@@ -16,12 +16,12 @@ from .._callables.module_survey import ModuleCall, Survey
 from .._callables.parts import CHANGED, PartReport, Parts
 from .._capture.capture_query import captures
 from .._capture.engine import Engine
+from .._capture.key import Key
 from .._capture.layouts import Layout
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.splitting import IN_PARTS
 from .._capture.timing import Clock, Durations, Shares
-from .._capture.variation import Key
 from .._errors import CaptureError
 from .._torch.modes import modes
 from .._undo import Undo

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from .._capture.cache import copied
 from .._capture.containers import own_batch
+from .._capture.key import Part
 from .._capture.ranks import Ranks
 from .._capture.state import TrainingState
-from .._capture.variation import Part
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler

@@ -9,9 +9,9 @@ from .._capture.capture_query import captures
 from .._capture.engine import Engine
 from .._capture.fallback import StepDoneError
 from .._capture.inputs import flatten
+from .._capture.key import Key
 from .._capture.ranks import Together
 from .._capture.series import Noting
-from .._capture.variation import Key
 from .._errors import AmpkitError
 from .._undo import Undo
 from .slices import Slices, micro_batches

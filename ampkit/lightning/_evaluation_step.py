@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from .._capture.containers import own_batch
 from .._capture.engine import Engine
+from .._capture.key import Part
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
 from .._capture.state import TrainingState
-from .._capture.variation import Part
 from .._capture.warm_up import writable
 from .._errors import InputMismatch
 from .._torch.graph_order import make_graphs_here

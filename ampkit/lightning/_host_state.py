@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.inputs import Constant
+from .._capture.key import Part
 from .._capture.uncapturable import Problem
-from .._capture.variation import Part
 from .._torch.tree import tree_flatten
 
 # The hook that Lightning calls after each replay of a step.

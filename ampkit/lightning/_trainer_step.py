@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from .._capture.engine import Engine
 from .._capture.kernel_names import KernelTable
+from .._capture.key import Part
 from .._capture.options import Options
 from .._capture.ranks import Ranks
 from .._capture.report import Report
-from .._capture.variation import Part
 from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._capture.inputs import read_batch
+from ampkit._capture.key import Key
 from ampkit._capture.state import TrainingState
 from ampkit._capture.surroundings import Surroundings
-from ampkit._capture.variation import Key, Variation
+from ampkit._capture.variation import Variation
 
 # Tens of calls in each case, most of them under the preflight.
 pytestmark = [*(pytest.mark.filterwarnings(text) for text in QUIET), pytest.mark.slow]

@@ -19,8 +19,8 @@ from .._torch.tensors import storage_address
 from .._torch.tree import tensors_in
 from .._undo import Undo
 from .._user_line import SourceLocation, wraps_operations
+from .draw_paths import Like, Operation, Path, Read, Slot, Stretch, repeats
 from .drawn_number import is_compared_at_once, told_of
-from .host_draws import Like, Operation, Path, Read, Slot, Stretch, repeats
 from .uncapturable import DRAW_ON_DEVICE, Problem
 
 wraps_operations(__file__)

@@ -382,7 +382,7 @@ class Engine:
             self._variation.restart()  # the caller may go on with batches that do not vary
         if self._stream is not None:
             torch.cuda.empty_cache()  # eager calls cannot use the segments that grew in the warm-up
-        self.fallback.give_up(layout, reason, error, is_last=not (len(self._cache) or self._splitter.has_parts))
+        self.fallback.give_up(layout.refuse, reason, error, is_last=not (len(self._cache) or self._splitter.has_parts))
 
     # ------------------------------------------------------------------------------------------------ eager calls
 

@@ -1,11 +1,11 @@
 """What follows where something cannot be captured: one warning and eager calls from then on, or an error."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .._errors import CaptureError, CaptureWarning
 from .._user_line import users_level
-from .layouts import Layout
 from .options import Options
 
 _GOES_ON = "Training goes on eagerly"
@@ -117,11 +117,11 @@ class Fallback:
         """Return the error that a graph is wrong, though the step that had these outputs was done."""
         return StepDoneError(f"{self._name}: {problem} This step was done, as eager computes it.", outputs)
 
-    def give_up(self, layout: Layout, reason: str, error: CaptureError, *, is_last: bool) -> None:
+    def give_up(self, refuse: Callable[[str], None], reason: str, error: CaptureError, *, is_last: bool) -> None:
         """Make the calls of one layout eager. Warn, or raise a `CaptureError`.
 
         Args:
-            layout: which one.
+            refuse: makes them eager, and is given the reason.
             reason: what its calls are counted under.
             error: why.
             is_last: whether no other layout has a graph, so that nothing is captured from now on.
@@ -129,7 +129,7 @@ class Fallback:
         if self.raises:
             raise self.error(error) from error
         self.failure = str(error)
-        layout.refusal = reason
+        refuse(reason)
         if is_last:
             self.refused = reason
         self.warn_once(self.failure, f"{error} {_GOES_ON}.")

@@ -92,7 +92,7 @@ class HostDraws:
             problem = (
                 f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"
             )
-            self._layouts.of(key._replace(outcomes=NEW)).refusal = problem
+            self._layouts.of(key._replace(outcomes=NEW)).refuse(problem)
             self._fallback.warn_once("outcomes", f"{problem}. {DRAWS_ADVICE}")
 
     def _forget(self) -> None:

@@ -101,7 +101,7 @@ class LayoutCapture:
         """Return a graph that was just recorded, the buffers that it reads, and what `record` returns."""
         inputs = StaticInputs(key.spec, leaves)
         new = self._cache.new_graph(self._stream, self._options.generators)
-        graph = layout.rehearsal.named(new if key.outcomes is None else self._draws.around(new))
+        graph = layout.named(new if key.outcomes is None else self._draws.around(new))
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn = answered(self._fn, layout.told)
 
@@ -130,7 +130,7 @@ class LayoutCapture:
                 if captured is None:
                     self._cache.limit = limit
             return captured
-        layout.refusal = f"its graph takes {self._cache.nbytes} bytes, memory_budget is {self._options.memory_budget}"
+        layout.refuse(f"its graph takes {self._cache.nbytes} bytes, memory_budget is {self._options.memory_budget}")
         self._cache.clear()
         self._fallback.warn_once("budget", f"{key.spec}: {layout.refusal}. Training goes on eagerly.")
         return None

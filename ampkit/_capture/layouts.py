@@ -3,10 +3,12 @@
 import enum
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from .cache import Outputs
-from .kernel_names import KernelNames
+from .graph import Graph
+from .kernel_names import NOT_NOTED, KernelNames, NotedKernels
 from .key import Key
 from .options import WARM_UP
 from .overlaps import Writes
@@ -30,7 +32,7 @@ class Layout:
         warmup: how many eager calls come before its capture.
         lenient: see `Rehearsal`.
         told: see below.
-        names: see `Rehearsal`.
+        names: notes the modules of its kernels; None if nobody wants them.
 
     Attributes:
         reason: as given; it may be set before each call.
@@ -40,6 +42,7 @@ class Layout:
         problem: what the preflight found; "" if it found nothing.
         unreadable: why it cannot be told what it reads; "" if it can.
         rehearsal: compares its capture with an eager call.
+        kernels: what was noted of those of that call.
         differed: whether a capture differed from that call.
         refusal: why it is never captured; "" if it may be.
         told: whether its code is told that it is being captured, in eager calls too. Then it may take another branch.
@@ -59,7 +62,8 @@ class Layout:
         self.problem = ""
         self.unreadable = ""
         self._names = names
-        self.rehearsal: Rehearsal = Rehearsal(lenient, names)
+        self.rehearsal: Rehearsal = Rehearsal(lenient)
+        self.kernels: NotedKernels = NOT_NOTED
         self.differed = False
         self.refusal = ""
         self.told = told
@@ -81,10 +85,26 @@ class Layout:
         # If more shapes take turns than graphs are kept, each capture drops a graph. So the wait doubles each time.
         return (self._warmup << self.evictions) - self.calls
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Context of the eager call before the capture."""
+        names = nullcontext([self.kernels]) if self._names is None else self._names.noted(self.rehearsal.numbers)
+        with self.rehearsal.rehearsing(), names as noted:
+            yield
+        self.kernels = noted[0]
+
+    def named(self, graph: Graph) -> Graph:
+        """Return the graph of the capture, marked in traces if somebody wants names."""
+        return graph if self._names is None else self._names.named(graph, [self.kernels])
+
+    def refuse(self, reason: str) -> None:
+        """Make all calls eager from now on, for this reason."""
+        self.refusal = reason
+
     def evict(self) -> None:
         """Begin the warm-up again, because the graph was dropped to make room for another one."""
         self.calls, self.evictions = 0, self.evictions + 1
-        self.checked, self.rehearsal = False, Rehearsal(self._lenient, self._names)
+        self.checked, self.rehearsal, self.kernels = False, Rehearsal(self._lenient), NOT_NOTED
         self.reason = f"{WARM_UP} again: its graph made room for another"
 
 
@@ -97,7 +117,7 @@ class Layouts:
         warmup: how many eager calls come before the capture of a layout.
         lenient: see `Rehearsal`.
         told: whether the code of all layouts is told that it is being captured.
-        names: see `Rehearsal`.
+        names: see `Layout`.
         words: what a first warm-up is counted under.
 
     Attributes:

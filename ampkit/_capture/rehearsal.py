@@ -6,8 +6,6 @@ from contextlib import contextmanager, nullcontext
 from .._torch.compile import noticing_compiled_code
 from .call_record import OperationRecorder, Record, first_difference
 from .capture_query import recording
-from .graph import Graph
-from .kernel_names import NOT_NOTED, KernelNames, NotedKernels
 
 _MOST_MISSED = 4  # calls; after that many, the profiler or the thread that is in the way is expected to stay
 
@@ -20,21 +18,17 @@ class Rehearsal:
 
     Args:
         lenient: see `OperationRecorder`.
-        names: notes the modules of the eager call's kernels; None if nobody wants them.
 
     Attributes:
         lenient: as given.
         numbers: see `OperationRecorder`; known once the call under the preflight was made.
-        kernels: what was noted of the eager call.
     """
 
-    def __init__(self, lenient: bool, names: KernelNames | None = None) -> None:
+    def __init__(self, lenient: bool) -> None:
         self.lenient = lenient
         self._eager: Record | None = None
         self._captured: Record | None = None
         self.numbers: bool = False
-        self.kernels: NotedKernels = NOT_NOTED
-        self._names = names
         self._missed = 0
         self._reason = (
             "torch records the operations of a call only if no ExecutionTraceObserver of torch.profiler is on and no "
@@ -66,10 +60,8 @@ class Rehearsal:
     def rehearsing(self) -> Iterator[None]:
         """Context of the eager call."""
         recorder = OperationRecorder(self.numbers, self.lenient)
-        names = nullcontext([self.kernels]) if self._names is None else self._names.noted(scopes=self.numbers)
-        with recording(), nullcontext() if self.unseen else recorder, names as noted:
+        with recording(), nullcontext() if self.unseen else recorder:
             yield
-        self.kernels = noted[0]
         self._eager = recorder.record
         self._missed += recorder.record is None
 
@@ -85,10 +77,6 @@ class Rehearsal:
         with recording(), recorder:
             yield
         self._captured = recorder.record
-
-    def named(self, graph: Graph) -> Graph:
-        """Return the graph of the capture, marked in traces if somebody wants names."""
-        return graph if self._names is None else self._names.named(graph, [self.kernels])
 
     def difference(self) -> str | None:
         """Return in words where the two calls first differ, "" if nowhere; then forget them.

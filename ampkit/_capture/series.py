@@ -279,7 +279,7 @@ class Series:
         inputs = StaticInputs(*_rows(key.spec, rows), buffers)
         graph = self._cache.new_graph(self._stream, self._options.generators)
         if self._layouts.names is not None:
-            noted = [self._layouts.of(single).rehearsal.kernels for single in singles]
+            noted = [self._layouts.of(single).kernels for single in singles]
             graph = self._layouts.names.named(graph, noted * parts)
         call = answered(fn, family.told)
 

@@ -138,7 +138,7 @@ class WarmUp:
         if layout.checked and not layout.problem and layout.calls_left < 2 and not self._state.is_undecided():
 
             def rehearse() -> Any:
-                with layout.rehearsal.rehearsing(), answering(layout.told):  # as a capture answers
+                with layout.rehearsing(), answering(layout.told):  # as a capture answers
                     return self._captured(phase, *args, **kwargs)
 
             # The first call may have taken other branches, where it made something that later calls find.

@@ -105,7 +105,7 @@ class StepSplitter:
             split = Split(self._step, self._modules, self._update, self._device, self._options, self._eager)
             self._splits[kind] = split
         self._by_layout[layout] = split
-        layout.refusal = IN_PARTS
+        layout.refuse(IN_PARTS)
         return True
 
     @property
@@ -135,7 +135,7 @@ class StepSplitter:
                 self._why_not[split.refusal] = None
                 engine.give_up(layout, "cannot be captured", CaptureError(split.text(layout.problem)))
             return outputs
-        layout.refusal = "cannot be captured"
+        layout.refuse("cannot be captured")
         return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))
 
     def fields(self) -> dict[str, Any]:

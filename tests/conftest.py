@@ -141,7 +141,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_device_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code may ask whether it is being captured. Without a driver, torch raises an error where it is asked."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr("ampkit._capture.capture_query._is_capturing", lambda: False)
+        monkeypatch.setattr("ampkit._capture.graph.capture_query._is_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 

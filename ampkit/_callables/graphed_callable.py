@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._capture.capture_query import captures, noting_questions
-from .._capture.graph import describe_failure
-from .._capture.inputs import Spec, flatten, read_batch
-from .._capture.ranks import several_processes
-from .._capture.state import Generation, Settings, TrainingState
+from .._capture.graph.capture_query import captures, noting_questions
+from .._capture.graph.graph import describe_failure
+from .._capture.keys.inputs import Spec, flatten, read_batch
+from .._capture.ranks.ranks import several_processes
+from .._capture.state.state import Generation, Settings, TrainingState
 from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
 from .._torch.autograd import in_backward
 from .._torch.compile import cudagraphs_of_its_own

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.inputs import Spec, StaticInputs, is_plain
-from .._capture.placement import empty_like, place_of
+from .._capture.keys.inputs import Spec, StaticInputs, is_plain
+from .._capture.keys.placement import empty_like, place_of
 from .._torch.tree import TreeSpec, tree_unflatten
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .._capture.inputs import Constant
+from .._capture.keys.inputs import Constant
 from .module_survey import ModuleCall, Survey, advice_on
 from .passes import CONSTANTS
 

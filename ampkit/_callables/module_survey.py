@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._capture.containers import holds_tensors
-from .._capture.inputs import Spec, flatten, is_plain, read_batch
-from .._capture.placement import is_dense, place_of
-from .._capture.preflight import Preflight
+from .._capture.keys.containers import holds_tensors
+from .._capture.keys.inputs import Spec, flatten, is_plain, read_batch
+from .._capture.keys.placement import is_dense, place_of
+from .._capture.preflight.preflight import Preflight
 from .._errors import InputMismatch
 from .._torch.autograd import (
     ENGINE_ENTRIES,

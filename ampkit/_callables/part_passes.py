@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.graph import CudaGraph, Graph, Pool, capture_stream
-from .._capture.inputs import StaticInputs
-from .._capture.placement import empty_like, once, place_of
-from .._capture.timing import Shares
+from .._capture.graph.graph import CudaGraph, Graph, Pool, capture_stream
+from .._capture.graph.timing import Shares
+from .._capture.keys.inputs import StaticInputs
+from .._capture.keys.placement import empty_like, once, place_of
 from .._errors import CaptureError
 from .._torch.autograd import graph_nodes
 from .._torch.tensors import version

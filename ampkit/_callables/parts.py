@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._capture.graph import describe_failure
-from .._capture.inputs import BatchReader, flatten
-from .._capture.timing import Shares
-from .._capture.walk import Walk
-from .._capture.watch import autocast
+from .._capture.graph.graph import describe_failure
+from .._capture.graph.timing import Shares
+from .._capture.keys.inputs import BatchReader, flatten
+from .._capture.state.walk import Walk
+from .._capture.state.watch import autocast
 from .._errors import CaptureError, InputMismatch
 from .._torch.autograd import in_backward, packs_saved_tensors
 from .._torch.modes import function_modes, modes

@@ -6,9 +6,9 @@ from functools import partial
 from torch import nn
 
 from .._arguments import check_choice
-from .._capture.options import Options
-from .._capture.reducers import why_not_compiled
-from .._capture.shards import is_sharded, why_not_sharded
+from .._capture.engine.options import Options
+from .._capture.ranks.reducers import why_not_compiled
+from .._capture.ranks.shards import is_sharded, why_not_sharded
 from .._torch.compile import compiled_part
 from .compiled import CompiledTrainingStep
 from .sharded_step import ShardedCompiledStep

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.inputs import read_batch
-from .._capture.layouts import MAX_LAYOUTS
-from .._capture.snapshot import Snapshot
-from .._capture.state import TrainingState
+from .._capture.engine.layouts import MAX_LAYOUTS
+from .._capture.keys.inputs import read_batch
+from .._capture.state.snapshot import Snapshot
+from .._capture.state.state import TrainingState
 from .._errors import AmpkitWarning, CaptureError
 from .._optimizer.compiled_update import CompiledUpdate, why_not_updated
 from .._optimizer.preparation import Prepared

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._capture.snapshot import Snapshot
-from .._capture.state import TrainingState
+from .._capture.state.snapshot import Snapshot
+from .._capture.state.state import TrainingState
 from .._torch.compile import Compiler, GraphBreak, call_compiled, uncompiled_call, untraced
 from .._torch.sharding import wrapped_modules
 from .._torch.tree import tree_flatten

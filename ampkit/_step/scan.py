@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .._batches.buckets import Buckets
-from .._capture.engine import Engine
-from .._capture.fallback import StepDoneError
-from .._capture.inputs import flatten
-from .._capture.key import Key
-from .._capture.series import Noting
+from .._capture.engine.engine import Engine
+from .._capture.engine.fallback import StepDoneError
+from .._capture.engine.series import Noting
+from .._capture.keys.inputs import flatten
+from .._capture.keys.key import Key
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.rate_table import RateTable
 from .._undo import Undo

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._capture.inputs import Spec
-from .._capture.series import Noting
+from .._capture.engine.series import Noting
+from .._capture.keys.inputs import Spec
 from .._torch.tree import TreeSpec, tree_unflatten
 from .stack import Stack, sliced
 from .training_step import PartOfStep, Phase, StepOutput

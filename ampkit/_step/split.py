@@ -14,14 +14,14 @@ from .._callables.module_choice import Choice, chosen
 from .._callables.module_runs import NO_RUNS, ModuleRuns, runs_in
 from .._callables.module_survey import ModuleCall, Survey
 from .._callables.parts import CHANGED, PartReport, Parts
-from .._capture.capture_query import captures
-from .._capture.engine import Engine
-from .._capture.key import Key
-from .._capture.layouts import Layout
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.splitting import IN_PARTS
-from .._capture.timing import Clock, Durations, Shares
+from .._capture.engine.engine import Engine
+from .._capture.engine.layouts import Layout
+from .._capture.engine.options import Options
+from .._capture.engine.splitting import IN_PARTS
+from .._capture.graph.capture_query import captures
+from .._capture.graph.timing import Clock, Durations, Shares
+from .._capture.keys.key import Key
+from .._capture.ranks.ranks import Ranks
 from .._errors import CaptureError
 from .._torch.modes import modes
 from .._undo import Undo

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._batches.buckets import Buckets, pad_stack
-from .._capture.inputs import Constant, Spec, TensorSpec, check_plain, flatten, path, read_batch
+from .._capture.keys.inputs import Constant, Spec, TensorSpec, check_plain, flatten, path, read_batch
 from .._errors import InputMismatch
 from .._text import dtype_name
 from .._torch.tree import TreeSpec, tree_flatten, tree_unflatten

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._capture.cache import copied
-from .._capture.containers import own_batch
-from .._capture.key import Part
-from .._capture.ranks import Ranks
-from .._capture.state import TrainingState
+from .._capture.graph.cache import copied
+from .._capture.keys.containers import own_batch
+from .._capture.keys.key import Part
+from .._capture.ranks.ranks import Ranks
+from .._capture.state.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._batches.buckets import Buckets
-from .._capture.cache import Captured
-from .._capture.capture_query import captures
-from .._capture.engine import Engine
-from .._capture.fallback import StepDoneError
-from .._capture.inputs import flatten
-from .._capture.key import Key
-from .._capture.ranks import Together
-from .._capture.series import Noting
+from .._capture.engine.engine import Engine
+from .._capture.engine.fallback import StepDoneError
+from .._capture.engine.series import Noting
+from .._capture.graph.cache import Captured
+from .._capture.graph.capture_query import captures
+from .._capture.keys.inputs import flatten
+from .._capture.keys.key import Key
+from .._capture.ranks.ranks import Together
 from .._errors import AmpkitError
 from .._undo import Undo
 from .slices import Slices, micro_batches

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.reducers import Deliver, Reducers
+from .._capture.ranks.reducers import Deliver, Reducers
 from .._torch.autograd import graph_nodes, has_gradient_hooks, output_dtype
 from .._torch.fast_paths import autocast_of_parts
 from .._torch.modes import TorchDispatchMode, enter

@@ -7,14 +7,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from .._capture.containers import own_batch
-from .._capture.engine import Engine
-from .._capture.key import Part
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.report import Report
-from .._capture.state import TrainingState
-from .._capture.warm_up import writable
+from .._capture.engine.engine import Engine
+from .._capture.engine.options import Options
+from .._capture.engine.warm_up import writable
+from .._capture.graph.report import Report
+from .._capture.keys.containers import own_batch
+from .._capture.keys.key import Part
+from .._capture.ranks.ranks import Ranks
+from .._capture.state.state import TrainingState
 from .._errors import InputMismatch
 from .._torch.graph_order import make_graphs_here
 from .._undo import Undo

@@ -15,11 +15,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
-from .._capture.kernel_names import KernelTable
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.report import Report
-from .._capture.shards import free_whole_parameters
+from .._capture.engine.options import Options
+from .._capture.graph.kernel_names import KernelTable
+from .._capture.graph.report import Report
+from .._capture.ranks.ranks import Ranks
+from .._capture.ranks.shards import free_whole_parameters
 from .._errors import AmpkitWarning
 from .._optimizer.scaler import GradScaler
 from .._precision.module_rules import ModuleRules, why_not_applied

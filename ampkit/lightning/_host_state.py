@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.inputs import Constant
-from .._capture.key import Part
-from .._capture.uncapturable import Problem
+from .._capture.keys.inputs import Constant
+from .._capture.keys.key import Part
+from .._capture.preflight.uncapturable import Problem
 from .._torch.tree import tree_flatten
 
 # The hook that Lightning calls after each replay of a step.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._capture.cache import Rebuilt
+from .._capture.graph.cache import Rebuilt
 from .._errors import AmpkitWarning
 from .._torch.tree import tree_flatten
 from .._undo import Undo

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from .._capture.engine import Engine
-from .._capture.kernel_names import KernelTable
-from .._capture.key import Part
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.report import Report
+from .._capture.engine.engine import Engine
+from .._capture.engine.options import Options
+from .._capture.graph.kernel_names import KernelTable
+from .._capture.graph.report import Report
+from .._capture.keys.key import Part
+from .._capture.ranks.ranks import Ranks
 from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.graph import CudaGraph, Pool
+from ampkit._capture.graph.graph import CudaGraph, Pool
 from ampkit._torch.allocator import allocator_settings, set_allocator_settings
 
 pytestmark = pytest.mark.cuda

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture import host_draws
+from ampkit._capture.engine import host_draws
 
 Engine = tuple[str, str]
 Decide = Callable[[float], bool]

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ampkit
-from ampkit._capture.ranks import WARMUP_DDP, Ranks
-from ampkit._capture.reducers import Reducers
+from ampkit._capture.ranks.ranks import WARMUP_DDP, Ranks
+from ampkit._capture.ranks.reducers import Reducers
 from ampkit._torch import compile as torch_compile
 from ampkit._torch import reducer as torch_reducer
 

@@ -33,7 +33,7 @@ LAYERS = (
 )
 LAYER = {entry: number for number, entries in enumerate(LAYERS) for entry in entries}
 MOST_ENTRIES = 18  # of the package: more is no map
-GRAPH = "_capture/graph.py"
+GRAPH = "_capture/graph/graph.py"
 MODULE = re.compile(r"ampkit(\.\w+)+")
 OPTIONAL = {"jax", "lightning", "matplotlib", "numpy", "optax", "rich", "sklearn", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
@@ -241,17 +241,17 @@ def test_the_package_is_a_map():
 @pytest.mark.parametrize(
     ("rule", "file", "code"),
     [
-        (layer_errors, "_capture/inputs.py", "from .._step.graphed import graphed"),
-        (layer_errors, "_capture/inputs.py", "from ..debug import compare"),
-        (layer_errors, "_capture/inputs.py", "import ampkit"),
-        (layer_errors, "_capture/inputs.py", "import importlib\nimportlib.import_module('ampkit.lightning')"),
+        (layer_errors, "_capture/keys/inputs.py", "from ..._step.graphed import graphed"),
+        (layer_errors, "_capture/keys/inputs.py", "from ...debug import compare"),
+        (layer_errors, "_capture/keys/inputs.py", "import ampkit"),
+        (layer_errors, "_capture/keys/inputs.py", "import importlib\nimportlib.import_module('ampkit.lightning')"),
         (layer_errors, "_step/graphed.py", "from ampkit.debug import compare"),
         (layer_errors, "_step/graphed.py", "from ._new import f"),
         (layer_errors, "_batches/buckets.py", "from .._callables.passes import f"),
         (layer_errors, "debug/_syncs.py", "from .._commands.bench.measure import f"),
         (file_name_errors, "_user_line.py", "WRAPPERS = ['preflight.py']"),
         (file_name_errors, "_user_line.py", "WRAPPERS = [f'{folder}_syncs.py']"),
-        (module_name_errors, "_user_line.py", "def f(name):\n    return name.endswith('_capture.engine')"),
+        (module_name_errors, "_user_line.py", "def f(name):\n    return name.endswith('engine.engine')"),
         (module_name_errors, "_user_line.py", "OWN = ('ampkit._capture.engine',)"),
         (module_name_errors, "_user_line.py", "OWN = f'{package}._capture.engine.Engine'"),
         (module_name_errors, "_user_line.py", "OWN = 'ampkit._capture'"),
@@ -279,14 +279,14 @@ def test_rule_finds(rule, file, code):
     ("file", "code"),
     [
         ("_optimizer/scaler.py", "import torch\nfrom .._errors import AmpkitError\ntorch.__version__"),
-        ("debug/_syncs.py", "from .._capture.graph import capture_stream\n\ndef plot():\n    import matplotlib.pyplot"),
+        ("debug/_syncs.py", "from .._capture.graph.graph import Graph\n\ndef plot():\n    import matplotlib.pyplot"),
         ("lightning/_callback.py", "from lightning.pytorch import Callback"),
         ("_torch/tree.py", "import torch\nfrom torch.utils import _pytree\ntorch._foreach_add_"),
-        ("_capture/graph.py", "import torch\ntorch.cuda.CUDAGraph"),
+        ("_capture/graph/graph.py", "import torch\ntorch.cuda.CUDAGraph"),
         ("_commands/bench/variants.py", "import importlib\nimportlib.import_module('ampkit.lightning')"),
         (
             "debug/__init__.py",
-            "from ._compare import compare as compare\nfrom .._capture.preflight import Preflight as Preflight",
+            "from ._compare import compare as compare\nfrom .._capture.preflight.preflight import describe as describe",
         ),
         ("__init__.py", '"""Doc."""\nfrom ._step.graphed import graphed as graphed\n__all__ = ["graphed"]'),
     ],

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from ..._capture.draw_record import DrawRecorder
-from ..._capture.inputs import Spec, path
-from ..._capture.preflight import Finding, Preflight
-from ..._capture.variation import DRAWS_ADVICE
+from ..._capture.engine.variation import DRAWS_ADVICE
+from ..._capture.keys.inputs import Spec, path
+from ..._capture.preflight.draw_record import DrawRecorder
+from ..._capture.preflight.preflight import Finding, Preflight
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code

@@ -19,8 +19,7 @@ from .._optimizer.step_kind import parameters, torch_class
 from .._precision.policy import Policy
 from .._torch.graph_order import make_graphs_here
 from .._torch.optimizers import step_hooks
-from .._torch.sharding import local_shard
-from .._torch.tensors import foreach_copy_
+from .._torch.tensors import foreach_copy_, local_shard
 from .._undo import Undo
 from .observer import Observer
 from .optimizer_place import OptimizerPlace

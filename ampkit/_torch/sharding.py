@@ -4,9 +4,8 @@ Nothing here imports `torch.distributed.tensor` or `torch.distributed.fsdp`, whi
 DTensor, or has called `fully_shard`, has imported them.
 """
 
-import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +13,8 @@ from torch import Tensor, nn
 
 from .guard import private
 from .streams import is_capturing
+from .tensors import local_shard, sharded_class
 from .tree import tensors_in
-
-
-def sharded_class() -> Any:
-    """Return the class DTensor, () if nobody has imported it. Both can be the second argument of `isinstance`."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return this process's part of a DTensor, and any other tensor as it is. Aliasing: the part itself, no copy."""
-    return _local(tensor) if isinstance(tensor, sharded_class()) else tensor
-
-
-_local: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 
 
 def as_shard(local: Tensor, like: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
@@ -12,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _foreach_utils
 
 from .guard import private
-from .sharding import local_shard
 
 # foreach_norm(tensors, ord, dtype): the norms of many tensors by one kernel. torch.nn.utils.clip_grad_norm_ calls it.
 foreach_norm: Callable[..., list[Tensor]] = private(torch, "_foreach_norm")
@@ -40,6 +40,19 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 def is_tensor(value: object) -> TypeGuard[Tensor]:
     """Return whether this is a tensor. `isinstance` asks a weak proxy for its object, which may be gone."""
     return issubclass(type(value), Tensor)
+
+
+def sharded_class() -> Any:
+    """Return the class DTensor, () if nobody has imported it. Both can be the second argument of `isinstance`."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this process's part of a DTensor, and any other tensor as it is. Aliasing: the part itself, no copy."""
+    return _local(tensor) if isinstance(tensor, sharded_class()) else tensor
+
+
+_local: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

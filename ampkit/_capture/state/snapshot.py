@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch.sharding import local_shard
-from ..._torch.tensors import version
+from ..._torch.tensors import local_shard, version
 from .state import TrainingState
 from .walk import Walk
 

@@ -23,8 +23,7 @@ from ..._torch.modes import (
 from ..._torch.modules import hooks_made, is_of_torch, tables_with_hooks
 from ..._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from ..._torch.settings import ENUM_READERS, PLAIN_READERS
-from ..._torch.sharding import local_shard
-from ..._torch.tensors import layout_check
+from ..._torch.tensors import layout_check, local_shard
 from ..host.attributes import Attributes
 from ..host.contents import getter, tells_its_size
 from ..host.host_tensors import HostTensors

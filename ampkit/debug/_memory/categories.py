@@ -17,8 +17,8 @@ from ..._torch.fast_paths import autocast_of_parts, note_autocast_of_fast_paths
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.modules import module_tables
 from ..._torch.operators import METADATA_OPS, TO_COPY
-from ..._torch.sharding import ShardedModules, buffers_of_collective, local_shard
-from ..._torch.tensors import storage_of
+from ..._torch.sharding import ShardedModules, buffers_of_collective
+from ..._torch.tensors import local_shard, storage_of
 from ..._torch.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import UserLineFinder

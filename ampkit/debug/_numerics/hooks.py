@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..._torch.autograd import in_backward, newest_sequence_number, sequence_number
 from ..._torch.compile import is_compiled, is_compiled_in_place
-from ..._torch.sharding import local_shard
+from ..._torch.tensors import local_shard
 from ..._torch.tree import tensors_in
 from .measurements import DeviceStatistics, MeasuredTensor, Measurements
 from .statistics import is_measurable

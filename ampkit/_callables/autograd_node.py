@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._capture.graph.graph import Graph
 from .._capture.keys.placement import empty_like, is_dense, place_of
-from .._torch.autograd import keeps_graph
-from .._torch.tensors import foreach_copy_, version
+from .._torch.autograd.autograd import keeps_graph
+from .._torch.tensors.tensors import foreach_copy_, version
 from .._undo import call
 from .passes import Passes
 from .shared_memory import SharedMemory

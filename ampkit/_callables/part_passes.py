@@ -13,8 +13,8 @@ from .._capture.graph.timing import Shares
 from .._capture.keys.inputs import StaticInputs
 from .._capture.keys.placement import empty_like, once, place_of
 from .._errors import CaptureError
-from .._torch.autograd import graph_nodes
-from .._torch.tensors import version
+from .._torch.autograd.autograd import graph_nodes
+from .._torch.tensors.tensors import version
 from .._undo import Undo
 from .autograd_node import GraphedPasses
 from .input_leaves import Wants

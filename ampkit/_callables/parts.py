@@ -15,10 +15,10 @@ from .._capture.keys.inputs import BatchReader, flatten
 from .._capture.state.walk import Walk
 from .._capture.state.watch import autocast
 from .._errors import CaptureError, InputMismatch
-from .._torch.autograd import in_backward, packs_saved_tensors
-from .._torch.modes import function_modes, modes
-from .._torch.modules import has_global_hooks, hook_tables
-from .._torch.settings import settings
+from .._torch.autograd.autograd import in_backward, packs_saved_tensors
+from .._torch.tensors.modes import function_modes, modes
+from .._torch.tensors.modules import has_global_hooks, hook_tables
+from .._torch.tensors.settings import settings
 from .._undo import Undo
 from .autograd_node import PENDING
 from .input_leaves import detached, places_of, static_inputs, wanted_by

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
 from .._errors import AmpkitWarning
-from .._torch.streams import is_capturing
-from .._torch.tensors import foreach_add_
+from .._torch.device.streams import is_capturing
+from .._torch.tensors.tensors import foreach_add_
 from .._undo import Undo
 from .._user_line import users_level
 from .scale_rule import ScaleLimits, read_limits

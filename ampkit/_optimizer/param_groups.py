@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Adadelta, Optimizer, RMSprop
 
 from .._errors import AmpkitWarning, CaptureError
+from .._torch.device.streams import is_capturing
 from .._torch.optimizers import step_hooks
-from .._torch.streams import is_capturing
 from .._undo import Undo
 from .rate_table import RateTable
 from .step_kind import STEP_HOOKS

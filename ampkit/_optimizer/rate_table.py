@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._torch.modes import without_dispatch_modes
+from .._torch.tensors.modes import without_dispatch_modes
 
 
 class RateTable:

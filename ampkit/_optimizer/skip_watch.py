@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.modes import without_dispatch_modes
+from .._torch.tensors.modes import without_dispatch_modes
 
 IN_A_ROW = 50
 ALL_SKIPPED = (

@@ -22,7 +22,7 @@ from .._optimizer.preparation import Prepared
 from .._optimizer.step_kind import why_not_capturable
 from .._text import ProgressBar, dtype_name
 from .._torch.compile import Compiler, GraphBreak, notice_compiled_code
-from .._torch.tensors import versions
+from .._torch.tensors.tensors import versions
 from .._user_line import innermost_users_line, users_level
 from .compiled_ddp import compiled_around, is_of_wrapper
 from .compiled_writes import GOES_ON, CompiledWrites, why_failed

@@ -11,8 +11,8 @@ from torch import nn
 from .._capture.state.snapshot import Snapshot
 from .._capture.state.state import TrainingState
 from .._torch.compile import Compiler, GraphBreak, call_compiled, uncompiled_call, untraced
-from .._torch.sharding import wrapped_modules
-from .._torch.tree import tree_flatten
+from .._torch.ranks.sharding import wrapped_modules
+from .._torch.tensors.tree import tree_flatten
 from .._undo import Undo, replace
 from .compiled_writes import why_failed
 

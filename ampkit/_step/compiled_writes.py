@@ -10,7 +10,7 @@ from torch import Tensor
 from .._errors import AmpkitWarning, CaptureError
 from .._text import error_line
 from .._torch.compile import Compiler, cause_of
-from .._torch.tensors import foreach_copy_
+from .._torch.tensors.tensors import foreach_copy_
 from .._user_line import users_level
 
 GOES_ON = "Training goes on, and this part of the step is not compiled."

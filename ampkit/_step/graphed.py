@@ -23,9 +23,9 @@ from .._capture.state.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_capturable
+from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.compile import cudagraphs_of_its_own
-from .._torch.graph_order import make_graphs_here
-from .._torch.sharding import ShardedModules
+from .._torch.ranks.sharding import ShardedModules
 from .._undo import Undo
 from .outputs import mapped_outputs
 from .split import StepSplitter

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._capture.engine.series import Noting
 from .._capture.keys.inputs import Spec
-from .._torch.tree import TreeSpec, tree_unflatten
+from .._torch.tensors.tree import TreeSpec, tree_unflatten
 from .stack import Stack, sliced
 from .training_step import PartOfStep, Phase, StepOutput
 from .window import Window

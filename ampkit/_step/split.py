@@ -23,7 +23,7 @@ from .._capture.graph.timing import Clock, Durations, Shares
 from .._capture.keys.key import Key
 from .._capture.ranks.ranks import Ranks
 from .._errors import CaptureError
-from .._torch.modes import modes
+from .._torch.tensors.modes import modes
 from .._undo import Undo
 from .split_update import Update
 from .training_step import Phase

@@ -17,9 +17,9 @@ from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import parameters, torch_class
 from .._precision.policy import Policy
-from .._torch.graph_order import make_graphs_here
+from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.optimizers import step_hooks
-from .._torch.tensors import foreach_copy_, local_shard
+from .._torch.tensors.tensors import foreach_copy_, local_shard
 from .._undo import Undo
 from .observer import Observer
 from .optimizer_place import OptimizerPlace

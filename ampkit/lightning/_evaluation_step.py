@@ -16,7 +16,7 @@ from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
 from .._errors import InputMismatch
-from .._torch.graph_order import make_graphs_here
+from .._torch.autograd.graph_order import make_graphs_here
 from .._undo import Undo
 from . import _log_calls
 from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, not_returnable, uses_index

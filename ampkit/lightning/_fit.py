@@ -26,7 +26,7 @@ from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
 from .._step.optimizer_place import place_of
 from .._torch.optimizers import supports_amp_scaling
-from .._torch.tree import tree_flatten
+from .._torch.tensors.tree import tree_flatten
 from ._compiled_step import read_compile
 from ._gradient_reads import GradientUses
 from ._host_state import HostReads

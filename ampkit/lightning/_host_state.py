@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._capture.keys.inputs import Constant
 from .._capture.keys.key import Part
 from .._capture.preflight.uncapturable import Problem
-from .._torch.tree import tree_flatten
+from .._torch.tensors.tree import tree_flatten
 
 # The hook that Lightning calls after each replay of a step.
 HOOK_BEHIND = {

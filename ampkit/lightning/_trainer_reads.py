@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from .._capture.preflight.host_values import report_read
 from .._capture.preflight.uncapturable import Problem
-from .._torch.autograd import in_backward
+from .._torch.autograd.autograd import in_backward
 from .._torch.compile import noticing_compiled_code
 from .._undo import Undo, replace
 from .._user_line import running_line

@@ -12,7 +12,7 @@ from ampkit._capture.graph.cache import Captured, Outputs
 from ampkit._capture.graph.graph import CudaGraph, EmulatedGraph, Pool
 from ampkit._capture.graph.timing import Timing
 from ampkit._capture.keys.inputs import StaticInputs, read_batch
-from ampkit._torch.tree import tree_flatten, tree_unflatten
+from ampkit._torch.tensors.tree import tree_flatten, tree_unflatten
 
 CPU = torch.device("cpu")
 

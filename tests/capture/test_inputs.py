@@ -11,7 +11,7 @@ from harness import bits
 from ampkit import InputMismatch
 from ampkit._capture.keys import inputs as _inputs
 from ampkit._capture.keys.inputs import BatchReader, Spec, StaticInputs, paths, read_batch
-from ampkit._torch.tree import tree_flatten
+from ampkit._torch.tensors.tree import tree_flatten
 
 CPU = torch.device("cpu")
 

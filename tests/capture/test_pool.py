@@ -11,7 +11,7 @@ import torch
 
 from ampkit._capture.graph import pool as _segments
 from ampkit._capture.graph.pool import _Growth, _SharedChange
-from ampkit._torch.allocator import allocator_settings, set_allocator_settings
+from ampkit._torch.device.allocator import allocator_settings, set_allocator_settings
 from ampkit._undo import Undo
 
 

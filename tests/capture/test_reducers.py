@@ -24,7 +24,7 @@ import ampkit
 from ampkit._capture.ranks.ranks import WARMUP_DDP, Ranks
 from ampkit._capture.ranks.reducers import Reducers
 from ampkit._torch import compile as torch_compile
-from ampkit._torch import reducer as torch_reducer
+from ampkit._torch.ranks import reducer as torch_reducer
 
 CPU = torch.device("cpu")
 FAST = ("plain", "static, unused", "wrapped hook", "accumulate", "float16 as torch", "PowerSGD", "second step")

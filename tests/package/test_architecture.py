@@ -281,7 +281,7 @@ def test_rule_finds(rule, file, code):
         ("_optimizer/scaler.py", "import torch\nfrom .._errors import AmpkitError\ntorch.__version__"),
         ("debug/_syncs.py", "from .._capture.graph.graph import Graph\n\ndef plot():\n    import matplotlib.pyplot"),
         ("lightning/_callback.py", "from lightning.pytorch import Callback"),
-        ("_torch/tree.py", "import torch\nfrom torch.utils import _pytree\ntorch._foreach_add_"),
+        ("_torch/tensors/tree.py", "import torch\nfrom torch.utils import _pytree\ntorch._foreach_add_"),
         ("_capture/graph/graph.py", "import torch\ntorch.cuda.CUDAGraph"),
         ("_commands/bench/variants.py", "import importlib\nimportlib.import_module('ampkit.lightning')"),
         (

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
-from ..._torch.execution_trace import enter_mark, execution_trace, exit_mark
-from ..._torch.modes import UnseenFunctionMode, enter, unseen_function_mode
-from ..._torch.tree import tree_flatten
+from ..._torch.device.execution_trace import enter_mark, execution_trace, exit_mark
+from ..._torch.tensors.modes import UnseenFunctionMode, enter, unseen_function_mode
+from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo
 from ..._user_line import line_text, running_place
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._torch.autograd import current_node, in_backward
+from ..._torch.autograd.autograd import current_node, in_backward
 from ..._torch.compile import calls_from_compiled_code
-from ..._torch.fast_paths import autocast_of_parts
-from ..._torch.modes import TorchDispatchMode, enter, let_autograd_use_threads, uses_autograd_threads
-from ..._torch.operators import written_arguments
-from ..._torch.tensors import Remembered, local_shard, storage_address, version
-from ..._torch.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ..._torch.tensors.fast_paths import autocast_of_parts
+from ..._torch.tensors.modes import TorchDispatchMode, enter, let_autograd_use_threads, uses_autograd_threads
+from ..._torch.tensors.operators import written_arguments
+from ..._torch.tensors.tensors import Remembered, local_shard, storage_address, version
+from ..._torch.tensors.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from ..._undo import Undo
 from ..graph.cache import Captured
 from ..ranks.ranks import Ranks

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..._errors import InputMismatch
-from ..._torch.modes import modes
-from ..._torch.tensors import versions
-from ..._torch.tree import tree_unflatten
+from ..._torch.tensors.modes import modes
+from ..._torch.tensors.tensors import versions
+from ..._torch.tensors.tree import tree_unflatten
 from ..._undo import Undo
 from ..keys.inputs import Spec, path
 from ..keys.placement import is_as_copied, own_copy

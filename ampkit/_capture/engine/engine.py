@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..._errors import CaptureError, InputMismatch
-from ..._torch.modes import modes
-from ..._torch.settings import settle_attention_priority
+from ..._torch.tensors.modes import modes
+from ..._torch.tensors.settings import settle_attention_priority
 from ..._undo import Undo
 from ..compare.verify import verified_replay
 from ..graph.cache import Cache, Captured, copied

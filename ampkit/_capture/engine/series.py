@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._errors import CaptureError
-from ..._torch.modes import modes
+from ..._torch.tensors.modes import modes
 from ..._undo import Undo
 from ..compare.call_record import OperationRecorder, Record, first_difference
 from ..graph.cache import Cache, Captured, Family

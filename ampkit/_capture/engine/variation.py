@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._text import value_text
-from ..._torch.tree import TreeSpec
+from ..._torch.tensors.tree import TreeSpec
 from ..host.attributes import AttributeValues
 from ..host.contents import are_same
 from ..host.variables import VariableValues

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..._torch.modes import modes
-from ..._torch.tensors import version
-from ..._torch.tree import tree_unflatten
+from ..._torch.tensors.modes import modes
+from ..._torch.tensors.tensors import version
+from ..._torch.tensors.tree import tree_unflatten
 from ..._undo import Undo
 from ..graph.capture_query import answered, answering, noting_questions
 from ..graph.timing import Clock

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._torch.streams import is_capturing, raw_stream
-from ..._torch.tensors import untracked
-from ..._torch.tree import TreeSpec, tree_flatten, tree_unflatten
+from ..._torch.device.streams import is_capturing, raw_stream
+from ..._torch.tensors.tensors import untracked
+from ..._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
 from ..keys.inputs import Spec, StaticInputs
 from ..keys.key import Key
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool

@@ -9,8 +9,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ..._torch.autograd import current_graph_task
-from ..._torch.streams import capturing_builtin, replace_capturing_builtin
+from ..._torch.autograd.autograd import current_graph_task
+from ..._torch.device.streams import capturing_builtin, replace_capturing_builtin
 from ..._undo import Undo
 
 _P = ParamSpec("_P")

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from ..._errors import CaptureError, CaptureWarning
-from ..._torch.allocator import drop_capture_from_allocator
-from ..._torch.autograd import one_stream
-from ..._torch.modes import modes
+from ..._torch.autograd.autograd import one_stream
+from ..._torch.device.allocator import drop_capture_from_allocator
+from ..._torch.tensors.modes import modes
 from ..._undo import Undo
 from ..._user_line import user_line
 from .capture_query import hidden_capture

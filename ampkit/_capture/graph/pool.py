@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..._torch.allocator import allocator_settings, set_allocator_settings
 from ..._torch.compile import fail_on_recompile
+from ..._torch.device.allocator import allocator_settings, set_allocator_settings
 from ..._undo import Undo
 
 

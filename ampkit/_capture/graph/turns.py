@@ -8,8 +8,8 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from ..._errors import AmpkitError
-from ..._torch.autograd import current_graph_task
-from ..._torch.streams import raw_stream
+from ..._torch.autograd.autograd import current_graph_task
+from ..._torch.device.streams import raw_stream
 from ..._undo import Undo, close, open_here
 
 _P = ParamSpec("_P")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._torch.tensors import storage_address, storage_of
+from ..._torch.tensors.tensors import storage_address, storage_of
 
 _MOST_BYTES = 4096  # of one; more are data
 _MOST = 256

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..._text import error_line
 from ..._torch.compile import never_compile_by_itself, original_code
-from ..._torch.modules import MODULE_CALL, hook_tables, is_module, parts_of
+from ..._torch.tensors.modules import MODULE_CALL, hook_tables, is_module, parts_of
 from ..._user_line import is_ampkits, is_in_users_file, is_users_call, is_users_file, line_text
 from .bare_objects import package_name
 from .bytecode import Place, Read, Scope, codes_in, reads

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._torch.modules import is_module
+from ..._torch.tensors.modules import is_module
 from .bare_objects import file_of_module, module_name, own_table
 from .bytecode import Scope
 from .contents import ABSENT, MOST_ENTRIES, are_same, getter, is_array, is_plain, noted, reference, size

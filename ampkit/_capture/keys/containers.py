@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._torch.tree import tree_flatten, tree_unflatten
+from ..._torch.tensors.tree import tree_flatten, tree_unflatten
 
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, str, bytes)
 _ITEMS = (list, tuple, set, frozenset, deque)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..._arguments import shown
 from ..._errors import InputMismatch
 from ..._text import dtype_name
-from ..._torch.tensors import foreach_copy_, is_wrapper, layout_check, storage_address, versions
-from ..._torch.tree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ..._torch.tensors.tensors import foreach_copy_, is_wrapper, layout_check, storage_address, versions
+from ..._torch.tensors.tree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .containers import holds_tensors, is_record
 from .placement import empty_like, once
 from .spans import Spans, span

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._torch.modes import without_dispatch_modes, without_torch_function
-from ..._torch.tree import tensors_in
+from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
+from ..._torch.tensors.tree import tensors_in
 
 Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, or whole numbers
 

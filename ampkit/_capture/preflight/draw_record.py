@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..._torch.compile import never_compile_by_itself
-from ..._torch.modes import without_torch_function
-from ..._torch.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, READ, op_schema
-from ..._torch.tensors import storage_address
-from ..._torch.tree import tensors_in
+from ..._torch.tensors.modes import without_torch_function
+from ..._torch.tensors.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, READ, op_schema
+from ..._torch.tensors.tensors import storage_address
+from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import SourceLocation, wraps_operations
 from .draw_paths import Like, Operation, Path, Read, Slot, Stretch, repeats

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._torch import modes as torch_modes
-from ..._torch.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
+from ..._torch.autograd.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
 from ..._torch.compile import COMPILER, never_compile_by_itself
-from ..._torch.fake_tensors import is_fake
-from ..._torch.fast_paths import autocast_of_parts
-from ..._torch.modes import TorchDispatchMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
-from ..._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
+from ..._torch.tensors import modes as torch_modes
+from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.fast_paths import autocast_of_parts
+from ..._torch.tensors.modes import TorchDispatchMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
+from ..._torch.tensors.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
 from .draw_record import DrawRecorder

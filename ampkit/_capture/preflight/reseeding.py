@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch.modes import without_torch_function
+from ..._torch.tensors.modes import without_torch_function
 
 
 class GeneratorWatch:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..._torch.compile import calls_from_compiled_code
-from ..._torch.operators import LIFT_FRESH, written_arguments
-from ..._torch.tensors import storage_address
-from ..._torch.tree import tensors_in
+from ..._torch.tensors.operators import LIFT_FRESH, written_arguments
+from ..._torch.tensors.tensors import storage_address
+from ..._torch.tensors.tree import tensors_in
 from ..._user_line import is_users_call, real_frame, running_line, wraps_operations
 from ..host.host_tensors import is_on_host
 

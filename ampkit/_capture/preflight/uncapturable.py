@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._torch.fake_tensors import is_fake
-from ..._torch.tensors import is_same_generator
-from ..._torch.tree import tensors_in
+from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.tensors import is_same_generator
+from ..._torch.tensors.tree import tensors_in
 
 
 class Problem(NamedTuple):

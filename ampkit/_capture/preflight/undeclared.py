@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..._torch.fake_tensors import is_fake
-from ..._torch.modes import without_torch_function
-from ..._torch.modules import is_module, module_tables, parts_of
 from ..._torch.optimizers import remove_step_hook
-from ..._torch.tensors import is_tensor, storage_address
-from ..._torch.tree import tensors_in
+from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.modes import without_torch_function
+from ..._torch.tensors.modules import is_module, module_tables, parts_of
+from ..._torch.tensors.tensors import is_tensor, storage_address
+from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import running_line, wraps_operations
 from ..state.state import TrainingState

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..._errors import AmpkitError
-from ..._torch.distributed import own_store
+from ..._torch.ranks.distributed import own_store
 from ..._user_line import user_line
 from .held_up import EndedWait, Waiting, no_last_resort, started
 from .peer_process import PeerProcess, address

@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 
 from ..._errors import AmpkitError
-from ..._torch.distributed import aborts
+from ..._torch.ranks.distributed import aborts
 from ..graph.turns import Turn
 
 LAST_RESORT_S = 10.0  # from the abort to the end of the process: NCCL needs a second, users' `finally` clauses the rest

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..._torch.distributed import call_before_shutdown, drop_groups
+from ..._torch.ranks.distributed import call_before_shutdown, drop_groups
 from .heartbeat import end_heartbeats, stop_heartbeats
 from .held_up import last_resort
 

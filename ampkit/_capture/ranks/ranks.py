@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._torch.sharding import ShardedModules
+from ..._torch.ranks.sharding import ShardedModules
 from ..._undo import Undo
 from ..graph.turns import Turn
 from .heartbeat import Heartbeat, heartbeat_of

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..._errors import AmpkitError
-from ..._torch.reducer import (
+from ..._torch.ranks.reducer import (
     bucket_bytes,
     communication_hook,
     gradient_calls,

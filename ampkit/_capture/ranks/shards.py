@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from ..._torch.sharding import ShardedModules, copy_groups, mesh_group
-from ..._torch.tensors import sharded_class
+from ..._torch.ranks.sharding import ShardedModules, copy_groups, mesh_group
+from ..._torch.tensors.tensors import sharded_class
 
 
 def is_sharded(model: nn.Module) -> bool:

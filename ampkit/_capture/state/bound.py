@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..._torch.modules import module_tables
-from ..._torch.tensors import is_tensor
+from ..._torch.tensors.modules import module_tables
+from ..._torch.tensors.tensors import is_tensor
 
 
 class Cell(NamedTuple):

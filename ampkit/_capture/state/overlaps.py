@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..._torch.modes import without_dispatch_modes, without_torch_function
-from ..._torch.tensors import version
+from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
+from ..._torch.tensors.tensors import version
 from ..keys.inputs import StaticInputs
 from ..keys.spans import Spans, has_memory
 from .bits import bits

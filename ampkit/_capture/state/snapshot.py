@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch.tensors import local_shard, version
+from ..._torch.tensors.tensors import local_shard, version
 from .state import TrainingState
 from .walk import Walk
 

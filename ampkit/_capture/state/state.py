@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..._text import value_text
-from ..._torch.gradient_nodes import renew_gradient_nodes
-from ..._torch.modes import DeviceContext, function_modes
-from ..._torch.modules import parts_of
+from ..._torch.autograd.gradient_nodes import renew_gradient_nodes
 from ..._torch.optimizers import step_hooks
-from ..._torch.settings import SETTINGS, settings
+from ..._torch.tensors.modes import DeviceContext, function_modes
+from ..._torch.tensors.modules import parts_of
+from ..._torch.tensors.settings import SETTINGS, settings
 from ..host.attributes import Attributes, AttributeValues
 from ..host.executed import Executed
 from ..host.host_tensors import HostTensors, HostValues

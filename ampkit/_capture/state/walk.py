@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._torch.modules import module_tables
-from ..._torch.tensors import local_shard
+from ..._torch.tensors.modules import module_tables
+from ..._torch.tensors.tensors import local_shard
 
 requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 

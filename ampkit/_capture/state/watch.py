@@ -12,7 +12,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..._torch.modes import (
+from ..._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
+from ..._torch.tensors.modes import (
     DeviceContext,
     function_mode_count,
     function_modes,
@@ -20,10 +21,9 @@ from ..._torch.modes import (
     saved_tensors_hooks,
     without_torch_function,
 )
-from ..._torch.modules import hooks_made, is_of_torch, tables_with_hooks
-from ..._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
-from ..._torch.settings import ENUM_READERS, PLAIN_READERS
-from ..._torch.tensors import layout_check, local_shard
+from ..._torch.tensors.modules import hooks_made, is_of_torch, tables_with_hooks
+from ..._torch.tensors.settings import ENUM_READERS, PLAIN_READERS
+from ..._torch.tensors.tensors import layout_check, local_shard
 from ..host.attributes import Attributes
 from ..host.contents import getter, tells_its_size
 from ..host.host_tensors import HostTensors

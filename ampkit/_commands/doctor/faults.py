@@ -21,9 +21,9 @@ from ..._capture.preflight.preflight import Finding, Preflight
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code
-from ..._torch.modes import TorchDispatchMode
-from ..._torch.operators import call_from_binding
-from ..._torch.tree import tree_flatten
+from ..._torch.tensors.modes import TorchDispatchMode
+from ..._torch.tensors.operators import call_from_binding
+from ..._torch.tensors.tree import tree_flatten
 from ..._user_line import UserLineFinder
 from .host_values import differences
 from .trial import Trial

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .._undo import Undo
-from .guard import private
+from ..._undo import Undo
+from ..guard import private
 
 CALLS = 20  # between two events
 REPEATS = 3  # of which the fastest counts

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .guard import private
+from ..guard import private
 
 
 def drop_capture_from_allocator(device: torch.device, pool: tuple[int, int]) -> None:

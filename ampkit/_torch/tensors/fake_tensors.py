@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 
-from .._undo import Undo
-from .guard import private
+from ..._undo import Undo
+from ..guard import private
 
 
 def fake_tensor_mode(**kwargs: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .._undo import Undo
-from .guard import private
+from ..._undo import Undo
+from ..guard import private
 
 _FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 _FAST_PATH_OPS = frozenset(private(torch.ops.aten, name).default for name in _FAST_PATHS)

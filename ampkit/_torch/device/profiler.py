@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from .guard import private
+from ..guard import private
 
 # profiler_enabled(): whether a profiler records this thread. A second one would end the first.
 profiler_enabled: Callable[[], bool] = private(torch._C._autograd, "_profiler_enabled")

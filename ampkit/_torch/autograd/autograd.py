@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._undo import Undo, replace
-from .guard import private
+from ..._undo import Undo, replace
+from ..guard import private
 
 # keeps_graph() is called within a backward pass: whether its caller passed retain_graph=True.
 keeps_graph: Callable[[], bool] = private(torch._C._autograd, "_get_current_graph_task_keep_graph")

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .guard import private
-from .streams import is_capturing
-from .tensors import local_shard, sharded_class
-from .tree import tensors_in
+from ..device.streams import is_capturing
+from ..guard import private
+from ..tensors.tensors import local_shard, sharded_class
+from ..tensors.tree import tensors_in
 
 
 def as_shard(local: Tensor, like: Any) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .gradient_nodes import node_notes
-from .guard import private
+from ..autograd.gradient_nodes import node_notes
+from ..guard import private
 
 _MARK = "ampkit: the Reducer"  # a key of the metadata of autograd nodes
 _BUILT_IN = "BuiltinCommHookType."  # begins what the log has of a hook that is written in C++

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .guard import private
+from ..guard import private
 
 # A module gets them when it is made, so the class alone cannot be asked for them.
 _MODULE = nn.Module()

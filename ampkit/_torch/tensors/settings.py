@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from .guard import private
+from ..guard import private
 
 _choose_attention = private(torch, "_fused_sdp_choice")
 

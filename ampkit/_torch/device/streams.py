@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from .guard import private
+from ..guard import private
 
 
 def capturing_builtin() -> Callable[[], bool]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .guard import private
+from ..guard import private
 from .tree import tree_flatten
 
 # The builtins below torch.nn.functional. torch.compile traces some of its Python functions down to them.

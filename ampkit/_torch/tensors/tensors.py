@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _foreach_utils
 
-from .guard import private
+from ..guard import private
 
 # foreach_norm(tensors, ord, dtype): the norms of many tensors by one kernel. torch.nn.utils.clip_grad_norm_ calls it.
 foreach_norm: Callable[..., list[Tensor]] = private(torch, "_foreach_norm")

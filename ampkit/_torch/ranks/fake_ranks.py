@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.overrides import TorchFunctionMode
 
-from .._undo import Undo, replace
-from .guard import private
+from ..._undo import Undo, replace
+from ..guard import private
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _ASKS_FOR_DEVICE = ("_fsdp_init", "_fsdp_state", "_fsdp_param_group", "_fsdp_collectives")  # its modules that do

@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from .._undo import Undo
+from ..._undo import Undo
+from ..guard import private
 from .fast_paths import note_autocast_of_fast_paths
-from .guard import private
 
 _push_function_mode, _pop_function_mode = (private(torch.overrides, name) for name in ("_push_mode", "_pop_mode"))
 # function_mode_stack(): the function modes that are entered, outermost first.

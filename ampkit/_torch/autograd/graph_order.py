@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .._undo import Undo
+from ..._undo import Undo
+from ..tensors.modes import let_autograd_use_threads, uses_autograd_threads
 from .autograd import ENGINE_ENTRIES
-from .modes import let_autograd_use_threads, uses_autograd_threads
 
 _lock = threading.Lock()
 _contexts: dict[object, int] = {}  # the contexts that are open, and their threads

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree
 
-from .guard import private
+from ..guard import private
 
 TreeSpec = _pytree.TreeSpec
 tree_flatten: Callable[..., tuple[list[Any], TreeSpec]] = private(_pytree, "tree_flatten")

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._undo import Undo
-from .guard import private
-from .modes import call_each, without_torch_function
+from ..._undo import Undo
+from ..guard import private
+from ..tensors.modes import call_each, without_torch_function
 
 # The observer behind torch.profiler.ExecutionTraceObserver, which would add files and events of its own. A process can
 # have one observer only.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .guard import private
+from ..guard import private
 
 
 def call_before_shutdown(callback: Callable[[Any], None]) -> None:

@@ -134,7 +134,7 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models stay in parts where a GPU shows that their steps are slower in parts."""
-    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
+    monkeypatch.setattr("ampkit._step.parts.split.is_timed", lambda options: False)
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from .._torch.compile import cudagraphs_of_its_own
 from .._torch.ranks.sharding import ShardedModules
 from .._undo import Undo
 from .outputs import mapped_outputs
-from .split import StepSplitter
-from .split_update import WithinFunction
+from .parts.split import StepSplitter
+from .parts.split_update import WithinFunction
 from .training_step import Phase
 
 

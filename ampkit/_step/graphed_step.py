@@ -21,17 +21,17 @@ from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .arguments import Scheduler, check_kinds, check_optimizer, device_of, read_max_norm, read_scaler
-from .compile_choice import check_compile, step_maker, warmup_of
+from .compile.compile_choice import check_compile, step_maker, warmup_of
+from .many.scan import Scan
+from .many.slices import Slices
+from .many.whole_window import SHORT, WholeWindow
 from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
-from .scan import Scan
+from .parts.split import StepSplitter, why_not_compiled_in_parts
+from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
-from .slices import Slices
-from .split import StepSplitter, why_not_compiled_in_parts
-from .split_update import CapturedUpdate
 from .training_step import StepOutput, TrainingStep
-from .whole_window import SHORT, WholeWindow
 from .window import Window
 
 

@@ -17,7 +17,7 @@ from .._capture.graph.report import Report
 from .._errors import CaptureError, CaptureWarning
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
-from .._step.compile_choice import COMPILE, check_compile
+from .._step.compile.compile_choice import COMPILE, check_compile
 from ..debug._memory.profile import MemoryProfile
 from ..debug._numerics.numerics import Numerics
 from ._evaluation import STEP_OF, STEPS, Evaluation, is_replaced

@@ -20,8 +20,8 @@ from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
-from .._step.split import StepSplitter, why_not_compiled_in_parts
-from .._step.split_update import CapturedUpdate
+from .._step.parts.split import StepSplitter, why_not_compiled_in_parts
+from .._step.parts.split_update import CapturedUpdate
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
 from . import _log_calls

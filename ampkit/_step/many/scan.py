@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._batches.buckets import Buckets
-from .._capture.engine.engine import Engine
-from .._capture.engine.fallback import StepDoneError
-from .._capture.engine.series import Noting
-from .._capture.keys.inputs import flatten
-from .._capture.keys.key import Key
-from .._optimizer.param_groups import CapturableGroups
-from .._optimizer.rate_table import RateTable
-from .._undo import Undo
-from .schedule import Schedule
+from ..._batches.buckets import Buckets
+from ..._capture.engine.engine import Engine
+from ..._capture.engine.fallback import StepDoneError
+from ..._capture.engine.series import Noting
+from ..._capture.keys.inputs import flatten
+from ..._capture.keys.key import Key
+from ..._optimizer.param_groups import CapturableGroups
+from ..._optimizer.rate_table import RateTable
+from ..._undo import Undo
+from ..schedule import Schedule
+from ..training_step import PartOfStep, StepOutput, TrainingStep
+from ..window import Window
 from .slices import Slices, micro_batches
 from .stack import SCAN, Outputs, Stack, concatenated, stacked
-from .training_step import PartOfStep, StepOutput, TrainingStep
-from .window import Window
 
 Rates = Sequence[Any]  # by param group
 

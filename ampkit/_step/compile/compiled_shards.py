@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._capture.state.snapshot import Snapshot
-from .._capture.state.state import TrainingState
-from .._torch.compile import Compiler, GraphBreak, call_compiled, uncompiled_call, untraced
-from .._torch.ranks.sharding import wrapped_modules
-from .._torch.tensors.tree import tree_flatten
-from .._undo import Undo, replace
+from ..._capture.state.snapshot import Snapshot
+from ..._capture.state.state import TrainingState
+from ..._torch.compile import Compiler, GraphBreak, call_compiled, uncompiled_call, untraced
+from ..._torch.ranks.sharding import wrapped_modules
+from ..._torch.tensors.tree import tree_flatten
+from ..._undo import Undo, replace
 from .compiled_writes import why_failed
 
 LOSS = "the loss"

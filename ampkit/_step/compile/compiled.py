@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.engine.layouts import MAX_LAYOUTS
-from .._capture.keys.inputs import read_batch
-from .._capture.state.snapshot import Snapshot
-from .._capture.state.state import TrainingState
-from .._errors import AmpkitWarning, CaptureError
-from .._optimizer.compiled_update import CompiledUpdate, why_not_updated
-from .._optimizer.preparation import Prepared
-from .._optimizer.step_kind import why_not_capturable
-from .._text import ProgressBar, dtype_name
-from .._torch.compile import Compiler, GraphBreak, notice_compiled_code
-from .._torch.tensors.tensors import versions
-from .._user_line import innermost_users_line, users_level
+from ..._capture.engine.layouts import MAX_LAYOUTS
+from ..._capture.keys.inputs import read_batch
+from ..._capture.state.snapshot import Snapshot
+from ..._capture.state.state import TrainingState
+from ..._errors import AmpkitWarning, CaptureError
+from ..._optimizer.compiled_update import CompiledUpdate, why_not_updated
+from ..._optimizer.preparation import Prepared
+from ..._optimizer.step_kind import why_not_capturable
+from ..._text import ProgressBar, dtype_name
+from ..._torch.compile import Compiler, GraphBreak, notice_compiled_code
+from ..._torch.tensors.tensors import versions
+from ..._user_line import innermost_users_line, users_level
+from ..training_step import PartOfStep, Phase, TrainingStep
+from ..working_weights import LOW, WorkingWeights, cast_gradients
 from .compiled_ddp import compiled_around, is_of_wrapper
 from .compiled_writes import GOES_ON, CompiledWrites, why_failed
-from .training_step import PartOfStep, Phase, TrainingStep
-from .working_weights import LOW, WorkingWeights, cast_gradients
 
 _COPY = "the working weight of parameter"
 # As torch.compile(options=...) takes them. Combo kernels do small operations that do not depend on each other in one

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._text import ProgressBar
-from .._torch.compile import GraphBreak
+from ..._text import ProgressBar
+from ..._torch.compile import GraphBreak
 from .compiled import CompiledTrainingStep, Layout, call_loss
 from .compiled_shards import CompiledShards, is_of_wrapper
 

@@ -10,23 +10,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .._callables.module_choice import Choice, chosen
-from .._callables.module_runs import NO_RUNS, ModuleRuns, runs_in
-from .._callables.module_survey import ModuleCall, Survey
-from .._callables.parts import CHANGED, PartReport, Parts
-from .._capture.engine.engine import Engine
-from .._capture.engine.layouts import Layout
-from .._capture.engine.options import Options
-from .._capture.engine.splitting import IN_PARTS
-from .._capture.graph.capture_query import captures
-from .._capture.graph.timing import Clock, Durations, Shares
-from .._capture.keys.key import Key
-from .._capture.ranks.ranks import Ranks
-from .._errors import CaptureError
-from .._torch.tensors.modes import modes
-from .._undo import Undo
+from ..._capture.engine.engine import Engine
+from ..._capture.engine.layouts import Layout
+from ..._capture.engine.options import Options
+from ..._capture.engine.splitting import IN_PARTS
+from ..._capture.graph.capture_query import captures
+from ..._capture.graph.timing import Clock, Durations, Shares
+from ..._capture.keys.key import Key
+from ..._capture.ranks.ranks import Ranks
+from ..._errors import CaptureError
+from ..._torch.tensors.modes import modes
+from ..._undo import Undo
+from ..training_step import Phase
+from .module_choice import Choice, chosen
+from .module_runs import NO_RUNS, ModuleRuns, runs_in
+from .module_survey import ModuleCall, Survey
+from .parts import CHANGED, PartReport, Parts
 from .split_update import Update
-from .training_step import Phase
 
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
 _TIMED = 5  # calls of each kind, to find out which is faster

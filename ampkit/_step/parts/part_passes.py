@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.graph.graph import CudaGraph, Graph, Pool, capture_stream
-from .._capture.graph.timing import Shares
-from .._capture.keys.inputs import StaticInputs
-from .._capture.keys.placement import empty_like, once, place_of
-from .._errors import CaptureError
-from .._torch.autograd.autograd import graph_nodes
-from .._torch.tensors.tensors import version
-from .._undo import Undo
-from .autograd_node import GraphedPasses
-from .input_leaves import Wants
+from ..._callables.autograd_node import GraphedPasses
+from ..._callables.input_leaves import Wants
+from ..._callables.passes import Passes
+from ..._callables.shared_memory import SharedMemory
+from ..._capture.graph.graph import CudaGraph, Graph, Pool, capture_stream
+from ..._capture.graph.timing import Shares
+from ..._capture.keys.inputs import StaticInputs
+from ..._capture.keys.placement import empty_like, once, place_of
+from ..._errors import CaptureError
+from ..._torch.autograd.autograd import graph_nodes
+from ..._torch.tensors.tensors import version
+from ..._undo import Undo
 from .module_survey import GradientLayout
-from .passes import Passes
-from .shared_memory import SharedMemory
 
 
 class PartMemory(SharedMemory):

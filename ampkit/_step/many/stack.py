@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._batches.buckets import Buckets, pad_stack
-from .._capture.keys.inputs import Constant, Spec, TensorSpec, check_plain, flatten, path, read_batch
-from .._errors import InputMismatch
-from .._text import dtype_name
-from .._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
-from .training_step import StepOutput
+from ..._batches.buckets import Buckets, pad_stack
+from ..._capture.keys.inputs import Constant, Spec, TensorSpec, check_plain, flatten, path, read_batch
+from ..._errors import InputMismatch
+from ..._text import dtype_name
+from ..._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
+from ..training_step import StepOutput
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 

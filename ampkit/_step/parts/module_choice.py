@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .._capture.keys.inputs import Constant
+from ..._callables.passes import CONSTANTS
+from ..._capture.keys.inputs import Constant
 from .module_survey import ModuleCall, Survey, advice_on
-from .passes import CONSTANTS
 
 
 class Choice(NamedTuple):

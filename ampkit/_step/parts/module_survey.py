@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._capture.keys.containers import holds_tensors
-from .._capture.keys.inputs import Spec, flatten, is_plain, read_batch
-from .._capture.keys.placement import is_dense, place_of
-from .._capture.preflight.preflight import Preflight
-from .._errors import InputMismatch
-from .._torch.autograd.autograd import (
+from ..._callables.input_leaves import Wants, detached, places_of, wanted_by
+from ..._callables.passes import CONSTANTS, replace_forward
+from ..._capture.keys.containers import holds_tensors
+from ..._capture.keys.inputs import Spec, flatten, is_plain, read_batch
+from ..._capture.keys.placement import is_dense, place_of
+from ..._capture.preflight.preflight import Preflight
+from ..._errors import InputMismatch
+from ..._torch.autograd.autograd import (
     ENGINE_ENTRIES,
     current_node,
     graph_nodes,
@@ -26,14 +28,12 @@ from .._torch.autograd.autograd import (
     packs_saved_tensors,
     sequence_number,
 )
-from .._torch.tensors.modules import has_global_hooks, hook_tables, module_tables
-from .._torch.tensors.operators import LIFT_FRESH, written_arguments
-from .._torch.tensors.tensors import storage_address
-from .._torch.tensors.tree import tensors_in, tree_flatten
-from .._undo import Undo, replace
-from .._user_line import wraps_operations
-from .input_leaves import Wants, detached, places_of, wanted_by
-from .passes import CONSTANTS, replace_forward
+from ..._torch.tensors.modules import has_global_hooks, hook_tables, module_tables
+from ..._torch.tensors.operators import LIFT_FRESH, written_arguments
+from ..._torch.tensors.tensors import storage_address
+from ..._torch.tensors.tree import tensors_in, tree_flatten
+from ..._undo import Undo, replace
+from ..._user_line import wraps_operations
 
 wraps_operations(__file__)
 

@@ -5,14 +5,14 @@ from functools import partial
 
 from torch import nn
 
-from .._arguments import check_choice
-from .._capture.engine.options import Options
-from .._capture.ranks.reducers import why_not_compiled
-from .._capture.ranks.shards import is_sharded, why_not_sharded
-from .._torch.compile import compiled_part
+from ..._arguments import check_choice
+from ..._capture.engine.options import Options
+from ..._capture.ranks.reducers import why_not_compiled
+from ..._capture.ranks.shards import is_sharded, why_not_sharded
+from ..._torch.compile import compiled_part
+from ..training_step import TrainingStep
 from .compiled import CompiledTrainingStep
 from .sharded_step import ShardedCompiledStep
-from .training_step import TrainingStep
 
 COMPILE = ("default", "max")
 _COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal

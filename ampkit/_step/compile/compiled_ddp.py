@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.compile import Compiler, GraphBreak, call_compiled, uncompiled_call, untraced
-from .._undo import Undo, replace
+from ..._torch.compile import Compiler, GraphBreak, call_compiled, uncompiled_call, untraced
+from ..._undo import Undo, replace
 
 
 def compiled_around(

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from .._torch.tensors.modules import hook_tables, module_tables
-from .._undo import Undo
+from ..._callables.passes import replace_forward
+from ..._torch.tensors.modules import hook_tables, module_tables
+from ..._undo import Undo
 from .module_survey import OUTPUT_SHARES, WRITES, ModuleCall
-from .passes import replace_forward
 
 
 class ModuleRun(nn.Sequential):

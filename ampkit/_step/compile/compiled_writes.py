@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .._errors import AmpkitWarning, CaptureError
-from .._text import error_line
-from .._torch.compile import Compiler, cause_of
-from .._torch.tensors.tensors import foreach_copy_
-from .._user_line import users_level
+from ..._errors import AmpkitWarning, CaptureError
+from ..._text import error_line
+from ..._torch.compile import Compiler, cause_of
+from ..._torch.tensors.tensors import foreach_copy_
+from ..._user_line import users_level
 
 GOES_ON = "Training goes on, and this part of the step is not compiled."
 

@@ -9,24 +9,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._capture.graph.graph import describe_failure
-from .._capture.graph.timing import Shares
-from .._capture.keys.inputs import BatchReader, flatten
-from .._capture.state.walk import Walk
-from .._capture.state.watch import autocast
-from .._errors import CaptureError, InputMismatch
-from .._torch.autograd.autograd import in_backward, packs_saved_tensors
-from .._torch.tensors.modes import function_modes, modes
-from .._torch.tensors.modules import has_global_hooks, hook_tables
-from .._torch.tensors.settings import settings
-from .._undo import Undo
-from .autograd_node import PENDING
-from .input_leaves import detached, places_of, static_inputs, wanted_by
+from ..._callables.autograd_node import PENDING
+from ..._callables.input_leaves import detached, places_of, static_inputs, wanted_by
+from ..._callables.passes import Passes, replace_forward, undone
+from ..._capture.graph.graph import describe_failure
+from ..._capture.graph.timing import Shares
+from ..._capture.keys.inputs import BatchReader, flatten
+from ..._capture.state.walk import Walk
+from ..._capture.state.watch import autocast
+from ..._errors import CaptureError, InputMismatch
+from ..._torch.autograd.autograd import in_backward, packs_saved_tensors
+from ..._torch.tensors.modes import function_modes, modes
+from ..._torch.tensors.modules import has_global_hooks, hook_tables
+from ..._torch.tensors.settings import settings
+from ..._undo import Undo
 from .module_choice import Choice
 from .module_runs import ModuleRuns
 from .module_survey import Layout, ModuleCall
 from .part_passes import GraphedPart, PartMemory, PartPasses
-from .passes import Passes, replace_forward, undone
 
 _WARM_UP = 2  # passes before a capture
 

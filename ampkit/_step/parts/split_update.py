@@ -4,11 +4,11 @@ from typing import Any, Protocol
 
 import torch
 
-from .._capture.engine.engine import Engine
-from .._capture.engine.options import Options
-from .._capture.ranks.ranks import Ranks
-from .._capture.state.state import TrainingState
-from .training_step import PartOfStep, Phase, TrainingStep
+from ..._capture.engine.engine import Engine
+from ..._capture.engine.options import Options
+from ..._capture.ranks.ranks import Ranks
+from ..._capture.state.state import TrainingState
+from ..training_step import PartOfStep, Phase, TrainingStep
 
 UPDATE = "the update of the parameters"
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .._capture.engine.series import Noting
-from .._capture.keys.inputs import Spec
-from .._torch.tensors.tree import TreeSpec, tree_unflatten
+from ..._capture.engine.series import Noting
+from ..._capture.keys.inputs import Spec
+from ..._torch.tensors.tree import TreeSpec, tree_unflatten
+from ..training_step import PartOfStep, Phase, StepOutput
+from ..window import Window
 from .stack import Stack, sliced
-from .training_step import PartOfStep, Phase, StepOutput
-from .window import Window
 
 
 class Slices:

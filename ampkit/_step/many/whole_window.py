@@ -3,21 +3,21 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._batches.buckets import Buckets
-from .._capture.engine.engine import Engine
-from .._capture.engine.fallback import StepDoneError
-from .._capture.engine.series import Noting
-from .._capture.graph.cache import Captured
-from .._capture.graph.capture_query import captures
-from .._capture.keys.inputs import flatten
-from .._capture.keys.key import Key
-from .._capture.ranks.ranks import Together
-from .._errors import AmpkitError
-from .._undo import Undo
+from ..._batches.buckets import Buckets
+from ..._capture.engine.engine import Engine
+from ..._capture.engine.fallback import StepDoneError
+from ..._capture.engine.series import Noting
+from ..._capture.graph.cache import Captured
+from ..._capture.graph.capture_query import captures
+from ..._capture.keys.inputs import flatten
+from ..._capture.keys.key import Key
+from ..._capture.ranks.ranks import Together
+from ..._errors import AmpkitError
+from ..._undo import Undo
+from ..training_step import PartOfStep, Phase, StepOutput, TrainingStep
+from ..window import Place, Window
 from .slices import Slices, micro_batches
 from .stack import Stack, Words, losses_and_aux
-from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
-from .window import Place, Window
 
 WORDS = Words("window", "micro-batch", "micro-batches")
 SHORT = "flush of a short window"

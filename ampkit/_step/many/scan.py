@@ -13,8 +13,7 @@ from ..._capture.engine.fallback import StepDoneError
 from ..._capture.engine.series import Noting
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
-from ..._optimizer.param_groups import CapturableGroups
-from ..._optimizer.rate_table import RateTable
+from ..._optimizer.param_groups import CapturableGroups, RateTable
 from ..._undo import Undo
 from ..schedule import Schedule
 from ..training_step import PartOfStep, StepOutput, TrainingStep

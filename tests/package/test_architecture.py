@@ -8,12 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "ampkit"
+from source_tree import PACKAGE, ROOT, SOURCES, Import, files_of_folders, imported_file, imports, levels, needs
 
 # A file imports only from entries of a smaller layer, and from its own folder without a cycle.
 LAYERS = (
@@ -32,53 +29,47 @@ LAYERS = (
     ("__main__.py",),  # above the package, whose version it prints
 )
 LAYER = {entry: number for number, entries in enumerate(LAYERS) for entry in entries}
+# What a room of a folder imports from, beside itself. "." are the files that have no room. Some files are one each.
+ROOMS = {
+    "_torch": {
+        "guard.py": "",
+        "tensors": "guard.py",
+        "autograd": "guard.py tensors",
+        "device": "guard.py tensors",
+        "ranks": "guard.py tensors autograd device",
+        "optimizers.py": "guard.py tensors",
+        "compile.py": "guard.py tensors device",
+    },
+    "_capture": {
+        "keys": "",
+        "host": "",
+        "graph": "keys",
+        "state": "keys host",
+        "preflight": "host state",
+        "ranks": "graph",
+        "compare": "graph state ranks",
+        "engine": "keys host graph state preflight ranks compare",
+    },
+    "_step": {
+        ".": "",
+        "many": ".",
+        "compile": ".",
+        "parts": ".",
+        "graphed.py": ". parts",
+        "graphed_step.py": ". many compile parts",
+    },
+}
 MOST_ENTRIES = 18  # of the package: more is no map
+MOST_FILES = 14  # of a folder, beside its __init__.py
+MOST_LEVELS = 22  # of imports, from a file that needs no other to the one at the top
 GRAPH = "_capture/graph/graph.py"
 MODULE = re.compile(r"ampkit(\.\w+)+")
 OPTIONAL = {"jax", "lightning", "matplotlib", "numpy", "optax", "rich", "sklearn", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
-SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
-SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]
 # The last two parts of the name of each module.
 MODULES = {tuple(["ampkit", *re.sub(r"(/__init__)?\.py$", "", file).split("/")][-2:]) for file in SOURCES}
-
-
-class Import(NamedTuple):
-    line: int
-    module: str  # absolute and dotted
-    name: str | None  # what `from module import` takes
-    nested: bool  # inside a function or a class
-
-
-def imports(node: ast.AST, file: str, nested: bool = False) -> Iterator[Import]:
-    """Yield every import below a node of the given file."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            for alias in child.names:
-                yield Import(child.lineno, alias.name, None, nested)
-        elif isinstance(child, ast.ImportFrom):
-            package = ["ampkit", *file.split("/")[:-1]]
-            above = package[: len(package) - child.level + 1] if child.level else []
-            module = ".".join([*above, *filter(None, [child.module])])
-            for alias in child.names:
-                yield Import(child.lineno, module, alias.name, nested)
-        else:
-            yield from imports(child, file, nested or isinstance(child, SCOPES))
-
-
-def imported_file(module: str, name: str | None) -> str | None:
-    """Return the file of ampkit that the import reads, or None where it reads another package."""
-    if module.partition(".")[0] != "ampkit":
-        return None
-    parts = module.split(".")[1:]
-    tries = [[*parts, name]] if name else []
-    for path in (*tries, parts):
-        for file in ("/".join(path) + ".py", "/".join([*path, "__init__.py"])):
-            if file in SOURCES:
-                return file
-    return "/".join(parts) + ".py"  # no such file
 
 
 def imported_late(tree: ast.AST) -> Iterator[Import]:
@@ -100,6 +91,26 @@ def layer_errors(tree: ast.AST, file: str) -> Iterator[str]:
             yield f"{file}:{line}: imports {target}, which does not exist"
         elif entry != own and LAYER[entry] >= LAYER[own]:
             yield f"{file}:{line}: layer {LAYER[own]} imports {target} of layer {LAYER[entry]}"
+
+
+def room_of(file: str) -> str:
+    """Return the room that a file of a folder in `ROOMS` is in."""
+    folder, name, *_ = file.split("/")
+    return name if name in ROOMS[folder] or not name.endswith(".py") else "."
+
+
+def room_errors(tree: ast.AST, file: str) -> Iterator[str]:
+    folder = file.partition("/")[0]
+    if folder not in ROOMS or file.endswith("__init__.py"):
+        return
+    own, rooms = room_of(file), ROOMS[folder]
+    if own not in rooms:
+        yield f"{file}: ROOMS does not say what {own} of {folder} may import"
+        return
+    for line, module, name, _ in imports(tree, file):
+        target = imported_file(module, name) or ""
+        if target.startswith(f"{folder}/") and room_of(target) not in [own, *rooms[own].split()]:
+            yield f"{file}:{line}: {own} of {folder} imports {target}"
 
 
 def words(tree: ast.AST) -> Iterator[ast.Constant]:
@@ -188,6 +199,7 @@ def init_errors(tree: ast.Module, file: str) -> Iterator[str]:
 
 RULES = [
     layer_errors,
+    room_errors,
     file_name_errors,
     module_name_errors,
     import_errors,
@@ -223,13 +235,23 @@ def test_names_in_tests(path):
 
 
 def test_no_cycle_within_a_folder():
-    graph = {
-        file: {imported_file(found.module, found.name) for found in imports(ast.parse(text), file)} - {None, file}
-        for file, text in SOURCES.items()
-        if not file.endswith("__init__.py")
-    }
-    order = graphlib.TopologicalSorter({file: needs & set(graph) for file, needs in graph.items()}).static_order()
-    assert set(order) == set(graph)  # a cycle raises CycleError, which names its files
+    graph = needs()
+    assert set(graphlib.TopologicalSorter(graph).static_order()) == set(graph)  # a CycleError names its files
+
+
+def test_a_folder_shows_few_files_and_stands_on_few_levels():
+    crowded = {folder: len(files) for folder, files in files_of_folders().items() if len(files) > MOST_FILES}
+    assert not crowded
+    assert len(levels()) <= MOST_LEVELS, " > ".join(levels())
+
+
+def test_rooms_import_what_they_may():
+    """An arrow that `ROOMS` allows and nobody needs any more is taken out."""
+    for folder, rooms in ROOMS.items():
+        graph = {file: targets for file, targets in needs().items() if file.startswith(f"{folder}/")}
+        arrows = {(room_of(file), room_of(target)) for file in graph for target in graph[file] & graph.keys()}
+        allowed = {(room, each) for room, others in rooms.items() for each in others.split()}
+        assert {arrow for arrow in arrows if arrow[0] != arrow[1]} == allowed, folder
 
 
 def test_the_package_is_a_map():
@@ -249,6 +271,12 @@ def test_the_package_is_a_map():
         (layer_errors, "_step/graphed.py", "from ._new import f"),
         (layer_errors, "_batches/buckets.py", "from .._callables.passes import f"),
         (layer_errors, "debug/_syncs.py", "from .._commands.bench.measure import f"),
+        (room_errors, "_capture/graph/cache.py", "from ..state.watch import Look"),
+        (room_errors, "_capture/keys/key.py", "from ..host.contents import are_same"),
+        (room_errors, "_capture/key.py", "import torch"),
+        (room_errors, "_torch/tensors/tree.py", "from ..optimizers import step_hooks"),
+        (room_errors, "_step/window.py", "from .graphed import graphed"),
+        (room_errors, "_step/many/scan.py", "from ..parts.split import StepSplitter"),
         (file_name_errors, "_user_line.py", "WRAPPERS = ['preflight.py']"),
         (file_name_errors, "_user_line.py", "WRAPPERS = [f'{folder}_syncs.py']"),
         (module_name_errors, "_user_line.py", "def f(name):\n    return name.endswith('engine.engine')"),
@@ -281,6 +309,8 @@ def test_rule_finds(rule, file, code):
         ("_optimizer/scaler.py", "import torch\nfrom .._errors import AmpkitError\ntorch.__version__"),
         ("debug/_syncs.py", "from .._capture.graph.graph import Graph\n\ndef plot():\n    import matplotlib.pyplot"),
         ("lightning/_callback.py", "from lightning.pytorch import Callback"),
+        ("_capture/compare/verify.py", "from ..graph.cache import Captured\nfrom .rehearsal import Rehearsal"),
+        ("_step/graphed.py", "from .parts.split import StepSplitter\nfrom .window import Window"),
         ("_torch/tensors/tree.py", "import torch\nfrom torch.utils import _pytree\ntorch._foreach_add_"),
         ("_capture/graph/graph.py", "import torch\ntorch.cuda.CUDAGraph"),
         ("_commands/bench/variants.py", "import importlib\nimportlib.import_module('ampkit.lightning')"),

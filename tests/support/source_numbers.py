@@ -1,4 +1,4 @@
-"""How large the files and functions of ampkit are, how much is commented, and which file each moves to in a call.
+"""How large the files, folders and functions of ampkit are, how much is commented, and how deep imports go.
 
 python tests/support/source_numbers.py          `make numbers`
 """
@@ -12,16 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGE = Path(__file__).parents[2] / "ampkit"
+from source_tree import PACKAGE, files_of_folders, levels
+
 # What to stay under: median and 90th percentile of equinox, optimistix and httpx, and the longest body allowed.
 FILES, BODIES, LONGEST = (200, 450), (7, 30), 45
+# Files in a folder, levels of imports, functions and private ones per 1,000 lines.
+FOLDER, LEVELS, FUNCTIONS = 14, 22, (60, 18)
 
 
 class Function(NamedTuple):
-    """A function, and how many lines its body has without its docstring."""
+    """A function, how many lines its body has without its docstring, and whether its name is private."""
 
     lines: int
     where: str
+    private: bool
 
 
 class Ignore(NamedTuple):
@@ -36,7 +40,8 @@ def functions(path: Path) -> Iterator[Function]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-            yield Function(lines, f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}")
+            private = node.name.startswith("_") and not node.name.startswith("__")
+            yield Function(lines, f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}", private)
 
 
 def comments(path: Path) -> list[tokenize.TokenInfo]:
@@ -65,12 +70,16 @@ def spread(values: list[int]) -> tuple[float, float]:
 def main() -> None:
     paths = sorted(PACKAGE.rglob("*.py"))
     files = [len(path.read_text().splitlines()) for path in paths if path.name != "__init__.py"]
+    most, folder = max((len(found), folder) for folder, found in files_of_folders().items())
     filled = sum(bool(line.strip()) for path in paths for line in path.read_text().splitlines())
     bodies = sorted((function for path in paths for function in functions(path)), reverse=True)
     found = [ignore for path in paths for ignore in ignores(path)]
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     median, high = spread(files)
     print(f"{len(entries)} entries in ampkit/, {len(files)} files, {sum(files)} lines")
+    print(f"largest folder: {most} files, {folder}/ (aim {FOLDER}); {len(levels())} levels of imports (aim {LEVELS})")
+    every, private = (round(1000 * n / sum(files)) for n in (len(bodies), sum(each.private for each in bodies)))
+    print(f"functions per 1,000 lines: {every}, private {private} (aim {FUNCTIONS[0]}, {FUNCTIONS[1]})")
     print(f"files: median {median:.0f}, 90th percentile {high:.0f} lines (aim {FILES[0]}, {FILES[1]})")
     median, high = spread([function.lines for function in bodies])
     print(f"bodies: median {median:.0f}, 90th percentile {high:.0f} lines (aim {BODIES[0]}, {BODIES[1]})")

@@ -254,6 +254,16 @@ def test_rooms_import_what_they_may():
         assert {arrow for arrow in arrows if arrow[0] != arrow[1]} == allowed, folder
 
 
+def test_the_map_says_who_may_import_a_room():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"\| `(_\w+)/(\w+)/` \|.*\|(.*)\|\n", text)
+    told = {(folder, room): set(re.findall(r"`(\w+)`", others)) for folder, room, others in rows}
+    for (folder, room), others in told.items():
+        may = {each.removesuffix(".py") for each, needed in ROOMS[folder].items() if room in needed.split()}
+        assert others == may, room
+    assert told.keys() == {(folder, room) for folder in ROOMS for room in ROOMS[folder] if room.isidentifier()}
+
+
 def test_the_package_is_a_map():
     entries = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert len(entries) <= MOST_ENTRIES

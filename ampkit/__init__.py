@@ -4,8 +4,8 @@ from . import debug as debug
 from ._batches.buckets import Buckets as Buckets
 from ._batches.prefetch import prefetch as prefetch
 from ._callables.graphed_callable import make_graphed_callables as make_graphed_callables
-from ._capture.report import GraphReport as GraphReport
-from ._capture.report import Report as Report
+from ._capture.graph.report import GraphReport as GraphReport
+from ._capture.graph.report import Report as Report
 from ._errors import AmpkitError as AmpkitError
 from ._errors import AmpkitWarning as AmpkitWarning
 from ._errors import CaptureError as CaptureError

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._torch.autograd import ENGINE_CODE, current_node
+from ._torch.autograd.autograd import ENGINE_CODE, current_node
 
 # The folders of torch and of ampkit. What lies in them is not the user's code.
 NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))

@@ -134,14 +134,14 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models stay in parts where a GPU shows that their steps are slower in parts."""
-    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: False)
+    monkeypatch.setattr("ampkit._step.parts.split.is_timed", lambda options: False)
 
 
 @pytest.fixture
 def no_device_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code may ask whether it is being captured. Without a driver, torch raises an error where it is asked."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr("ampkit._capture.capture_query._is_capturing", lambda: False)
+        monkeypatch.setattr("ampkit._capture.graph.capture_query._is_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 

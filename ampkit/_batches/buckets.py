@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .._arguments import listed, wrong
-from .._capture.inputs import check_plain, flatten, path
+from .._capture.keys.inputs import check_plain, flatten, path
 from .._errors import InputMismatch
 from .._text import dtype_name
-from .._torch.tree import TreeSpec, tree_unflatten
+from .._torch.tensors.tree import TreeSpec, tree_unflatten
 
 FillByPath = tuple[tuple[str, float], ...]
 

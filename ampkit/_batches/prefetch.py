@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .._arguments import check_at_least, check_callable, read_device, wrong
-from .._capture.containers import holds_tensors, is_record, tensors_held, with_values
+from .._capture.keys.containers import holds_tensors, is_record, tensors_held, with_values
 from .._errors import AmpkitError, AmpkitWarning
-from .._torch.tree import tree_flatten, tree_unflatten
+from .._torch.tensors.tree import tree_flatten, tree_unflatten
 
 Batch = TypeVar("Batch")
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import check_at_least, check_callable, check_choice, check_flag, check_instance
-from .._capture.inputs import flatten
-from .._capture.options import check_capturing
-from .._torch.modules import has_legacy_backward_hooks
+from .._capture.engine.options import check_capturing
+from .._capture.keys.inputs import flatten
+from .._torch.tensors.modules import has_legacy_backward_hooks
 
 LEGACY_HOOK = (
     "a hook of register_backward_hook reads the last operation of a module, which is inside the graph. Calls are "

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.graph import Graph
-from .._capture.placement import empty_like, is_dense, place_of
-from .._torch.autograd import keeps_graph
-from .._torch.tensors import foreach_copy_, version
+from .._capture.graph.graph import Graph
+from .._capture.keys.placement import empty_like, is_dense, place_of
+from .._torch.autograd.autograd import keeps_graph
+from .._torch.tensors.tensors import foreach_copy_, version
 from .._undo import call
 from .passes import Passes
 from .shared_memory import SharedMemory

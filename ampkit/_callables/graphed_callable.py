@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._capture.capture_query import captures, noting_questions
-from .._capture.graph import describe_failure
-from .._capture.inputs import Spec, flatten, read_batch
-from .._capture.ranks import several_processes
-from .._capture.state import Generation, Settings, TrainingState
+from .._capture.graph.capture_query import captures, noting_questions
+from .._capture.graph.graph import describe_failure
+from .._capture.keys.inputs import Spec, flatten, read_batch
+from .._capture.ranks.ranks import several_processes
+from .._capture.state.state import Generation, Settings, TrainingState
 from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
-from .._torch.autograd import in_backward
+from .._torch.autograd.autograd import in_backward
+from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.compile import cudagraphs_of_its_own
-from .._torch.graph_order import make_graphs_here
-from .._torch.modes import modes
-from .._torch.modules import GLOBAL_HOOKS, has_legacy_backward_hooks, hook_tables
-from .._torch.tree import TreeSpec
+from .._torch.tensors.modes import modes
+from .._torch.tensors.modules import GLOBAL_HOOKS, has_legacy_backward_hooks, hook_tables
+from .._torch.tensors.tree import TreeSpec
 from .._undo import Undo, call
 from .._user_line import users_level
 from .arguments import LEGACY_HOOK, check_options, device_of, parse

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.inputs import Spec, StaticInputs, is_plain
-from .._capture.placement import empty_like, place_of
-from .._torch.tree import TreeSpec, tree_unflatten
+from .._capture.keys.inputs import Spec, StaticInputs, is_plain
+from .._capture.keys.placement import empty_like, place_of
+from .._torch.tensors.tree import TreeSpec, tree_unflatten
 
 
 class Wants(enum.IntEnum):

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from .._capture.capture_query import answering
-from .._capture.containers import own_batch
-from .._capture.graph import Graph
-from .._capture.host_values import refuse_reads
-from .._capture.inputs import Constant, StaticInputs
-from .._capture.pool import no_recompile
+from .._capture.graph.capture_query import answering
+from .._capture.graph.graph import Graph
+from .._capture.graph.pool import no_recompile
+from .._capture.keys.containers import own_batch
+from .._capture.keys.inputs import Constant, StaticInputs
+from .._capture.preflight.host_values import refuse_reads
 from .._errors import CaptureError, CaptureWarning
-from .._torch.autograd import graph_nodes
-from .._torch.graph_order import make_graphs_here
-from .._torch.modules import module_tables
-from .._torch.tensors import storage_address
-from .._torch.tree import TreeSpec, tree_flatten, tree_unflatten
+from .._torch.autograd.autograd import graph_nodes
+from .._torch.autograd.graph_order import make_graphs_here
+from .._torch.tensors.modules import module_tables
+from .._torch.tensors.tensors import storage_address
+from .._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
 from .._undo import Undo, keep_warning_filters
 from .input_leaves import Wants, as_input
 from .shared_memory import SharedMemory

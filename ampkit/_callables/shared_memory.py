@@ -8,8 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .._capture.graph import CudaGraph, EmulatedGraph, Graph, Pool, capture_stream
-from .._capture.turns import StreamOrder
+from .._capture.graph.graph import CudaGraph, EmulatedGraph, Graph, Pool, capture_stream
+from .._capture.graph.turns import StreamOrder
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._text import size_text
-from .._torch.settings import SETTINGS, settings
+from .._torch.tensors.settings import SETTINGS, settings
 
 _PACKAGES = ("numpy", "triton", "lightning", "torchvision", "matplotlib")
 # Environment variables that decide which kernels run, how memory is allocated and how ranks communicate. None of them

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn, get_swa_multi_avg_fn
 
-from .._torch.tensors import devices_with_foreach, foreach_copy_, grouped_by_device_and_dtype
+from .._torch.tensors.tensors import devices_with_foreach, foreach_copy_, grouped_by_device_and_dtype
 
 Tensors = Sequence[Tensor]
 

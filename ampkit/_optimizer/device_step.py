@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from .._torch.optimizers import init_optimizer_state
-from .._torch.tensors import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, foreach_sub_
+from .._torch.tensors.tensors import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, foreach_sub_
 from .._undo import Undo
 from .sharded import ONE_RANK, OverRanks
 from .step_kind import gradients, parameters, scales_in_kernel, torch_class

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch.sharding import sharded_class
+from .._torch.tensors.tensors import sharded_class
 from .device_step import any_found, clip_coefficient, multiply_, total_norm
 from .sharded import OverRanks
 from .step_kind import gradients, parameters, scales_in_kernel, skips_by_itself, takes_scale

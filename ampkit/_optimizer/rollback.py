@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch.modes import TorchDispatchMode
-from .._torch.operators import written_arguments
-from .._torch.tensors import is_wrapper, storage_address
-from .._torch.tree import tensors_in
+from .._torch.tensors.modes import TorchDispatchMode
+from .._torch.tensors.operators import written_arguments
+from .._torch.tensors.tensors import is_wrapper, storage_address
+from .._torch.tensors.tree import tensors_in
 from .step_kind import gradients, parameters
 
 # The attributes, keys and indices that lead from the optimizer to a value. For a key that is a parameter, its id.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Muon, Optimizer
 
 from .._errors import AmpkitWarning, CaptureError
-from .._torch.streams import is_capturing
+from .._torch.device.streams import is_capturing
 from .._user_line import users_level
 from .device_step import changed_by_step, kernel_scaling, seed_momentum, step_or_undo
 from .preparation import divide_and_clip_

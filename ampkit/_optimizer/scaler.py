@@ -13,14 +13,13 @@ from torch.amp.grad_scaler import OptState
 from .._arguments import read_positive, wrong
 from .._torch.optimizers import supports_amp_scaling
 from .._undo import Undo, call
-from .device_scale import DeviceScale
+from .device_scale import DeviceScale, SkipWatch
 from .device_step import any_found, clip_coefficient, seed_late_momentum, step_clipped
 from .preparation import Measured, Prepared, can_be_prepared, measured, prepared, prepared_unscaled
 from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
 from .sharded import ONE_RANK, OverRanks, on_shards
-from .skip_watch import SkipWatch
 from .step_kind import gradients, parameters, scales_in_kernel, skips_by_itself
 
 _WITHOUT_GRADIENT = "without gradient"  # our entry in what torch's scaler keeps per optimizer until `update`

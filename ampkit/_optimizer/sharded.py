@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from .._torch.sharding import as_shard, local_shard, mesh_group, sharded_class
+from .._torch.ranks.sharding import as_shard, mesh_group
+from .._torch.tensors.tensors import local_shard, sharded_class
 from .._undo import Undo
 from .step_kind import parameters, torch_class
 

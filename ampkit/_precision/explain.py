@@ -14,7 +14,7 @@ from torch import nn
 
 from .._arguments import check_choice, check_instance
 from .._text import dtype_name, error_line, grid, size_text
-from .._torch.fake_tensors import is_limit_of_fake_tensors
+from .._torch.tensors.fake_tensors import is_limit_of_fake_tensors
 from .._user_line import user_line
 from . import module_rules
 from .fake_tensors import can_save_for_backward, fake_copy, fake_device

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .._torch.fake_tensors import autocast_without_cuda, fake_tensor_mode
-from .._torch.modules import module_tables
-from .._torch.operators import has_kernel, kernels, op_overload
-from .._torch.tree import tree_flatten
+from .._torch.tensors.fake_tensors import autocast_without_cuda, fake_tensor_mode
+from .._torch.tensors.modules import module_tables
+from .._torch.tensors.operators import has_kernel, kernels, op_overload
+from .._torch.tensors.tree import tree_flatten
 
 
 def can_save_for_backward(device_type: str) -> bool:

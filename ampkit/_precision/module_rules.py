@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .._text import dtype_name
-from .._torch.modules import module_tables
-from .._torch.tree import tree_flatten, tree_unflatten
+from .._torch.tensors.modules import module_tables
+from .._torch.tensors.tree import tree_flatten, tree_unflatten
 from .dtypes import CASTABLE
 
 ModuleKey = type[nn.Module] | str

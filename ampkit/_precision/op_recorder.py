@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch.compile import without_compiled_code
-from .._torch.fast_paths import autocast_of_parts, note_autocast_of_fast_paths
-from .._torch.modes import TorchDispatchMode
-from .._torch.operators import METADATA_OPS
-from .._torch.tensors import storage_of
-from .._torch.tree import tensors_in
+from .._torch.tensors.fast_paths import autocast_of_parts, note_autocast_of_fast_paths
+from .._torch.tensors.modes import TorchDispatchMode
+from .._torch.tensors.operators import METADATA_OPS
+from .._torch.tensors.tensors import storage_of
+from .._torch.tensors.tree import tensors_in
 from .._undo import Undo
 
 # Operations that have another name on each backend, and the name that is shown. The device chooses the backend, and the

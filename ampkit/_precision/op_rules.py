@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions, resolv
 
 from .._arguments import shortened, shown
 from .._torch.compile import never_compile_by_itself
-from .._torch.operators import nn_builtin
+from .._torch.tensors.operators import nn_builtin
 from .dtypes import CASTABLE
 
 OpRule = torch.dtype | str  # the str is PROMOTE

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from .._arguments import check_choice
 from .._text import error_line
-from .._torch.fake_tensors import fake_tensor_mode
-from .._torch.modes import TorchDispatchMode
-from .._torch.operators import METADATA_OPS, TO_COPY, op_overload, op_schema, ops_with_kernel
-from .._torch.tree import tree_flatten
+from .._torch.tensors.fake_tensors import fake_tensor_mode
+from .._torch.tensors.modes import TorchDispatchMode
+from .._torch.tensors.operators import METADATA_OPS, TO_COPY, op_overload, op_schema, ops_with_kernel
+from .._torch.tensors.tree import tree_flatten
 
 # Each rule and what it does, in the order of printing. "Inputs" are the floating tensors, except float64.
 RULES = {

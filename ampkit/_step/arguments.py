@@ -8,7 +8,7 @@ from torch import nn
 
 from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
 from .._batches.buckets import Buckets
-from .._capture.sparse_gradients import refuse_sparse
+from .._capture.preflight.sparse_gradients import refuse_sparse
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied

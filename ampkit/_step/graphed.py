@@ -10,26 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import read_all
-from .._capture.containers import own_batch
-from .._capture.engine import Engine
-from .._capture.inputs import flatten
-from .._capture.kernel_names import KernelTable
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.report import Report
-from .._capture.shards import free_whole_parameters, refuse_sharded
-from .._capture.sparse_gradients import why_not_dense
-from .._capture.state import TrainingState
+from .._capture.engine.engine import Engine
+from .._capture.engine.options import Options
+from .._capture.graph.kernel_names import KernelTable
+from .._capture.graph.report import Report
+from .._capture.keys.containers import own_batch
+from .._capture.keys.inputs import flatten
+from .._capture.preflight.sparse_gradients import why_not_dense
+from .._capture.ranks.ranks import Ranks
+from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
+from .._capture.state.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_capturable
+from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.compile import cudagraphs_of_its_own
-from .._torch.graph_order import make_graphs_here
-from .._torch.sharding import ShardedModules
+from .._torch.ranks.sharding import ShardedModules
 from .._undo import Undo
 from .outputs import mapped_outputs
-from .split import StepSplitter
-from .split_update import WithinFunction
+from .parts.split import StepSplitter
+from .parts.split_update import WithinFunction
 from .training_step import Phase
 
 

@@ -8,30 +8,30 @@ import torch
 from torch import Tensor, nn
 
 from .._batches.buckets import Buckets
-from .._capture.engine import Engine
-from .._capture.kernel_names import KernelTable
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.report import Report
-from .._capture.shards import free_whole_parameters, refuse_sharded
-from .._capture.sparse_gradients import why_not_dense
-from .._capture.state import TrainingState
+from .._capture.engine.engine import Engine
+from .._capture.engine.options import Options
+from .._capture.graph.kernel_names import KernelTable
+from .._capture.graph.report import Report
+from .._capture.preflight.sparse_gradients import why_not_dense
+from .._capture.ranks.ranks import Ranks
+from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
+from .._capture.state.state import TrainingState
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .arguments import Scheduler, check_kinds, check_optimizer, device_of, read_max_norm, read_scaler
-from .compile_choice import check_compile, step_maker, warmup_of
+from .compile.compile_choice import check_compile, step_maker, warmup_of
+from .many.scan import Scan
+from .many.slices import Slices
+from .many.whole_window import SHORT, WholeWindow
 from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
-from .scan import Scan
+from .parts.split import StepSplitter, why_not_compiled_in_parts
+from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
-from .slices import Slices
-from .split import StepSplitter, why_not_compiled_in_parts
-from .split_update import CapturedUpdate
 from .training_step import StepOutput, TrainingStep
-from .whole_window import SHORT, WholeWindow
 from .window import Window
 
 

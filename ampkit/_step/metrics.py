@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.engine import Engine
-from .._capture.timing import Clock, milliseconds
+from .._capture.engine.engine import Engine
+from .._capture.graph.timing import Clock, milliseconds
 from .._optimizer.scaler import GradScaler
 
 

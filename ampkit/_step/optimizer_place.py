@@ -4,9 +4,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.state import TrainingState
+from .._capture.engine.options import Options
+from .._capture.ranks.ranks import Ranks
+from .._capture.state.state import TrainingState
 from .._optimizer.scaled_step import IN_PLACE
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import can_be_undone, may_be_constant, why_not_capturable

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._torch.tree import tree_flatten, tree_unflatten
+from .._torch.tensors.tree import tree_flatten, tree_unflatten
 
 
 def mapped_outputs(outputs: Any, change: Callable[[Tensor], Tensor], who: str, place: str = "") -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .._torch.modules import module_tables
+from .._torch.tensors.modules import module_tables
 
 
 class Parameters:

@@ -7,20 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._capture.cache import copied
-from .._capture.containers import own_batch
-from .._capture.ranks import Ranks
-from .._capture.state import TrainingState
-from .._capture.variation import Part
+from .._capture.graph.cache import copied
+from .._capture.keys.containers import own_batch
+from .._capture.keys.key import Part
+from .._capture.ranks.ranks import Ranks
+from .._capture.state.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import parameters, torch_class
 from .._precision.policy import Policy
-from .._torch.graph_order import make_graphs_here
+from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.optimizers import step_hooks
-from .._torch.sharding import local_shard
-from .._torch.tensors import foreach_copy_
+from .._torch.tensors.tensors import foreach_copy_, local_shard
 from .._undo import Undo
 from .observer import Observer
 from .optimizer_place import OptimizerPlace

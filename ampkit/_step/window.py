@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._capture.fallback import StepDoneError
-from .._capture.variation import Part
+from .._capture.engine.fallback import StepDoneError
+from .._capture.keys.key import Part
 from .._errors import CaptureError, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._undo import Undo

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.reducers import Deliver, Reducers
-from .._torch.autograd import graph_nodes, has_gradient_hooks, output_dtype
-from .._torch.fast_paths import autocast_of_parts
-from .._torch.modes import TorchDispatchMode, enter
-from .._torch.modules import module_tables
-from .._torch.operators import TO_COPY
-from .._torch.tensors import foreach_add_, foreach_copy_
-from .._torch.tree import tree_flatten
+from .._capture.ranks.reducers import Deliver, Reducers
+from .._torch.autograd.autograd import graph_nodes, has_gradient_hooks, output_dtype
+from .._torch.tensors.fast_paths import autocast_of_parts
+from .._torch.tensors.modes import TorchDispatchMode, enter
+from .._torch.tensors.modules import module_tables
+from .._torch.tensors.operators import TO_COPY
+from .._torch.tensors.tensors import foreach_add_, foreach_copy_
+from .._torch.tensors.tree import tree_flatten
 from .._undo import Undo
 from .._user_line import wraps_operations
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from .._undo import Undo, keep_warning_filters, replace
+from .device.kernel_timing import timed_back_to_back
 from .guard import private
-from .kernel_timing import timed_back_to_back
-from .modules import module_tables
+from .tensors.modules import module_tables
 
 COMPILER = ("torch/_inductor/", "torch/_dynamo/")  # where the sources of the compiler are
 _WRITTEN = "torch._inductor.runtime.compile_tasks."  # how the names of modules begin that it has written

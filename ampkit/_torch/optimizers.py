@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from .guard import private
-from .modules import is_of_torch
+from .tensors.modules import is_of_torch
 
 # ampkit's GradScaler inherits these from torch.amp.GradScaler, and uses or replaces them.
 _SCALER = GradScaler("cpu")

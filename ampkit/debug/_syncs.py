@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .._arguments import check_callable
-from .._capture.preflight import Finding, Preflight
+from .._capture.preflight.preflight import Finding, Preflight
 from .._user_line import enters_for_its_caller
 
 enters_for_its_caller(__file__)

@@ -14,8 +14,8 @@ import torch
 
 from .._arguments import check_at_least, check_callable, check_flag, wrong
 from .._errors import AmpkitError, AmpkitWarning
-from .._torch.autograd import current_node
-from .._torch.gpu_trace import GPU_TRACE_KINDS, activate_gpu_trace, deactivate_gpu_trace, gpu_trace_registries
+from .._torch.autograd.autograd import current_node
+from .._torch.device.gpu_trace import GPU_TRACE_KINDS, activate_gpu_trace, deactivate_gpu_trace, gpu_trace_registries
 from .._user_line import running_line, users_level
 
 KINDS = tuple(GPU_TRACE_KINDS)

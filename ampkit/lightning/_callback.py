@@ -11,13 +11,13 @@ except ImportError as error:
     raise ImportError("ampkit.lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
 
 from .._arguments import check_choice, check_flag, wrong
-from .._capture.kernel_names import KernelTable
-from .._capture.options import Options
-from .._capture.report import Report
+from .._capture.engine.options import Options
+from .._capture.graph.kernel_names import KernelTable
+from .._capture.graph.report import Report
 from .._errors import CaptureError, CaptureWarning
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
-from .._step.compile_choice import COMPILE, check_compile
+from .._step.compile.compile_choice import COMPILE, check_compile
 from ..debug._memory.profile import MemoryProfile
 from ..debug._numerics.numerics import Numerics
 from ._evaluation import STEP_OF, STEPS, Evaluation, is_replaced

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from .._errors import AmpkitWarning
-from .._step.compiled import CompiledTrainingStep
+from .._step.compile.compiled import CompiledTrainingStep
 from .._torch.compile import GraphBreak
 from ._host_state import HostReads
 

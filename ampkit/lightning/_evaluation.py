@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
-from .._capture.options import Options
-from .._capture.report import Report
+from .._capture.engine.options import Options
+from .._capture.graph.report import Report
 from ._evaluation_step import EvaluationStep
 from ._limits import why_not_module
 

@@ -7,16 +7,16 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from .._capture.containers import own_batch
-from .._capture.engine import Engine
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.report import Report
-from .._capture.state import TrainingState
-from .._capture.variation import Part
-from .._capture.warm_up import writable
+from .._capture.engine.engine import Engine
+from .._capture.engine.options import Options
+from .._capture.engine.warm_up import writable
+from .._capture.graph.report import Report
+from .._capture.keys.containers import own_batch
+from .._capture.keys.key import Part
+from .._capture.ranks.ranks import Ranks
+from .._capture.state.state import TrainingState
 from .._errors import InputMismatch
-from .._torch.graph_order import make_graphs_here
+from .._torch.autograd.graph_order import make_graphs_here
 from .._undo import Undo
 from . import _log_calls
 from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, not_returnable, uses_index

@@ -15,18 +15,18 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
-from .._capture.kernel_names import KernelTable
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.report import Report
-from .._capture.shards import free_whole_parameters
+from .._capture.engine.options import Options
+from .._capture.graph.kernel_names import KernelTable
+from .._capture.graph.report import Report
+from .._capture.ranks.ranks import Ranks
+from .._capture.ranks.shards import free_whole_parameters
 from .._errors import AmpkitWarning
 from .._optimizer.scaler import GradScaler
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
 from .._step.optimizer_place import place_of
 from .._torch.optimizers import supports_amp_scaling
-from .._torch.tree import tree_flatten
+from .._torch.tensors.tree import tree_flatten
 from ._compiled_step import read_compile
 from ._gradient_reads import GradientUses
 from ._host_state import HostReads

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.inputs import Constant
-from .._capture.uncapturable import Problem
-from .._capture.variation import Part
-from .._torch.tree import tree_flatten
+from .._capture.keys.inputs import Constant
+from .._capture.keys.key import Part
+from .._capture.preflight.uncapturable import Problem
+from .._torch.tensors.tree import tree_flatten
 
 # The hook that Lightning calls after each replay of a step.
 HOOK_BEHIND = {

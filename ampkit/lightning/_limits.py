@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from .._capture.shards import is_sharded, why_not_sharded
+from .._capture.ranks.shards import is_sharded, why_not_sharded
 from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._torch.compile import cudagraphs_of_its_own
 from ._host_state import HostReads

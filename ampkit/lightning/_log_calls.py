@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._capture.cache import Rebuilt
+from .._capture.graph.cache import Rebuilt
 from .._errors import AmpkitWarning
-from .._torch.tree import tree_flatten
+from .._torch.tensors.tree import tree_flatten
 from .._undo import Undo
 from ._host_state import HOOK_BEHIND
 

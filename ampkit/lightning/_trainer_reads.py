@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from .._capture.host_values import report_read
-from .._capture.uncapturable import Problem
-from .._torch.autograd import in_backward
+from .._capture.preflight.host_values import report_read
+from .._capture.preflight.uncapturable import Problem
+from .._torch.autograd.autograd import in_backward
 from .._torch.compile import noticing_compiled_code
 from .._undo import Undo, replace
 from .._user_line import running_line

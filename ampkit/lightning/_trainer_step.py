@@ -10,18 +10,18 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from .._capture.engine import Engine
-from .._capture.kernel_names import KernelTable
-from .._capture.options import Options
-from .._capture.ranks import Ranks
-from .._capture.report import Report
-from .._capture.variation import Part
+from .._capture.engine.engine import Engine
+from .._capture.engine.options import Options
+from .._capture.graph.kernel_names import KernelTable
+from .._capture.graph.report import Report
+from .._capture.keys.key import Part
+from .._capture.ranks.ranks import Ranks
 from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
-from .._step.split import StepSplitter, why_not_compiled_in_parts
-from .._step.split_update import CapturedUpdate
+from .._step.parts.split import StepSplitter, why_not_compiled_in_parts
+from .._step.parts.split_update import CapturedUpdate
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
 from . import _log_calls

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import ampkit
 from ampkit import InputMismatch
 from ampkit._batches.buckets import Buckets
-from ampkit._capture.inputs import read_batch
+from ampkit._capture.keys.inputs import read_batch
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._torch.streams import raw_stream
-from ampkit._torch.tensors import foreach_copy_
+from ampkit._torch.device.streams import raw_stream
+from ampkit._torch.tensors.tensors import foreach_copy_
 
 WARM_UP = 100  # calls, behind which no replay is timed by ampkit
 

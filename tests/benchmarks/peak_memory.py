@@ -82,8 +82,8 @@ def switch(way: str) -> None:
     """Change ampkit as this way says."""
     import torch
 
-    from ampkit._capture import pool
-    from ampkit._capture.graph import Pool
+    from ampkit._capture.graph import pool
+    from ampkit._capture.graph.graph import Pool
     from ampkit._step.working_weights import WorkingWeights
 
     if way == "plain":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit._capture import capture_query
+from ampkit._capture.graph import capture_query
 
 pytestmark = pytest.mark.usefixtures("no_device_is_needed")
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit
 from ampkit import make_graphed_callables
-from ampkit._capture.graph import CudaGraph, Pool
+from ampkit._capture.graph.graph import CudaGraph, Pool
 
 Engine = tuple[str, str]
 

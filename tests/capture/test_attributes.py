@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.attributes import Attributes
-from ampkit._capture.executed import Executed
+from ampkit._capture.host.attributes import Attributes
+from ampkit._capture.host.executed import Executed
 
 Engine = tuple[str, str]
 

@@ -8,11 +8,11 @@ import torch
 from harness import ENGINES, assert_same
 from torch import Tensor
 
-from ampkit._capture.cache import Captured, Outputs
-from ampkit._capture.graph import CudaGraph, EmulatedGraph, Pool
-from ampkit._capture.inputs import StaticInputs, read_batch
-from ampkit._capture.timing import Timing
-from ampkit._torch.tree import tree_flatten, tree_unflatten
+from ampkit._capture.graph.cache import Captured, Outputs
+from ampkit._capture.graph.graph import CudaGraph, EmulatedGraph, Pool
+from ampkit._capture.graph.timing import Timing
+from ampkit._capture.keys.inputs import StaticInputs, read_batch
+from ampkit._torch.tensors.tree import tree_flatten, tree_unflatten
 
 CPU = torch.device("cpu")
 

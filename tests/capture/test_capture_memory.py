@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.graph import CudaGraph, Pool
-from ampkit._torch.allocator import allocator_settings, set_allocator_settings
+from ampkit._capture.graph.graph import CudaGraph, Pool
+from ampkit._torch.device.allocator import allocator_settings, set_allocator_settings
 
 pytestmark = pytest.mark.cuda
 

@@ -12,7 +12,7 @@ from harness import ENGINES, assert_same, deterministic, training_state
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._capture import capture_query
+from ampkit._capture.graph import capture_query
 
 pytestmark = pytest.mark.usefixtures("no_device_is_needed")
 

@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
-from ampkit._capture.ranks import Ranks
-from ampkit._capture.state import TrainingState
-from ampkit._capture.verify import verified
+from ampkit._capture.compare.verify import verified
+from ampkit._capture.ranks.ranks import Ranks
+from ampkit._capture.state.state import TrainingState
 
 Engine = tuple[str, str]
 

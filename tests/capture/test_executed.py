@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._capture import executed as module
-from ampkit._capture.bytecode import instructions, names, names_looked_up, reads
-from ampkit._capture.executed import Executed
+from ampkit._capture.host import executed as module
+from ampkit._capture.host.bytecode import instructions, names, names_looked_up, reads
+from ampkit._capture.host.executed import Executed
 from ampkit._torch.compile import original_code
 
 CONFIG: Any = SimpleNamespace(on=False, off=True, first=1.0, second=2.0, third=3.0, keys={"a": 1.0})

@@ -14,8 +14,8 @@ from harness import ENGINES, assert_same
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.graph import CudaGraph, Pool, describe_failure
-from ampkit._torch.autograd import one_stream
+from ampkit._capture.graph.graph import CudaGraph, Pool, describe_failure
+from ampkit._torch.autograd.autograd import one_stream
 
 BEFORE = [kind.__name__ for kind in uncapturable.FOUND_BEFORE]
 IN_CAPTURE = [kind.__name__ for kind in uncapturable.FOUND_IN_CAPTURE]

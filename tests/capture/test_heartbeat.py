@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ampkit
-from ampkit._capture import heartbeat, held_up, job_end
-from ampkit._capture.heartbeat import Heartbeat
-from ampkit._capture.peer_process import PeerProcess, address
+from ampkit._capture.ranks import heartbeat, held_up, job_end
+from ampkit._capture.ranks.heartbeat import Heartbeat
+from ampkit._capture.ranks.peer_process import PeerProcess, address
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = "another machine 1"

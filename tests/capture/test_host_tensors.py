@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     """Without a GPU, tensors without dimensions stand for those on the host."""
     device, graph = request.param
     if device == "cpu":
-        monkeypatch.setattr("ampkit._capture.touched.is_on_host", _is_small)
+        monkeypatch.setattr("ampkit._capture.preflight.touched.is_on_host", _is_small)
     return device, graph
 
 

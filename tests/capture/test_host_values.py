@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._capture.graph import EmulatedGraph
-from ampkit._capture.host_values import receive, report_read
-from ampkit._capture.layout_capture import record
-from ampkit._capture.ranks import Ranks
-from ampkit._capture.state import TrainingState
-from ampkit._capture.uncapturable import Problem
+from ampkit._capture.engine.layout_capture import record
+from ampkit._capture.graph.graph import EmulatedGraph
+from ampkit._capture.preflight.host_values import receive, report_read
+from ampkit._capture.preflight.uncapturable import Problem
+from ampkit._capture.ranks.ranks import Ranks
+from ampkit._capture.state.state import TrainingState
 from ampkit._undo import Undo
 
 PROBLEM = Problem("reads the clock, and a graph would freeze it", "Read it behind the step.", graph_only=True)

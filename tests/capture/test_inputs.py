@@ -9,9 +9,9 @@ import torch
 from harness import bits
 
 from ampkit import InputMismatch
-from ampkit._capture import inputs as _inputs
-from ampkit._capture.inputs import BatchReader, Spec, StaticInputs, paths, read_batch
-from ampkit._torch.tree import tree_flatten
+from ampkit._capture.keys import inputs as _inputs
+from ampkit._capture.keys.inputs import BatchReader, Spec, StaticInputs, paths, read_batch
+from ampkit._torch.tensors.tree import tree_flatten
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import ampkit
-from ampkit._torch.autograd import CAN_RUN_ON_ONE_STREAM
-from ampkit._torch.gradient_nodes import node_notes, renew_gradient_nodes
+from ampkit._torch.autograd.autograd import CAN_RUN_ON_ONE_STREAM
+from ampkit._torch.autograd.gradient_nodes import node_notes, renew_gradient_nodes
 
 Engine = tuple[str, str]
 
@@ -81,7 +81,7 @@ def test_nothing_is_changed_without_need(monkeypatch: pytest.MonkeyPatch) -> Non
     net[2].requires_grad_(False)
     net(torch.ones(2, 3)).sum().backward()
     touched: list[Tensor] = []
-    monkeypatch.setattr("ampkit._torch.gradient_nodes._renew", touched.append)
+    monkeypatch.setattr("ampkit._torch.autograd.gradient_nodes._renew", touched.append)
     renew(net)
     with torch.no_grad():
         renew(net)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.inputs import read_batch
-from ampkit._capture.state import TrainingState
-from ampkit._capture.surroundings import Surroundings
-from ampkit._capture.variation import Key, Variation
+from ampkit._capture.engine.variation import Variation
+from ampkit._capture.keys.inputs import read_batch
+from ampkit._capture.keys.key import Key
+from ampkit._capture.state.state import TrainingState
+from ampkit._capture.state.surroundings import Surroundings
 
 # Tens of calls in each case, most of them under the preflight.
 pytestmark = [*(pytest.mark.filterwarnings(text) for text in QUIET), pytest.mark.slow]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._capture import variable_notes
+from ampkit._capture.host import variable_notes
 
 ODD: Any = None
 

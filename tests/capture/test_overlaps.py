@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.inputs import StaticInputs, read_batch
-from ampkit._capture.overlaps import keep_apart
-from ampkit._capture.state import TrainingState
+from ampkit._capture.keys.inputs import StaticInputs, read_batch
+from ampkit._capture.state.overlaps import keep_apart
+from ampkit._capture.state.state import TrainingState
 
 Engine = tuple[str, str]
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ampkit._capture import pool as _segments
-from ampkit._capture.pool import _Growth, _SharedChange
-from ampkit._torch.allocator import allocator_settings, set_allocator_settings
+from ampkit._capture.graph import pool as _segments
+from ampkit._capture.graph.pool import _Growth, _SharedChange
+from ampkit._torch.device.allocator import allocator_settings, set_allocator_settings
 from ampkit._undo import Undo
 
 

@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit._capture import preflight as _preflight
-from ampkit._capture.preflight import Finding, Preflight, describe
+from ampkit._capture.preflight import preflight as _preflight
+from ampkit._capture.preflight.preflight import Finding, Preflight, describe
 
 CPU = torch.device("cpu")
 Step = Callable[[], Any]

@@ -7,7 +7,7 @@ import pytest
 import rank_draws
 from rank_cases import Rows, cases_of
 
-from ampkit._capture.ranks import WARMUP_DDP
+from ampkit._capture.ranks.ranks import WARMUP_DDP
 
 FAST = ("own", "dropped alike, fsdp", "rare layerdrop")
 OTHERS = tuple(name for name in rank_draws.CASES if name not in FAST)

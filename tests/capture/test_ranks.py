@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ampkit
-from ampkit._capture.ranks import WARMUP_DDP
+from ampkit._capture.ranks.ranks import WARMUP_DDP
 
 Rows = list[dict[str, Any]]  # one per rank
 

@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ampkit
-from ampkit._capture.ranks import WARMUP_DDP, Ranks
-from ampkit._capture.reducers import Reducers
+from ampkit._capture.ranks.ranks import WARMUP_DDP, Ranks
+from ampkit._capture.ranks.reducers import Reducers
 from ampkit._torch import compile as torch_compile
-from ampkit._torch import reducer as torch_reducer
+from ampkit._torch.ranks import reducer as torch_reducer
 
 CPU = torch.device("cpu")
 FAST = ("plain", "static, unused", "wrapped hook", "accumulate", "float16 as torch", "PowerSGD", "second step")
@@ -387,10 +387,10 @@ def test_clocks_are_stopped() -> None:
 def test_the_warm_up_is_as_long_as_ddp_needs() -> None:
     """L4: warmup=3 is enough to write; the report says why the warm-up is longer."""
     ranks = Ranks(DistributedDataParallel(net()), CPU)
-    assert ranks.warm_up(3, on_cuda=True) == (5, "warm-up (DistributedDataParallel needs 5 calls)")
-    assert ranks.warm_up(8, on_cuda=True) == (8, "warm-up")
-    assert ranks.warm_up(3, on_cuda=False) == (3, "warm-up")
-    assert Ranks(net(), CPU).warm_up(1, on_cuda=True) == (2, "warm-up")
+    assert ranks.warm_up(3, on_cuda=True) == (5, "DistributedDataParallel needs 5 calls")
+    assert ranks.warm_up(8, on_cuda=True) == (8, "")
+    assert ranks.warm_up(3, on_cuda=False) == (3, "")
+    assert Ranks(net(), CPU).warm_up(1, on_cuda=True) == (2, "")
 
 
 def test_functions_under_graphed_are_captured() -> None:

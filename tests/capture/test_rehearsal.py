@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture import capture_query as _capturing
-from ampkit._capture.call_record import OperationRecorder, first_difference
-from ampkit._capture.rehearsal import Rehearsal
+from ampkit._capture.compare.call_record import OperationRecorder, first_difference
+from ampkit._capture.compare.rehearsal import Rehearsal
+from ampkit._capture.graph import capture_query as _capturing
 
 Engine = tuple[str, str]
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -259,7 +259,7 @@ def test_threads_that_compute_meanwhile_do_not_crash() -> None:
 _BUSY_THREADS = """
 import threading
 import torch
-from ampkit._capture.call_record import OperationRecorder, first_difference
+from ampkit._capture.compare.call_record import OperationRecorder, first_difference
 
 ended = False
 
@@ -329,7 +329,7 @@ def test_a_step_that_takes_columns_of_rows_of_a_data_set(
 
     Each operation inside of another one is compared here, too. Emulated graphs leave them out elsewhere.
     """
-    monkeypatch.setattr("ampkit._capture.layouts.Rehearsal", lambda lenient, names=None: Rehearsal(False, names))
+    monkeypatch.setattr("ampkit._capture.engine.layouts.Rehearsal", lambda lenient: Rehearsal(False))
 
     def loss(net: nn.Module, x: Tensor) -> Tensor:
         return (net(x[:, :-1]) - x[:, -1:]).square().mean()
@@ -364,7 +364,7 @@ _ACROSS = """
 import threading
 import torch
 from torch.autograd.profiler import record_function
-from ampkit._capture.call_record import OperationRecorder
+from ampkit._capture.compare.call_record import OperationRecorder
 from ampkit._torch import execution_trace
 
 entered, leave, left = threading.Event(), threading.Event(), threading.Event()
@@ -446,7 +446,7 @@ def test_the_net_changes_neither_kernels_nor_memory(monkeypatch: pytest.MonkeyPa
     found = []
     for seen in (True, True, False):  # the first one may be the first graph of the process
         if not seen:
-            monkeypatch.setattr("ampkit._capture.call_record.execution_trace", _no_trace)
+            monkeypatch.setattr("ampkit._capture.compare.call_record.execution_trace", _no_trace)
         torch.manual_seed(0)
         net = nn.Sequential(
             nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ampkit
-from ampkit._torch.settings import settings
+from ampkit._torch.tensors.settings import settings
 
 Engine = tuple[str, str]
 Around = Callable[[], AbstractContextManager[Any]]

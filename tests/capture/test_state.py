@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import GradScaler
-from ampkit._capture import watch as _watch
-from ampkit._capture.state import TrainingState
+from ampkit._capture.state import watch as _watch
+from ampkit._capture.state.state import TrainingState
 
 
 def make() -> tuple[TrainingState, torch.nn.Module, torch.optim.Optimizer]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit._capture.state import Generation, TrainingState
-from ampkit._capture.surroundings import Surroundings
+from ampkit._capture.state.state import Generation, TrainingState
+from ampkit._capture.state.surroundings import Surroundings
 
 
 def observed() -> tuple[nn.Linear, torch.optim.SGD, Surroundings]:

@@ -8,7 +8,7 @@ import pytest
 from harness import ENGINES, OPTIMIZERS, boosted_loss, make_batches, make_net, no_sync
 
 import ampkit
-from ampkit._capture.timing import Clock, Durations, Saving, combined
+from ampkit._capture.graph.timing import Clock, Durations, Saving, combined
 
 Engine = tuple[str, str]
 

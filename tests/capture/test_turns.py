@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture import turns as _turns
+from ampkit._capture.graph import turns as _turns
 
 Engine = tuple[str, str]
 

@@ -661,7 +661,7 @@ def test_against_this_gpu(name, batch, policy):
     parts = made.loss_fn, made.model, made.optimizer(made.model.parameters()), made.batches[0]
     forecast = debug.forecast(*parts, policy=policy, steps=3)
     gc.collect()
-    ampkit._torch.allocator.clear_cublas_workspaces()
+    ampkit._torch.device.allocator.clear_cublas_workspaces()
     before = torch.cuda.memory_allocated()
     parsed = ampkit.Policy.parse(policy)
     model = made.model.cuda()

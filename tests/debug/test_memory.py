@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit
 from ampkit import debug
-from ampkit._capture import pool as _segments
+from ampkit._capture.graph import pool as _segments
 
 F32 = 4  # bytes
 

@@ -23,8 +23,8 @@ from torch.nn.modules import module as global_hooks
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit._capture.kernel_names import KernelName, KernelTable
-from ampkit._capture.profiled_calls import Owner, ProfiledCalls
+from ampkit._capture.graph.kernel_names import KernelName, KernelTable
+from ampkit._capture.graph.profiled_calls import Owner, ProfiledCalls
 from ampkit.debug import NamedTrace, name_kernels
 from ampkit.debug._kernels.alignment import certain_places
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ampkit import AmpkitWarning, CaptureError, debug
-from ampkit._torch.allocator import allocator_history
+from ampkit._torch.device.allocator import allocator_history
 from ampkit.debug._memory import oom as _oom
 from ampkit.debug._memory.profile import CATEGORIES, Holder, Mark, MemoryProfile
 

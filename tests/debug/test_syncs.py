@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture import preflight as _preflight
+from ampkit._capture.preflight import preflight as _preflight
 from ampkit.debug import Syncs, find_syncs
 
 OFF = ampkit.GradScaler("cpu", enabled=False)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.cuda import _gpu_trace
 
 import ampkit
-from ampkit._torch import gpu_trace
+from ampkit._torch.device import gpu_trace
 from ampkit.debug import TraceEvent, _trace, trace
 
 REGISTRIES: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ampkit.__main__ import main
-from ampkit._capture import capture_query
+from ampkit._capture.graph import capture_query
 from ampkit._commands.doctor import doctor as _doctor
 from ampkit._commands.doctor.doctor import Diagnosis, DoctorError, diagnose
 from ampkit._commands.doctor.faults import CHECKS, Fault

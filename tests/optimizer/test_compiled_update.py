@@ -14,7 +14,7 @@ import ampkit
 from ampkit._commands.bench.cases import CASES
 from ampkit._optimizer.compiled_update import CompiledUpdate
 from ampkit._optimizer.param_groups import CapturableGroups
-from ampkit._step.compiled import _OPTIONS
+from ampkit._step.compile.compiled import _OPTIONS
 from ampkit._torch.compile import Compiler
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ampkit
-from ampkit._capture.graph import CudaGraph, EmulatedGraph, Pool
+from ampkit._capture.graph.graph import CudaGraph, EmulatedGraph, Pool
 
 
 def scale_after(overflows: list[bool], device: str = "cpu", **rule: Any) -> tuple[list[float], ampkit.GradScaler]:

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import itertools
 import re
 import subprocess
 import sys
@@ -32,13 +33,16 @@ LAYERS = (
 )
 LAYER = {entry: number for number, entries in enumerate(LAYERS) for entry in entries}
 MOST_ENTRIES = 18  # of the package: more is no map
-GRAPH = "_capture/graph.py"
+GRAPH = "_capture/graph/graph.py"
 MODULE = re.compile(r"ampkit(\.\w+)+")
 OPTIONAL = {"jax", "lightning", "matplotlib", "numpy", "optax", "rich", "sklearn", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]
+# The last two parts of the name of each module.
+MODULES = {tuple(["ampkit", *re.sub(r"(/__init__)?\.py$", "", file).split("/")][-2:]) for file in SOURCES}
 
 
 class Import(NamedTuple):
@@ -98,15 +102,30 @@ def layer_errors(tree: ast.AST, file: str) -> Iterator[str]:
             yield f"{file}:{line}: layer {LAYER[own]} imports {target} of layer {LAYER[entry]}"
 
 
+def words(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the texts without white space that are no docstrings."""
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+        if text and not re.search(r"\s", node.value):
+            yield node
+
+
 def file_name_errors(tree: ast.AST, file: str) -> Iterator[str]:
     """A file of ampkit's that is named by a string is missed when it is renamed: it registers itself instead."""
     names = {path.rpartition("/")[2] for path in SOURCES} - {"__init__.py", "__main__.py"}
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            found = names & set(re.findall(r"\w+\.py\b", node.value))
-            if found and not re.search(r"\s", node.value):
-                yield f"{file}:{node.lineno}: {node.value!r} names a file of ampkit"
+    for node in words(tree):
+        if names & set(re.findall(r"\w+\.py\b", node.value)):
+            yield f"{file}:{node.lineno}: {node.value!r} names a file of ampkit"
+
+
+def module_name_errors(tree: ast.AST, file: str) -> Iterator[str]:
+    """The same for a private module, whose name may be written in part, as in `name.endswith("_capture.engine")`."""
+    for node in words(tree):
+        parts = node.value.split(".")
+        named = any(pair in MODULES for pair in itertools.pairwise(parts))
+        if named and (any(map(is_private, parts)) or not MODULE.fullmatch(node.value)):
+            yield f"{file}:{node.lineno}: {node.value!r} names a module of ampkit"
 
 
 def import_errors(tree: ast.AST, file: str) -> Iterator[str]:
@@ -167,7 +186,15 @@ def init_errors(tree: ast.Module, file: str) -> Iterator[str]:
             yield f"{file}:{node.lineno}: an __init__.py only re-exports"
 
 
-RULES = [layer_errors, file_name_errors, import_errors, private_torch_errors, cuda_graph_errors, init_errors]
+RULES = [
+    layer_errors,
+    file_name_errors,
+    module_name_errors,
+    import_errors,
+    private_torch_errors,
+    cuda_graph_errors,
+    init_errors,
+]
 
 
 @pytest.mark.parametrize("file", SOURCES)
@@ -178,6 +205,21 @@ def test_file(file):
     tree = ast.parse(SOURCES[file])
     errors = [error for rule in RULES for error in rule(tree, file)]
     assert not errors, "\n".join(errors)
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_names_in_tests(path):
+    """What a text in a test names of ampkit, such as what it replaces, is there: a file, or a module with that name."""
+    for node in words(ast.parse(path.read_text())):
+        name = node.value
+        if re.fullmatch(r"_\w+(/\w+)+\.py", name):
+            assert name in SOURCES, f"{path.name}:{node.lineno}: there is no {name}"
+        elif MODULE.fullmatch(name) and "._" in name:
+            module, attribute = name.rsplit(".", 1)
+            found = imported_file(module, None)
+            assert found in SOURCES, f"{path.name}:{node.lineno}: there is no {found}"
+            known = {attribute} <= set(re.findall(r"\w+", SOURCES[found])) or imported_file(module, attribute) != found
+            assert known, f"{path.name}:{node.lineno}: {found} has no {attribute}"
 
 
 def test_no_cycle_within_a_folder():
@@ -199,16 +241,20 @@ def test_the_package_is_a_map():
 @pytest.mark.parametrize(
     ("rule", "file", "code"),
     [
-        (layer_errors, "_capture/inputs.py", "from .._step.graphed import graphed"),
-        (layer_errors, "_capture/inputs.py", "from ..debug import compare"),
-        (layer_errors, "_capture/inputs.py", "import ampkit"),
-        (layer_errors, "_capture/inputs.py", "import importlib\nimportlib.import_module('ampkit.lightning')"),
+        (layer_errors, "_capture/keys/inputs.py", "from ..._step.graphed import graphed"),
+        (layer_errors, "_capture/keys/inputs.py", "from ...debug import compare"),
+        (layer_errors, "_capture/keys/inputs.py", "import ampkit"),
+        (layer_errors, "_capture/keys/inputs.py", "import importlib\nimportlib.import_module('ampkit.lightning')"),
         (layer_errors, "_step/graphed.py", "from ampkit.debug import compare"),
         (layer_errors, "_step/graphed.py", "from ._new import f"),
         (layer_errors, "_batches/buckets.py", "from .._callables.passes import f"),
         (layer_errors, "debug/_syncs.py", "from .._commands.bench.measure import f"),
         (file_name_errors, "_user_line.py", "WRAPPERS = ['preflight.py']"),
         (file_name_errors, "_user_line.py", "WRAPPERS = [f'{folder}_syncs.py']"),
+        (module_name_errors, "_user_line.py", "def f(name):\n    return name.endswith('engine.engine')"),
+        (module_name_errors, "_user_line.py", "OWN = ('ampkit._capture.engine',)"),
+        (module_name_errors, "_user_line.py", "OWN = f'{package}._capture.engine.Engine'"),
+        (module_name_errors, "_user_line.py", "OWN = 'ampkit._capture'"),
         (import_errors, "_step/graphed.py", "def f():\n    import json"),
         (import_errors, "_step/graphed.py", "import triton"),
         (import_errors, "_step/graphed.py", "try:\n    import lightning\nexcept ImportError:\n    pass"),
@@ -233,14 +279,14 @@ def test_rule_finds(rule, file, code):
     ("file", "code"),
     [
         ("_optimizer/scaler.py", "import torch\nfrom .._errors import AmpkitError\ntorch.__version__"),
-        ("debug/_syncs.py", "from .._capture.graph import capture_stream\n\ndef plot():\n    import matplotlib.pyplot"),
+        ("debug/_syncs.py", "from .._capture.graph.graph import Graph\n\ndef plot():\n    import matplotlib.pyplot"),
         ("lightning/_callback.py", "from lightning.pytorch import Callback"),
-        ("_torch/tree.py", "import torch\nfrom torch.utils import _pytree\ntorch._foreach_add_"),
-        ("_capture/graph.py", "import torch\ntorch.cuda.CUDAGraph"),
+        ("_torch/tensors/tree.py", "import torch\nfrom torch.utils import _pytree\ntorch._foreach_add_"),
+        ("_capture/graph/graph.py", "import torch\ntorch.cuda.CUDAGraph"),
         ("_commands/bench/variants.py", "import importlib\nimportlib.import_module('ampkit.lightning')"),
         (
             "debug/__init__.py",
-            "from ._compare import compare as compare\nfrom .._capture.preflight import Preflight as Preflight",
+            "from ._compare import compare as compare\nfrom .._capture.preflight.preflight import describe as describe",
         ),
         ("__init__.py", '"""Doc."""\nfrom ._step.graphed import graphed as graphed\n__all__ = ["graphed"]'),
     ],

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
-from ampkit._step.compiled_writes import why_failed
+from ampkit._step.compile.compiled_writes import why_failed
 from ampkit._torch import compile as torch_compile
 
 Engine = tuple[str, str]

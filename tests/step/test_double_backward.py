@@ -12,7 +12,7 @@ from harness import DEVICES, ENGINES, assert_same, deterministic
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._torch.graph_order import make_graphs_here
+from ampkit._torch.autograd.graph_order import make_graphs_here
 from ampkit._undo import Undo
 
 Engine = tuple[str, str]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampkit._torch import kernel_timing
+from ampkit._torch.device import kernel_timing
 
 
 @pytest.fixture

@@ -792,7 +792,7 @@ class Ticking:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_how_the_time_is_shared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """R4: of each captured module, forward and backward and all calls; of the update; of the eager rest."""
-    monkeypatch.setattr("ampkit._step.split.Clock", lambda device: Ticking())
+    monkeypatch.setattr("ampkit._step.parts.split.Clock", lambda device: Ticking())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampkit.CaptureWarning)
         run = Run(engine, Solver)
@@ -817,8 +817,8 @@ def test_what_is_slower_is_undone(
     engine: Engine, factor: float, outcome: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R4: a split that takes longer than eager steps is given up, with a warning and a line in the report."""
-    monkeypatch.setattr("ampkit._step.split.is_timed", lambda options: True)
-    monkeypatch.setattr("ampkit._step.split.Clock", lambda device: Slowing(factor))
+    monkeypatch.setattr("ampkit._step.parts.split.is_timed", lambda options: True)
+    monkeypatch.setattr("ampkit._step.parts.split.Clock", lambda device: Slowing(factor))
     with warnings.catch_warnings(record=True) as caught, deterministic():
         warnings.simplefilter("always")
         expected = list(Run((engine[0], "off"), MODELS[model]).steps(range(26)))

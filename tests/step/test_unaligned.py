@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.placement import is_aligned, place_of
+from ampkit._capture.keys.placement import is_aligned, place_of
 
 Engine = tuple[str, str]
 LossFn = Callable[..., Tensor]

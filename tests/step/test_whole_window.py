@@ -41,8 +41,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
 
 import ampkit
-from ampkit._capture.cache import Captured
-from ampkit._capture.ranks import WARMUP_DDP
+from ampkit._capture.graph.cache import Captured
+from ampkit._capture.ranks.ranks import WARMUP_DDP
 from ampkit._torch import compile as torch_compile
 
 WHOLE = -1  # in place of a number of micro-batches: all of a window by single calls

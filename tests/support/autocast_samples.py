@@ -22,7 +22,7 @@ from harness import VERSION
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampkit._torch.operators import ops_with_kernel
+from ampkit._torch.tensors.operators import ops_with_kernel
 
 KINDS = ["cpu", "cuda"]
 LOW = [torch.float16, torch.bfloat16]

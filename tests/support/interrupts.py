@@ -26,15 +26,15 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._callables import passes as _passes
-from ampkit._capture import capture_query as _capturing
-from ampkit._capture import pool as _segments
-from ampkit._capture import turns as _turns
-from ampkit._capture.preflight import getters, setters
-from ampkit._torch import execution_trace as torch_execution_trace
+from ampkit._capture.graph import capture_query as _capturing
+from ampkit._capture.graph import pool as _segments
+from ampkit._capture.graph import turns as _turns
+from ampkit._capture.preflight.preflight import getters, setters
 from ampkit._torch import optimizers as torch_optimizers
-from ampkit._torch.autograd import ENGINE_ENTRIES
-from ampkit._torch.execution_trace import execution_trace
-from ampkit._torch.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY
+from ampkit._torch.autograd.autograd import ENGINE_ENTRIES
+from ampkit._torch.device import execution_trace as torch_execution_trace
+from ampkit._torch.device.execution_trace import execution_trace
+from ampkit._torch.tensors.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY
 
 PACKAGE = str(Path(ampkit.__file__).parent) + os.sep
 _REPLAYS_WITHIN = 10  # calls behind an interrupt: warm-up, preflight and rehearsal again at most
@@ -43,16 +43,16 @@ _REPLAYS_WITHIN = 10  # calls behind an interrupt: warm-up, preflight and rehear
 _LOCK = "leaving a lock in a `with` is one step of C (bpo-29988)"
 _CONTEXT_IN_C = "leaving torch's context is one step of C"
 IMPOSSIBLE = {
-    ("_capture/turns.py", "with self._turns.lock:"): _LOCK,
-    ("_capture/pool.py", "with self._lock:"): _LOCK,
-    ("_capture/capture_query.py", "with _lock:"): _LOCK,
-    ("_torch/graph_order.py", "with _lock:"): _LOCK,
+    ("_capture/graph/turns.py", "with self._turns.lock:"): _LOCK,
+    ("_capture/graph/pool.py", "with self._lock:"): _LOCK,
+    ("_capture/graph/capture_query.py", "with _lock:"): _LOCK,
+    ("_torch/autograd/graph_order.py", "with _lock:"): _LOCK,
     ("_callables/shared_memory.py", "with _lock:"): _LOCK,
     ("_callables/graphed_callable.py", "with self._shared.call():"): _LOCK,
-    ("_capture/watch.py", "with without_torch_function():"): _CONTEXT_IN_C,
-    ("_capture/undeclared.py", "with without_torch_function():"): _CONTEXT_IN_C,
-    ("_capture/reseeding.py", "with without_torch_function():"): _CONTEXT_IN_C,
-    ("_torch/execution_trace.py", "with without_torch_function():"): _CONTEXT_IN_C,
+    ("_capture/state/watch.py", "with without_torch_function():"): _CONTEXT_IN_C,
+    ("_capture/preflight/undeclared.py", "with without_torch_function():"): _CONTEXT_IN_C,
+    ("_capture/preflight/reseeding.py", "with without_torch_function():"): _CONTEXT_IN_C,
+    ("_torch/device/execution_trace.py", "with without_torch_function():"): _CONTEXT_IN_C,
 }
 
 

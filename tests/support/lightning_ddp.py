@@ -21,7 +21,7 @@ from harness import bits, deterministic
 from lightning_harness import HooksAmidAStep, Net, adamw, fused, halving, loader, precision
 from ports import free_port
 
-from ampkit._capture.job_end import keep_process_groups
+from ampkit._capture.ranks.job_end import keep_process_groups
 from ampkit.lightning import AmpkitCallback
 
 

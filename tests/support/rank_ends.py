@@ -32,8 +32,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ampkit
-from ampkit._capture import heartbeat, held_up
-from ampkit._capture.graph import EmulatedGraph
+from ampkit._capture.graph.graph import EmulatedGraph
+from ampkit._capture.ranks import heartbeat, held_up
 
 CALLS = 22  # of which DDP needs 5 to warm up with NCCL
 EVENT = 17  # the call in which it happens: all ranks have a graph

@@ -50,7 +50,7 @@ def noting() -> Iterator[list[Move]]:
         if event != "call" or graph or not frame.f_code.co_filename.startswith(PACKAGE):
             return
         file, name = frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name
-        if file == "_capture/graph.py" and name == "replay":
+        if file == "_capture/graph/graph.py" and name == "replay":
             graph.append(frame)
         if moves and moves[-1].file == file:
             moves[-1].functions.append(name)

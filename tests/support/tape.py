@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampkit._capture import cache as _cache
-from ampkit._capture import layout_capture as _layout_capture
-from ampkit._capture import layouts as _layouts
-from ampkit._capture.inputs import Spec, StaticInputs
-from ampkit._capture.rehearsal import Rehearsal
+from ampkit._capture.compare.rehearsal import Rehearsal
+from ampkit._capture.engine import layout_capture as _layout_capture
+from ampkit._capture.engine import layouts as _layouts
+from ampkit._capture.graph import cache as _cache
+from ampkit._capture.keys.inputs import Spec, StaticInputs
 
 
 class TapedGraph:

@@ -12,13 +12,13 @@ import torch
 
 from ..._errors import UsageError
 from ..._precision.policy import Policy
-from ..bench import beside_compile as _beside
-from ..bench import curves as _bench_curves
-from ..bench import measure as _bench
-from ..bench import plot as _bench_plot
-from ..bench import report as _bench_report
 from ..output import DONE, FOUND, Output, complain, exit_codes, json_file, output_file, policy, say
 from ..users_function import users_function
+from . import beside_compile as _beside
+from . import curves as _bench_curves
+from . import measure as _bench
+from . import plot as _bench_plot
+from . import report as _bench_report
 from .cases import BATCH, BATCHES, CASES, INPUTS, RETURNED, takes_batch_size, user_case
 from .session import Plan
 from .variants import VARIANTS, Setting

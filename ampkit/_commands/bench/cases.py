@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..._errors import UsageError
 from ..._text import type_text
-from ..._torch.tree import tree_flatten, tree_unflatten
+from ..._torch.tensors.tree import tree_flatten, tree_unflatten
 from ..users_function import takes
 
 Batch = tuple[Any, ...]

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..._torch.allocator import clear_cublas_workspaces
 from ..._torch.compile import forget_compiled_code
+from ..._torch.device.allocator import clear_cublas_workspaces
 
 
 def clean_up(device: torch.device) -> None:

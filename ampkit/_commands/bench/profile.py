@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._capture.graph import CudaGraph
+from ..._capture.graph.graph import CudaGraph
 from .cases import Batch, Case
 from .process import clean_up
 from .report import Row, error_text

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
 
 from ..._batches.prefetch import prefetch
-from ..._capture.graph import CudaGraph, Pool
+from ..._capture.graph.graph import CudaGraph, Pool
 from ..._optimizer.scaler import GradScaler
 from ..._precision.policy import Policy
 from ..._step.graphed_step import graphed_step

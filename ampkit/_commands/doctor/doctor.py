@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._capture.report import Report, shares_text
+from ..._capture.graph.report import Report, shares_text
 from ..._errors import UsageError
 from ..._precision.fake_tensors import can_save_for_backward
 from ..._precision.policy import Policy, changes_model

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from ..._capture.draw_record import DrawRecorder
-from ..._capture.inputs import Spec, path
-from ..._capture.preflight import Finding, Preflight
-from ..._capture.variation import DRAWS_ADVICE
+from ..._capture.engine.variation import DRAWS_ADVICE
+from ..._capture.keys.inputs import Spec, path
+from ..._capture.preflight.draw_record import DrawRecorder
+from ..._capture.preflight.preflight import Finding, Preflight
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code
-from ..._torch.modes import TorchDispatchMode
-from ..._torch.operators import call_from_binding
-from ..._torch.tree import tree_flatten
+from ..._torch.tensors.modes import TorchDispatchMode
+from ..._torch.tensors.operators import call_from_binding
+from ..._torch.tensors.tree import tree_flatten
 from ..._user_line import UserLineFinder
 from .host_values import differences
 from .trial import Trial

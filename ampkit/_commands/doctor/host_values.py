@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._torch.autograd import ENGINE_ENTRIES
-from ..._torch.modes import function_modes, without_torch_function
+from ..._torch.autograd.autograd import ENGINE_ENTRIES
+from ..._torch.tensors.modes import function_modes, without_torch_function
 from ..._user_line import UserLineFinder
 
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._batches.prefetch import prefetch
-from ..._capture.inputs import Spec, read_batch
-from ..._capture.report import Report
+from ..._capture.graph.report import Report
+from ..._capture.keys.inputs import Spec, read_batch
 from ..._errors import CaptureWarning
 from ..._optimizer.step_kind import may_be_constant, why_not_capturable
 from ..._step.graphed_step import GraphedStep, graphed_step
-from ..._torch.tree import tree_flatten
+from ..._torch.tensors.tree import tree_flatten
 from ..._user_line import UserLineFinder
 from .host_values import HostCallRecorder, TorchCall
 

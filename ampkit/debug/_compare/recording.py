@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._torch.compile import is_compiled
-from ..._torch.streams import is_capturing
-from ..._torch.tensors import version
-from ..._torch.tree import keystr, tree_flatten_with_path
+from ..._torch.device.streams import is_capturing
+from ..._torch.tensors.tensors import version
+from ..._torch.tensors.tree import keystr, tree_flatten_with_path
 from .saved_state import training_state
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._capture.state import TrainingState
+from ..._capture.state.state import TrainingState
 
 
 def training_state(parts: Sequence[Any]) -> TrainingState:

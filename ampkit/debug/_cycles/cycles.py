@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..._arguments import check_callable
 from ..._text import size_text
-from ..._torch.autograd import graph_nodes, saved_by
-from ..._torch.modes import without_torch_function
+from ..._torch.autograd.autograd import graph_nodes, saved_by
+from ..._torch.tensors.modes import without_torch_function
 from .references import UNNAMED_TYPES, chain, lines_of, weak_storage_of
 
 # `Cycle.holds` names the largest tensor that is freed with the cycle. Which tensors are freed is known only afterwards,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..._text import dtype_name, size_text
-from ..._torch.fake_tensors import is_fake
-from ..._torch.modules import module_tables
-from ..._torch.tensors import storage_of
+from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.modules import module_tables
+from ..._torch.tensors.tensors import storage_of
 from ..._user_line import line_text
 
 _SHOWN = 12  # objects of a chain that are shown, half of them at each end: about three lines of a terminal

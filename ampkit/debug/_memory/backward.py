@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from ..._torch.autograd import (
+from ..._torch.autograd.autograd import (
     ENGINE_ENTRIES,
     callbacks_queued_by,
     graph_nodes,
@@ -27,8 +27,8 @@ from ..._torch.autograd import (
     post_accumulate_hooks,
     sequence_number,
 )
-from ..._torch.fake_tensors import is_fake
-from ..._torch.tensors import shares_storage_with_none, use_count
+from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.tensors import shares_storage_with_none, use_count
 from ..._undo import Undo, replace
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the node that adds a gradient to a leaf's `.grad`

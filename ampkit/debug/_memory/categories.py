@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..._text import dtype_name
-from ..._torch.autograd import current_node, in_graph_task, newest_sequence_number, sequence_number
+from ..._torch.autograd.autograd import current_node, in_graph_task, newest_sequence_number, sequence_number
 from ..._torch.compile import without_compiled_code
-from ..._torch.fast_paths import autocast_of_parts, note_autocast_of_fast_paths
-from ..._torch.modes import TorchDispatchMode
-from ..._torch.modules import module_tables
-from ..._torch.operators import METADATA_OPS, TO_COPY
-from ..._torch.sharding import ShardedModules, buffers_of_collective, local_shard
-from ..._torch.tensors import storage_of
-from ..._torch.tree import tensors_in
+from ..._torch.ranks.sharding import ShardedModules, buffers_of_collective
+from ..._torch.tensors.fast_paths import autocast_of_parts, note_autocast_of_fast_paths
+from ..._torch.tensors.modes import TorchDispatchMode
+from ..._torch.tensors.modules import module_tables
+from ..._torch.tensors.operators import METADATA_OPS, TO_COPY
+from ..._torch.tensors.tensors import local_shard, storage_of
+from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import UserLineFinder
 from .allocator import SMALL, Allocator

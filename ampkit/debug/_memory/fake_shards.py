@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from ..._arguments import check_at_least, check_callable, wrong
-from ..._capture.shards import is_sharded
-from ..._torch.fake_ranks import real_values
-from ..._torch.sharding import ShardedModules
+from ..._capture.ranks.shards import is_sharded
+from ..._torch.ranks.fake_ranks import real_values
+from ..._torch.ranks.sharding import ShardedModules
 
 
 def check_shard(model: nn.Module, shard: object, ranks: object) -> None:

@@ -16,11 +16,11 @@ from ..._arguments import check_at_least, check_callable, check_choice, check_in
 from ..._precision.fake_tensors import can_save_for_backward, fake_copy, fake_device
 from ..._precision.policy import Policy, changes_model, read_policy
 from ..._text import type_text
-from ..._torch.fake_ranks import fake_rank
-from ..._torch.fake_tensors import is_limit_of_fake_tensors
-from ..._torch.modes import TorchDispatchMode
-from ..._torch.operators import IN_PLACE_WITHOUT_META, READ
-from ..._torch.tree import tree_flatten
+from ..._torch.ranks.fake_ranks import fake_rank
+from ..._torch.tensors.fake_tensors import is_limit_of_fake_tensors
+from ..._torch.tensors.modes import TorchDispatchMode
+from ..._torch.tensors.operators import IN_PLACE_WITHOUT_META, READ
+from ..._torch.tensors.tree import tree_flatten
 from ..._user_line import user_line
 from .allocator import Allocator, CachingAllocator
 from .backward import without_engine

@@ -19,7 +19,7 @@ import torch
 from ..._arguments import check_at_least, check_instance, check_path
 from ..._errors import AmpkitWarning
 from ..._text import size_text
-from ..._torch.allocator import allocator_history, allocator_pages, allocator_snapshot
+from ..._torch.device.allocator import allocator_history, allocator_pages, allocator_snapshot
 from ..._user_line import NOT_THE_USERS, user_line, users_level
 from .page import memory_page
 from .profile import MemoryProfile, mib

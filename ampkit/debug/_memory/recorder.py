@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..._arguments import check_at_least, check_callable, check_instance, read_device
 from ..._text import type_text
-from ..._torch.tree import tree_flatten
+from ..._torch.tensors.tree import tree_flatten
 from .allocator import Allocator, RoundingAllocator
 from .categories import MemoryTracker
 from .profile import MemoryProfile

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..._torch.tensors import storage_address
+from ..._torch.tensors.tensors import storage_address
 
 
 class UntrackedMemory:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ..._torch.autograd import in_backward, newest_sequence_number, sequence_number
+from ..._torch.autograd.autograd import in_backward, newest_sequence_number, sequence_number
 from ..._torch.compile import is_compiled, is_compiled_in_place
-from ..._torch.sharding import local_shard
-from ..._torch.tree import tensors_in
+from ..._torch.tensors.tensors import local_shard
+from ..._torch.tensors.tree import tensors_in
 from .measurements import DeviceStatistics, MeasuredTensor, Measurements
 from .statistics import is_measurable
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._torch.modes import without_dispatch_modes
-from ..._torch.tensors import foreach_add_, foreach_copy_, foreach_maximum_, foreach_norm, version
+from ..._torch.tensors.modes import without_dispatch_modes
+from ..._torch.tensors.tensors import foreach_add_, foreach_copy_, foreach_maximum_, foreach_norm, version
 from .statistics import BINS, is_measurable, measure, nothing_measured
 
 # Columns of the buffer, behind the counts by exponent.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ..._arguments import check_at_least, check_instance
-from ..._capture.shards import free_whole_parameters, is_sharded, shard_groups
+from ..._capture.ranks.shards import free_whole_parameters, is_sharded, shard_groups
 from ..._optimizer.scaler import GradScaler
 from .advice import advice, safe_scale
 from .async_copies import AsyncCopies

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..._torch.tensors import is_functorch_wrapped
+from ..._torch.tensors.tensors import is_functorch_wrapped
 
 BINS = 256  # one for each value of float32's 8 exponent bits; float16 and bfloat16 convert to float32 exactly
 BIAS = 127  # of float32's exponent: bin e holds the exponent e - 127; bin 0 holds zeros and float32's subnormals

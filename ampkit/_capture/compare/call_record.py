@@ -1,0 +1,379 @@
+"""A record of the operations of one call, and where two records first differ."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import zip_longest
+from numbers import Number
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import resolve_name
+
+from ..._torch.device.execution_trace import enter_mark, execution_trace, exit_mark
+from ..._torch.tensors.modes import UnseenFunctionMode, enter, unseen_function_mode
+from ..._torch.tensors.tree import tree_flatten
+from ..._undo import Undo
+from ..._user_line import line_text, running_place
+
+
+class _PythonCall(NamedTuple):
+    """A call of one of torch's functions from Python."""
+
+    function: Any
+    numbers: tuple[str, ...]  # the arguments that are not tensors, in words
+    parameters: tuple[int, ...]  # the parameters among the arguments, by identity
+    place: tuple[str, int] | None  # the user's line
+
+
+class Operation(NamedTuple):
+    """One operation below autograd.
+
+    Attributes:
+        text: name, and arguments with dtypes and shapes.
+        details: strides, devices, and numbers that Python code passed. They too decide which kernel runs.
+        call: the call from Python that it is a part of, in forward or backward; None if that is not known.
+        node: the autograd node that it is a part of in backward; "" in forward.
+    """
+
+    text: str
+    details: tuple[Any, ...]
+    call: _PythonCall | None
+    node: str
+
+    @property
+    def line(self) -> str:
+        """`file:line: source` of the user's code, "" if that is not known."""
+        return line_text(*self.call.place) if self.call is not None and self.call.place else ""
+
+
+class Record(NamedTuple):
+    """The operations of a call.
+
+    Attributes:
+        threads: the operations on the calling thread, and those on each of autograd's threads.
+    """
+
+    threads: tuple[tuple[Operation, ...], ...]
+
+
+class OperationRecorder:
+    """Context that records one call. It changes neither kernels nor memory, and can be used in a capture.
+
+    Torch's execution trace has the operations. It is written below dispatch. A dispatch mode would not do: even under
+    one that does nothing, torch takes other kernels (`dispatch_mode_enabled` in ATen). The trace does not have the
+    numbers that Python code passes: there, `x * 0.5` is a product of two tensors. So a function mode, which neither
+    autograd nor ATen sees, notes numbers and lines.
+
+    Args:
+        numbers: whether to use that mode. Compiled code would be compiled again for it.
+        lenient: whether to leave out what torch does only on a CPU, where graphs are emulated: its optimizers compute
+            with step counts on the host, and inside one operation it may do different things for different values.
+
+    Attributes:
+        record: the operations of the call. None before its end, and if torch can write no trace (`execution_trace`).
+    """
+
+    def __init__(self, numbers: bool = True, lenient: bool = False) -> None:
+        self.record: Record | None = None
+        self._lenient = lenient
+        self._calls = _Calls() if numbers else None
+        self._context: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> "OperationRecorder":
+        self._context = self._recording()
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        self.record = None
+        with execution_trace() as trace:
+            if trace.begun:
+                exit_mark(enter_mark(_FIRST))  # shows in the trace which thread this is
+            with self._calls_noted() if trace.begun else nullcontext():
+                yield
+        if trace.begun:
+            calls = [] if self._calls is None else self._calls.made
+            self.record = _parsed(list(_read_entries(trace.text)), calls, self._lenient)
+
+    @contextmanager
+    def _calls_noted(self) -> Iterator[None]:
+        if self._calls is None:
+            yield
+            return
+        self._calls.made.clear()
+        with Undo() as undo:
+            undo.note(self._calls.stop)
+            self._calls.notes = True
+            with unseen_function_mode(self._calls):
+                enter(undo, self._calls)
+                yield
+
+
+class _Calls(UnseenFunctionMode):
+    """Notes the calls of torch's functions and marks in the trace what each of them runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[_PythonCall] = []
+        # Torch takes a mode off while it handles a call. After an interrupt it may put the mode on again at any time.
+        self.notes = False
+        self._marks: list[Any] = []  # that are entered; if one ended in another trace, torch would crash
+
+    def stop(self) -> None:
+        """Note nothing from now on, and exit the marks that an interrupt has left entered."""
+        self.notes = False
+        while self._marks:
+            exit_mark(self._marks.pop())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Attributes, such as x.shape, run no operation. A record_function begins in one call and ends in another.
+        if not self.notes or getattr(func, "__name__", "") == "__get__" or str(func).startswith("profiler."):
+            return func(*args, **kwargs)
+        leaves = tree_flatten((args, kwargs))[0]
+        numbers = tuple(_in_words(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        parameters = tuple(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
+        call = _PythonCall(func, numbers, parameters, running_place(sys._getframe(1)))
+        self._marks.append(enter_mark(f"{_MARK}{len(self.made)}"))
+        try:
+            self.made.append(call)
+            return func(*args, **kwargs)
+        finally:
+            exit_mark(self._marks.pop())
+
+
+_FIRST = "ampkit: first"
+_MARK = "ampkit: call "
+_CONSTANTS = (Number, str, slice, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+
+
+def _in_words(value: Any) -> str:
+    """Return a number or constant as text, anything else as its type: equal texts of it could be of other objects."""
+    return repr(value) if isinstance(value, _CONSTANTS) else type(value).__name__
+
+
+# ------------------------------------------------------------------------------------------------- from torch's trace
+
+# torch's names for what opened an entry (ATen/record_function.h).
+_FUNCTION, _BACKWARD, _USER = 0, 1, 7
+_STEP = "Optimizer.step#"
+# What differs in every capture: attention then keeps its random state on the device.
+_MADE_WITHIN = ("aten::empty", "aten::scalar_tensor", "aten::fill_", "aten::zeros", "aten::zero_")
+_RANDOM_STATE = ("philox_seed", "philox_offset", "rng_state", "unused")
+# Entries of torch's that say nothing about the step. Those of communication have another number in each call.
+_SKIPPED = ("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_comms", "[pytorch|profiler|")
+# Compiled code detaches the inputs that it saves for its backward if they are views (torch/_functorch/_aot_autograd/
+# runtime_wrappers.py). The batch of an eager call may consist of views, the buffers of a graph never do.
+# In a capture only, a copy to the device asks whether its source is pinned (aten/src/ATen/native/cuda/Copy.cu).
+_WITHOUT_EFFECT = frozenset(("aten::detach", "detach", "aten::is_pinned"))
+_AS_STRIDED = "aten::as_strided"  # and what begins with it
+_OFFSET = 2  # of what the trace says of a tensor: where in its storage it begins
+_NUMBERED = ("nccl:", "gloo:", "c10d::", "ProcessGroup")
+
+
+class _Entry(NamedTuple):
+    name: str
+    schema: str
+    scope: int
+    thread: int
+    begun: int  # its number by the time at which it began
+    parent: int
+    sequence: int  # of the autograd node that it made, or is the backward of
+    inputs: Mapping[str, Any]
+
+
+def _read_entries(text: str) -> Iterator[Any]:
+    """Yield the entries of a trace. It is no valid JSON: commas are missing where several threads wrote at a time."""
+    decoder, place = json.JSONDecoder(), max(0, text.find('"nodes": ['))  # behind the head of the file
+    while (start := text.find("{", place)) >= 0:
+        try:
+            entry, place = decoder.raw_decode(text, start)
+            yield entry
+        except ValueError:
+            place = start + 1  # only a part of an entry was written
+
+
+def _parsed(written: list[Any], calls: list[_PythonCall], lenient: bool) -> Record | None:
+    """Return the record that a trace has; None if it does not show which thread called."""
+    entries = {entry["id"]: _entry_of(entry) for entry in written if "ctrl_deps" in entry}
+    ordered = sorted(entries, key=lambda i: entries[i].begun)
+    main = next((entries[i].thread for i in ordered if entries[i].name == _FIRST), None)
+    if main is None:
+        return None
+    # What other threads do meanwhile, such as a loader's, is no part of the step.
+    autograds = sorted({entry.thread for entry in entries.values() if entry.scope == _BACKWARD} - {main})
+    owners = _Owners(entries, ordered, main)
+    noted: set[int] = set()
+    threads: dict[int, list[Operation]] = {thread: [] for thread in (main, *autograds)}
+    for i in ordered:
+        entry = entries[i]
+        skipped = entry.name in _WITHOUT_EFFECT or entry.name.startswith(_SKIPPED)
+        if entry.thread in threads and entry.scope != _USER and not skipped:
+            within = _is_within_function(entry, entries)
+            if within and (lenient or entry.name.startswith(_MADE_WITHIN)):
+                continue
+            if lenient and owners.is_optimizers(i):
+                continue
+            call, autograd_node = owners.of(i)
+            # Once per call: its first operation has the numbers that went into the call.
+            first = call >= 0 and not autograd_node and call not in noted
+            noted.update([call] if first else [])
+            owner = calls[call] if call >= 0 else None
+            threads[entry.thread].append(_operation(entry, owner, owner if first else None, autograd_node))
+    return Record(tuple(map(tuple, threads.values())))
+
+
+def _is_within_function(entry: _Entry, entries: dict[int, _Entry]) -> bool:
+    """Return whether an entry is a part of an operation, with marks in between or not."""
+    while entry.parent in entries:  # an operation that raised has no entry
+        parent = entries[entry.parent]
+        if parent.scope != _USER or parent is entry:  # the outermost entry is its own parent
+            return parent.scope == _FUNCTION
+        entry = parent
+    return False
+
+
+def _entry_of(written: Any) -> _Entry:
+    attributes = {attribute["name"]: attribute["value"] for attribute in written["attrs"]}
+    return _Entry(
+        written["name"],
+        str(attributes.get("op_schema", "")),
+        int(attributes["scope"]),
+        int(attributes["tid"]),
+        int(attributes["rf_id"]),
+        int(written["ctrl_deps"]),
+        int(attributes["seq_id"]),
+        written["inputs"],
+    )
+
+
+class _Owners:
+    """Finds the call from Python that an entry of the trace belongs to."""
+
+    def __init__(self, entries: dict[int, _Entry], ordered: list[int], main: int) -> None:
+        self._entries = entries
+        self._known: dict[int, tuple[int, str]] = {}
+        self._makers: dict[int, int] = {}  # the entries that made autograd nodes, by sequence number
+        for i in ordered:
+            entry = entries[i]
+            if entry.scope == _FUNCTION and entry.sequence >= 0 and entry.thread == main:
+                self._makers.setdefault(entry.sequence, i)
+
+    def of(self, i: int) -> tuple[int, str]:
+        """Return the number of the call, -1 if it is not known, and the node whose backward the entry is a part of."""
+        path = []
+        while i in self._entries and i not in self._known and not self._decides(i):
+            path.append(i)
+            parent = self._entries[i].parent
+            i = -1 if parent == i else parent  # the outermost entry is its own parent
+        found = self._known[i] if i in self._known else self._decided(i)
+        for each in path:
+            self._known[each] = found
+        return found
+
+    def is_optimizers(self, i: int) -> bool:
+        """Return whether the entry is a part of the step of one of torch's optimizers."""
+        while i in self._entries:
+            kind, _, step = self._entries[i].name.removeprefix(_STEP).partition(".")
+            if self._entries[i].name.startswith(_STEP) and step == "step":
+                return hasattr(torch.optim, kind)
+            i = -1 if self._entries[i].parent == i else self._entries[i].parent
+        return False
+
+    def _decides(self, i: int) -> bool:
+        entry = self._entries[i]
+        return entry.name.startswith(_MARK) or entry.scope == _BACKWARD
+
+    def _decided(self, i: int) -> tuple[int, str]:
+        if i not in self._entries:
+            return -1, ""
+        entry = self._entries[i]
+        if entry.scope == _BACKWARD:
+            maker = self._makers.get(entry.sequence)
+            return -1 if maker is None else self.of(maker)[0], entry.name
+        return int(entry.name.removeprefix(_MARK)), ""
+
+
+def _operation(entry: _Entry, call: _PythonCall | None, numbers: _PythonCall | None, autograd_node: str) -> Operation:
+    if entry.scope == _BACKWARD or entry.name.startswith(_NUMBERED):
+        return Operation(entry.name, (), call, autograd_node)
+    values, shapes, types, strides = _arguments(entry)
+    if entry.name.startswith(_AS_STRIDED):
+        values = [values[0], *_from_tensor(values[0], values[1:], types[1:])]
+    arguments = ", ".join(map(_argument, values, shapes, types))
+    from_python = () if numbers is None else (numbers.numbers, numbers.parameters)
+    devices = tuple(str(value[-1]) for value, kind in zip(values, types, strict=True) if kind.startswith("Tensor("))
+    details = (json.dumps(strides), devices, from_python)
+    return Operation(f"{entry.schema.partition('(')[0] or entry.name}({arguments})", details, call, autograd_node)
+
+
+def _arguments(entry: _Entry) -> Iterator[list[Any]]:
+    """Yield values, shapes, types and strides of an operation's arguments, without those for random state."""
+    names = [text.split("=")[0].split(" ")[-1] for text in entry.schema.partition("(")[2].split(", ") if text != "*"]
+    kept = [i for i in range(len(entry.inputs["types"])) if i >= len(names) or names[i] not in _RANDOM_STATE]
+    for kind in ("values", "shapes", "types", "strides"):
+        yield [entry.inputs[kind][i] for i in kept]
+
+
+def _from_tensor(tensor: Any, values: list[Any], types: list[str]) -> list[Any]:
+    """Return arguments of `as_strided`, with the storage offset counted from where its tensor begins.
+
+    The batch of an eager call, or of one call of a series, may be a part of a larger tensor. Then `x[:, 1:]`, which is
+    an `as_strided` for torch, has an offset in that, and in the buffer of a graph another one.
+    """
+    return [value - tensor[_OFFSET] if kind == "Int" else value for value, kind in zip(values, types, strict=True)]
+
+
+def _argument(value: Any, shape: Any, kind: str) -> str:
+    if kind.startswith("Tensor("):
+        return f"{kind[len('Tensor(') : -1].removeprefix('c10::')}{shape}"
+    if "Tensor" in kind:
+        return f"{kind}{shape}"
+    return str(value)
+
+
+# -------------------------------------------------------------------------------------------------------- comparison
+
+
+def first_difference(eager: Record, captured: Record) -> str:
+    """Return in words the first operation of a capture that the eager call did not do; "" if they are the same."""
+    for operations, others in zip_longest(eager.threads, captured.threads, fillvalue=()):
+        for old, new in zip_longest(operations, others):
+            if old is None or new is None or (old.text, old.details) != (new.text, new.details):
+                return _described(old, new)
+    return ""
+
+
+def _described(eager: Operation | None, captured: Operation | None) -> str:
+    known = [each for each in (captured, eager) if each is not None]
+    line, node = next((each.line for each in known if each.line), ""), known[0].node
+    where = f"{line}{', in its backward' if node else ''} - " if line else f"in {node} - " if node else ""
+    same = eager is not None and captured is not None and eager.text == captured.text
+    then, now = next(
+        (texts for texts in _differing_texts(eager, captured) if texts[0] != texts[1]) if same else iter([]),
+        tuple("nothing more" if each is None else each.text for each in (eager, captured)),
+    )
+    return f"{where}the capture ran {now}, the eager call before it {then}"
+
+
+def _differing_texts(eager: Operation | None, captured: Operation | None) -> Iterator[tuple[str, str]]:
+    """Yield, for two operations of equal text, further texts by pairs, of which one pair differs."""
+    assert eager is not None  # it has a text
+    assert captured is not None
+    calls = eager.call, captured.call
+    if eager.details[-1:] != captured.details[-1:] and None not in calls:
+        yield tuple(_call_text(call) for call in calls if call is not None)  # type: ignore[misc]  # two of them
+        yield tuple(f"{captured.text} with another parameter" if i else eager.text for i in (0, 1))  # type: ignore[misc]  # two entries
+    yield tuple(f"{each.text} (strides {each.details[0]}, on {each.details[1]})" for each in (eager, captured))  # type: ignore[misc]  # two entries
+
+
+def _call_text(call: _PythonCall) -> str:
+    name = resolve_name(call.function) or getattr(call.function, "__name__", repr(call.function))
+    return f"{name} with {', '.join(call.numbers)}"

@@ -1,0 +1,298 @@
+"""Verification: a replay and an eager call are made from one saved state, and their results are compared bit by bit."""
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._torch.autograd.autograd import current_node, in_backward
+from ..._torch.compile import calls_from_compiled_code
+from ..._torch.tensors.fast_paths import autocast_of_parts
+from ..._torch.tensors.modes import TorchDispatchMode, enter, let_autograd_use_threads, uses_autograd_threads
+from ..._torch.tensors.operators import written_arguments
+from ..._torch.tensors.tensors import Remembered, local_shard, storage_address, version
+from ..._torch.tensors.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ..._undo import Undo
+from ..graph.cache import Captured
+from ..ranks.ranks import Ranks
+from ..state.bits import bits, real
+from ..state.snapshot import Snapshot, all_generators
+from ..state.state import TrainingState
+
+NOISE = 10.0  # a few replays are a small sample of a kernel's noise, and an eager step may differ by more than they do
+_REPLAYS = (2, 6)  # replays after the first, if something differs; the six only before it counts as an error
+
+
+class Verdict(NamedTuple):
+    """The result of a comparison.
+
+    Attributes:
+        outputs: the outputs of the eager call. The state is what that call has left.
+        problem: what the replay did wrong, "" if nothing.
+        noise: how much replays differ from each other, in words; "" if they agree or were not compared.
+    """
+
+    outputs: Any
+    problem: str
+    noise: str
+
+
+def verified(
+    replay: Callable[[], Any],
+    eager: Callable[[], Any],
+    state: TrainingState,
+    generators: Sequence[torch.Generator],
+    ranks: Ranks,
+) -> Verdict:
+    """Replay, restore the state, call eagerly, and compare state, outputs and random numbers.
+
+    Under deterministic algorithms the two must be equal. Otherwise, if they differ, both are repeated. A replay runs no
+    Python code, so differences between replays are the noise of the kernels. In each tensor, an eager step may differ
+    from the replay by `NOISE` times as much as replays differ from each other. A larger difference comes from the host.
+
+    Behind this call the state is what an eager call has left.
+
+    All ranks do this in the same call. They repeat the two together, and if one finds a difference, all have a problem.
+
+    Args:
+        replay: does the step. Its outputs may be overwritten later.
+        eager: does the same step, from the same state.
+        state: all that the two may change.
+        generators: the generators that they draw from, beside the default ones.
+        ranks: the processes that exchange gradients in both.
+
+    Memory: up to four copies of the state. Time: a replay and an eager step. If they differ, two more replays and one
+    more eager step. If replays differ too, six more and one more eager step before that counts as an error. Sync: waits
+    for the device.
+    """
+    start = Snapshot(state, generators)
+    with Undo() as undo:
+        undo.note(start.restore)
+        verdict = _compared(start, replay, eager, state, generators, ranks)
+        undo.forget()
+    return verdict
+
+
+def verified_replay(
+    captured: Captured,
+    eager: Callable[..., Any],
+    leaves: Sequence[Any],
+    state: TrainingState,
+    generators: Sequence[torch.Generator],
+    ranks: Ranks,
+) -> Verdict:
+    """Replay a graph and call `eager(*args, **kwargs)` on the same batch, see `verified`.
+
+    The tensors of the batch are changed in place as the eager call would change them.
+
+    Raises:
+        InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
+    """
+    captured.inputs.refuse_shared(leaves)  # the graph gets copies, which share no memory
+    given = captured.inputs.copies_of(leaves)
+    used: list[Any] = []  # by the last eager call
+
+    def call() -> Any:
+        used[:] = captured.inputs.copies_of(given)
+        args, kwargs = tree_unflatten([*used], captured.inputs.spec.tree)
+        return eager(*args, **kwargs)
+
+    def replay() -> Any:
+        return captured.replay(captured.inputs.copies_of(given))
+
+    verdict = verified(replay, call, state, generators, ranks)
+    for leaf, after in zip(leaves, used, strict=True):
+        if isinstance(leaf, Tensor) and version(after):  # changed in place
+            leaf.copy_(after)
+    return verdict
+
+
+def _compared(
+    start: Snapshot,
+    replay: Callable[[], Any],
+    eager: Callable[[], Any],
+    state: TrainingState,
+    generators: Sequence[torch.Generator],
+    ranks: Ranks,
+) -> Verdict:
+    replayed = _results(replay(), state, generators)
+    start.restore()
+    averaged = [param for ddp in ranks.wrappers for param in ddp.parameters()]
+    with _WriteWatch(state, averaged, ranks.shards.gathered_addresses) as watch:
+        outputs = eager()
+    watch.undo()
+    expected = _results(outputs, state, generators)
+    if not ranks.agree(not watch.undeclared):
+        return Verdict(outputs, watch.describe() if watch.undeclared else ranks.other_differs, "")
+    wrong = _differences(expected, replayed)
+    if ranks.agree(not wrong):
+        return Verdict(outputs, "", "")
+    if _kernels_are_deterministic():
+        return Verdict(outputs, _describe(wrong, "") if wrong else ranks.other_differs, "")
+    noise: dict[str, float] = {}  # by how much replays differ from each other, by path
+    for more in _REPLAYS:
+        for _ in range(more):
+            start.restore()
+            _keep_larger(noise, _differences(replayed, _results(replay(), state, generators)))
+        start.restore()
+        outputs = eager()
+        _keep_larger(wrong, _differences(_results(outputs, state, generators), replayed))
+        beyond = {path: size for path, size in wrong.items() if path not in noise or size > NOISE * noise[path]}
+        if ranks.agree(not noise or not beyond):
+            break
+    said = _describe_noise(noise) if noise else ""
+    if ranks.agree(not beyond):
+        return Verdict(outputs, "", said)
+    return Verdict(outputs, _describe(beyond, said) if beyond else ranks.other_differs, said)
+
+
+def _kernels_are_deterministic() -> bool:
+    """Return whether torch refuses kernels whose results vary. If it only warns of them, they run."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _keep_larger(sizes: dict[str, float], found: dict[str, float]) -> None:
+    """Raise the sizes, path by path, to those found."""
+    for path, size in found.items():
+        sizes[path] = max(size, sizes.get(path, size))
+
+
+def _describe_noise(noise: dict[str, float]) -> str:
+    path, size = max(noise.items(), key=lambda pair: pair[1])
+    return (
+        f"replays differ from each other by up to {size:.1e} of a tensor's largest value ({path}), because their "
+        f"kernels are not deterministic. So a tensor of the eager step may differ by {NOISE:g} times as much as "
+        "between replays."
+    )
+
+
+def _describe(wrong: dict[str, float], said: str) -> str:
+    path, size = next(iter(wrong.items()))
+    much = f"{size:.1e} of the tensor's largest value" if size else "its last bits"
+    more = f", and {len(wrong) - 1} more tensors do" if len(wrong) > 1 else ""
+    return (
+        f"{path} is not what eager computes: it differs by {much}{more}. "
+        f"{said}{' ' if said else ''}The step reads or changes something on the host, or state that it does not "
+        "declare (a tensor attribute that is rebound, a buffer outside of the modules)."
+    )
+
+
+def _results(outputs: Any, state: TrainingState, generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
+    """Return copies of everything that the step computed, by path; of a DTensor, this process's part."""
+    leaves, _ = tree_flatten_with_path(outputs)
+    named = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+    named.update(state.tensors())
+    # A replay draws nothing from generators on the host.
+    for i, generator in enumerate(all_generators(generators)[1:]):
+        named[f"the state of CUDA generator {i}"] = generator.get_state()
+    return {path: local_shard(tensor).detach().clone() for path, tensor in named.items()}
+
+
+def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
+    """Return the paths of tensors that differ in a bit, with the largest difference relative to the largest value."""
+    differences = {}
+    for path, left in expected.items():
+        right = got.get(path)
+        if right is None or right.shape != left.shape or right.dtype != left.dtype:
+            differences[path] = float("inf")
+        elif not torch.equal(bits(left), bits(right)):  # sync
+            a, b = (real(part).double() for part in (left, right))
+            size, scale = (a - b).abs().max(), a.abs().max()
+            relative = float(size / scale.clamp_min(torch.finfo(torch.float64).tiny))
+            differences[path] = relative if relative == relative else float("inf")  # nan: one of them is not finite
+    return differences
+
+
+def _accumulates() -> bool:
+    """Return whether autograd accumulates a gradient, or runs what was to come at the end of a backward."""
+    node = current_node()
+    return in_backward() and (node is None or hasattr(node, "variable"))
+
+
+class _WriteWatch(TorchDispatchMode):
+    """Notices writes to memory that was there before and is not declared, and can undo them.
+
+    Compiled code allocates without an operation. So what it writes to as the output of an operation is taken for memory
+    of its own, and so is what is freed again.
+
+    Args:
+        state: what may be written to.
+        averaged: parameters whose gradients DDP averages. It does so in buckets of its own, where autograd accumulates
+            gradients, and the gradients may lie in these.
+        gathered: returns the addresses of the memory that `fully_shard` fills, and frees, within a step.
+    """
+
+    def __init__(
+        self, state: TrainingState, averaged: Sequence[Tensor], gathered: Callable[[], Collection[int]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._averaged, self._gathered = averaged, gathered
+        self._state = state
+        self._known = {storage_address(tensor) for tensor in state.tensors().values()}
+        self._undeclared: dict[int, Remembered] = {}
+        self._undo = Undo()
+
+    supports_higher_order_operators = True  # torch.cond, flex_attention: torch refuses those that write to an argument
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it is. Otherwise torch would not run it again in this process."""
+        return True
+
+    def __enter__(self) -> "_WriteWatch":
+        self._undo = Undo().__enter__()
+        self._undo.note(let_autograd_use_threads, uses_autograd_threads())
+        let_autograd_use_threads(False)  # the mode sees this thread only
+        enter(self._undo, self)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self._undo.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
+        writes = hasattr(func, "overloadpacket") and not (self._averaged and _accumulates())
+        for tensor in written_arguments(func, args, kwargs) if writes else ():
+            address = storage_address(tensor)
+            new = address and address not in self._known and self._is_new(address)
+            if new and not self._is_gradient(address) and address not in self._gathered():
+                if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
+                    continue
+                self._undeclared[address] = Remembered(tensor)
+        with autocast_of_parts(func):
+            result = func(*args, **kwargs)
+        made = {storage_address(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)}
+        self._known |= made - read
+        return result
+
+    def _is_gradient(self, address: int) -> bool:
+        return any(p.grad is not None and storage_address(p.grad) == address for p in self._averaged)
+
+    def _is_new(self, address: int) -> bool:
+        return address not in self._undeclared or self._undeclared[address].is_gone
+
+    @property
+    def undeclared(self) -> list[Remembered]:
+        """The tensors that were written to and are not declared, as they were before."""
+        # A tensor that the mode did not see being made may have become a part of the state meanwhile.
+        declared = {storage_address(tensor) for tensor in self._state.tensors().values()}
+        return [
+            tensor for address, tensor in self._undeclared.items() if address not in declared and not tensor.is_gone
+        ]
+
+    def undo(self) -> None:
+        """Give these tensors the values that they had before."""
+        for tensor in self.undeclared:
+            tensor.put_back()
+
+    def describe(self) -> str:
+        """Return in words which tensors were written to."""
+        value = self.undeclared[0].value
+        return (
+            f"the step writes to a tensor of shape {tuple(value.shape)} and dtype {value.dtype} that it does not "
+            f"declare, one of {len(self.undeclared)}. Make it a buffer of the model, or pass the module that holds it "
+            "in modules=(...)."
+        )

@@ -1,0 +1,150 @@
+"""What follows where something cannot be captured: one warning and eager calls from then on, or an error."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..._errors import CaptureError, CaptureWarning
+from ..._user_line import users_level
+from .options import Options
+
+_GOES_ON = "Training goes on eagerly"
+
+
+class StepDoneError(CaptureError):
+    """The graph computes something else than the step. This step was done all the same, as eager computes it.
+
+    Attributes:
+        outputs: what the step returned.
+    """
+
+    def __init__(self, text: str, outputs: Any) -> None:
+        super().__init__(text)
+        self.outputs = outputs
+
+
+class MovableOptimizer(Protocol):
+    """Where an optimizer steps: as a part of what the engine calls, or behind that."""
+
+    @property
+    def why_behind(self) -> str:
+        """Why it steps behind that; "" if it is a part."""
+
+    @property
+    def stays_behind(self) -> bool:
+        """Whether it is known already that it will never be a part."""
+
+    def has_moved(self) -> bool:
+        """Return whether it has become a part, or none any more, since this was called last."""
+
+    def leave(self, changed: str = "", *, problem: str = "") -> bool:
+        """Have it step behind from now on, if it can. Return whether it did not before.
+
+        Args:
+            changed: what has changed that a graph holds as a constant, or
+            problem: why the step cannot be captured.
+        """
+
+
+class _Unmoved:
+    """An optimizer that is always a part."""
+
+    why_behind, stays_behind = "", False
+
+    def has_moved(self) -> bool:
+        return False
+
+    def leave(self, changed: str = "", *, problem: str = "") -> bool:
+        return False
+
+
+UNMOVED = _Unmoved()
+
+
+class Fallback:
+    """Warns that calls are eager, each kind of warning once, or raises; and remembers why.
+
+    Args:
+        name: what messages call the step.
+        options: see `Options`.
+
+    Attributes:
+        raises: whether the user asked for errors (`on_failure="raise"`).
+        refused: why every call is eager from now on; "" as long as some layout may be captured.
+        failure: what could not be captured last, for the report; None if nothing failed.
+    """
+
+    def __init__(self, name: str, options: Options) -> None:
+        self._name = name
+        self.raises: bool = options.on_failure == "raise"
+        self.refused: str = "graph='off'" if options.graph == "off" else ""
+        self.failure: str | None = None
+        self._warned: set[str] = set()
+
+    def error(self, reason: object) -> CaptureError:
+        """Return the error that gives this reason."""
+        return CaptureError(f"{self._name}: {reason}")
+
+    def say_behind(self, why: str) -> None:
+        """Warn once that the optimizer is no part of the graphs."""
+        text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
+        self.warn_once("behind", f"{why} {text}")
+
+    def say_told(self, number: int, problem: str) -> None:
+        """Warn once that code is told that it is being captured from this call on, because of this problem."""
+        self.warn_once(
+            "told",
+            f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
+            f"{problem} From call {number} on the answer is True, in eager calls too. The last bits may differ from "
+            "those of the other branch. Pass capturing=True to answer True in all calls, or capturing=False for False.",
+        )
+
+    def refuse(self, reason: str) -> None:
+        """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""
+        if self.raises:
+            raise self.error(reason)
+        self.refused = self.failure = reason
+        self._warn(f"{reason} {_GOES_ON}; graph='off' says so without a warning.")
+
+    def refuse_wrong_graph(self, problem: str, outputs: Any) -> None:
+        """Make every call eager, since a replay did not do what this step did. Warn, or raise a `StepDoneError`."""
+        self.refused = self.failure = problem
+        if self.raises:
+            raise self.step_done_error(problem, outputs)
+        self._warn(f"{problem} {_GOES_ON}.")
+
+    def step_done_error(self, problem: object, outputs: Any) -> StepDoneError:
+        """Return the error that a graph is wrong, though the step that had these outputs was done."""
+        return StepDoneError(f"{self._name}: {problem} This step was done, as eager computes it.", outputs)
+
+    def give_up(self, refuse: Callable[[str], None], reason: str, error: CaptureError, *, is_last: bool) -> None:
+        """Make the calls of one layout eager. Warn, or raise a `CaptureError`.
+
+        Args:
+            refuse: makes them eager, and is given the reason.
+            reason: what its calls are counted under.
+            error: why.
+            is_last: whether no other layout has a graph, so that nothing is captured from now on.
+        """
+        if self.raises:
+            raise self.error(error) from error
+        self.failure = str(error)
+        refuse(reason)
+        if is_last:
+            self.refused = reason
+        self.warn_once(self.failure, f"{error} {_GOES_ON}.")
+
+    def has_warned(self, kind: str) -> bool:
+        """Return whether there was a warning of this kind."""
+        return kind in self._warned
+
+    def warn_once(self, kind: str, message: str) -> bool:
+        """Warn unless there was a warning of this kind; return whether there was none."""
+        if kind in self._warned:
+            return False
+        self._warned.add(kind)
+        self._warn(message)
+        return True
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())

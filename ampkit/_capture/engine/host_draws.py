@@ -1,0 +1,174 @@
+"""Decisions of the host: random draws on the CPU that a step only compares, made before the step to find its graph."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..._errors import CaptureError
+from ..graph.cache import Cache
+from ..graph.graph import EmulatedGraph, Graph, MakeContext, Then, same
+from ..keys.key import Key
+from ..preflight.draw_paths import Outcomes, Tree
+from ..ranks.ranks import Ranks
+from .fallback import Fallback
+from .layouts import Layout, Layouts
+from .variation import DRAWS_ADVICE
+
+
+class HostDraws:
+    """Knows by key which draws the calls of a step make on the host, and makes them to find the graph of a call.
+
+    Torch's default CPU generator is where an eager call finds it, or leaves it, in every call: an eager call draws for
+    itself; behind a replay the generator is put to where the draws of this object have left it.
+
+    With several ranks, the outcomes on all of them together choose the graph. Each rank learns its own paths.
+
+    Args:
+        ranks: the processes that must decide alike.
+        cache: keeps the graphs.
+        layouts: those that have no graph.
+        fallback: issues the warnings.
+
+    Attributes:
+        enabled: whether steps may decide by draws.
+    """
+
+    def __init__(self, ranks: Ranks, cache: Cache, layouts: Layouts, fallback: Fallback) -> None:
+        self._ranks = ranks
+        self.enabled = True
+        self._cache = cache
+        self._layouts = layouts
+        self._fallback = fallback
+        self._trees: dict[Key, Tree] = {}
+        self._changes = self._calls = 0  # changes of what is drawn, and calls since the last one
+        self._before = self._after = torch.default_generator.get_state()
+
+    def decided(self, key: Key) -> Key:
+        """Draw for a call of this key. Return its key with the outcomes, `NEW` if nobody knows yet what they lead to.
+
+        If the calls of the key draw nothing as far as is known, the key is returned as it is. The generator is put back
+        to where it was. With several ranks, each of them must call it in the same calls.
+        """
+        return self._joined(self._drawn(key)) if self._ranks.several else self._drawn(key)
+
+    def _joined(self, key: Key) -> Key:
+        """Return the key with what stands for the outcomes on all ranks, if all know what these lead to."""
+        joint = self._ranks.joint(None if key.outcomes is NEW else (key.outcomes,))
+        return key if joint is None or key.outcomes in (None, NEW) else key._replace(joint=joint)
+
+    def _drawn(self, key: Key) -> Key:
+        tree = self._trees.get(key)
+        if tree is None:
+            return key
+        self._calls += 1
+        self._before = torch.default_generator.get_state()
+        try:
+            outcomes = tree.draw()
+            self._after = torch.default_generator.get_state()
+        finally:
+            torch.default_generator.set_state(self._before)
+        return key._replace(outcomes=NEW if outcomes is None else outcomes)
+
+    def learn(self, key: Key, layout: Layout) -> None:
+        """Take note of what an eager call of a layout has drawn, and have the layout be that of the outcomes.
+
+        If the call has drawn something else than an earlier one after the same outcomes, all is forgotten.
+        """
+        path, layout.path = layout.path, None
+        if path is None:
+            return
+        if len(self._trees) == _MOST_KEYS:
+            self._trees.clear()  # their layouts learn again
+        tree = self._trees.setdefault(key._replace(outcomes=None, joint=0), Tree())
+        if not tree.add(path) or key.outcomes not in (None, NEW, path.outcomes):
+            self._forget()
+            return
+        self._ranks.tell_of_draws()
+        if key.outcomes in (None, NEW):
+            self._layouts.move(key, key._replace(outcomes=path.outcomes))
+        if tree.paths >= MOST_PATHS:
+            problem = (
+                f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"
+            )
+            self._layouts.of(key._replace(outcomes=NEW)).refuse(problem)
+            self._fallback.warn_once("outcomes", f"{problem}. {DRAWS_ADVICE}")
+
+    def _forget(self) -> None:
+        """Drop all graphs, because the step does something else now. Give up if it does so again and again."""
+        self._changes = 1 if self._calls > _RARELY else self._changes + 1
+        self._calls = 0
+        self.enabled = self.enabled and self._changes < _MOST_CHANGES
+        self._cache.clear()
+        self._layouts.clear()
+        self.clear()
+        self._fallback.warn_once("draws", _CHANGED)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._trees.clear()
+
+    def around(self, graph: Graph) -> Graph:
+        """Return a graph that leaves the generator as an eager call does."""
+        return _DrawnGraph(graph, self)
+
+    def put_back(self) -> None:
+        """Put the generator back to where it was before the draws of this call."""
+        torch.default_generator.set_state(self._before)
+
+    def is_kept(self) -> bool:
+        """Return whether the generator is where the draws of this call have left it."""
+        return torch.equal(torch.default_generator.get_state(), self._after)
+
+    def keep(self) -> None:
+        """Put the generator to where the draws of this call have left it."""
+        torch.default_generator.set_state(self._after)
+
+
+class _DrawnGraph:
+    """A graph of a call whose draws on the host were made."""
+
+    def __init__(self, graph: Graph, draws: HostDraws) -> None:
+        self._graph = graph
+        self._draws = draws
+
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
+        """Record `then(fn())`, which draws again, from where this call has drawn.
+
+        Raises:
+            CaptureError: see `CudaGraph`; or `fn` has drawn something else than was drawn before.
+        """
+        draws = self._draws
+
+        def drawn() -> Any:  # an attempt may have failed before
+            draws.put_back()
+            return fn()
+
+        try:
+            self._graph.capture(drawn, context, then)
+            if not (isinstance(self._graph, EmulatedGraph) or self._draws.is_kept()):
+                raise CaptureError(f"in the capture, {_CHANGED}")
+        finally:
+            self._draws.put_back()
+
+    def replay(self) -> Any:
+        """Do the recorded work. An emulated graph draws again in that."""
+        outputs = self._graph.replay()
+        self._draws.keep()
+        return outputs
+
+    def reset(self) -> None:
+        """Release the graph and its memory."""
+        self._graph.reset()
+
+
+NEW: Outcomes = ("?",)  # outcomes that no eager call under the preflight has had
+_CHANGED = (
+    "draws on the host have changed, after the same outcomes. All graphs are dropped. If that happens often, draw on "
+    "the device and compare with a tensor."
+)
+MOST_PATHS = 64  # per key; each takes a slow eager call
+_MOST_KEYS = 256
+_MOST_CHANGES = 3
+_RARELY = 64  # calls between two changes

@@ -1,0 +1,146 @@
+"""What code is told when it asks `torch.cuda.is_current_stream_capturing()`: the same eagerly and in a capture."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from ..._torch.autograd.autograd import current_graph_task
+from ..._torch.device.streams import capturing_builtin, replace_capturing_builtin
+from ..._undo import Undo
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# Libraries take another branch in a capture: transformers/masking_utils.py builds another mask, and another attention
+# kernel runs. So the graph would not do what the eager step does. Torch needs the true answer (health check of the
+# optimizers, symmetric memory), and so does ampkit.
+_TOLD_THE_TRUTH = ("torch", "ampkit")
+# Where the branch for a capture leaves the same bits outside of one, and only that one can be captured: SyncBatchNorm
+# takes the statistics of all ranks without a boolean mask, which would leave out ranks with an empty batch.
+_BRANCHES_OF_TORCH = ("torch.nn.modules._functions",)
+
+
+class _Captures(threading.local):
+    """What is known per thread.
+
+    Attributes:
+        recorded: how many calls it is in whose operations are those of a graph, or are compared with them.
+        answer: what user code is told; None if that is the truth.
+        asked: whether user code has asked.
+        noting: whether it is to be noted, too, where user code asks.
+        asked_in_checkpoint: whether it has asked in a function that a backward pass may call again.
+    """
+
+    recorded = 0
+    answer: bool | None = None
+    asked = False
+    noting = False
+    asked_in_checkpoint = False
+
+
+captures = _Captures()
+_answers: dict[object, tuple[int, bool]] = {}  # handles of streams, and what is told on them, the newest last
+_lock = threading.Lock()
+_is_capturing = capturing_builtin()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Context of a capture, or of the eager call that one is compared with."""
+    with Undo() as undo:
+        undo.note(setattr, captures, "recorded", captures.recorded)
+        captures.recorded += 1
+        yield
+
+
+@contextmanager
+def hidden_capture(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Context of a capture on this stream, in which `torch.cuda.is_current_stream_capturing()` is False for user code.
+
+    Other threads get the true answer for their own streams. The answer depends on the stream as well as on the thread,
+    because checkpointing calls user code again on autograd's threads.
+    """
+    with answering(False, stream.cuda_stream), recording():
+        yield
+
+
+@contextmanager
+def answering(answer: bool, stream: int | None = None) -> Iterator[None]:
+    """Context in which user code of this thread, and of autograd's threads on its stream, is told `answer`.
+
+    Args:
+        answer: whether its stream is being captured.
+        stream: the handle of the stream; None for the current one.
+    """
+    if stream is None:
+        stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
+    with Undo() as undo:
+        token = object()
+        undo.note(_end, token)
+        undo.note(setattr, captures, "answer", captures.answer)
+        with _lock:
+            _answers[token] = stream, answer
+            replace_capturing_builtin(_answer)
+        captures.answer = answer
+        yield
+
+
+def answered(fn: Callable[_P, _R], answer: bool) -> Callable[_P, _R]:
+    """Return `fn` for a call in which user code is told that it is being captured, if `answer` is true."""
+    if not answer:
+        return fn
+
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with answering(True):
+            return fn(*args, **kwargs)
+
+    return told
+
+
+@contextmanager
+def noting_questions(answer: bool) -> Iterator[Callable[[], bool]]:
+    """Context of an eager call. It yields a function that returns whether user code of this thread has asked."""
+    captures.asked = captures.asked_in_checkpoint = False
+    with answering(answer), Undo() as undo:
+        undo.note(setattr, captures, "noting", captures.noting)
+        captures.noting = True
+        yield lambda: captures.asked
+
+
+def _end(token: object) -> None:
+    with _lock:
+        _answers.pop(token, None)
+        if not _answers:
+            replace_capturing_builtin(_is_capturing)
+
+
+def _answer() -> bool:
+    """Take the place of what `torch.cuda.is_current_stream_capturing` calls, however its callers got hold of that."""
+    answer = captures.answer
+    if answer is None and torch.cuda.is_initialized():
+        here = torch.cuda.current_stream().cuda_stream
+        # The default stream, 0, is that of any thread. Only one of autograd's may be meant.
+        if here or current_graph_task() != -1:
+            told = [answer for stream, answer in _answers.copy().values() if stream == here]
+            answer = told[-1] if told else None
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if caller.partition(".")[0] in _TOLD_THE_TRUTH:
+        return (answer is not None and caller in _BRANCHES_OF_TORCH) or _is_capturing()
+    captures.asked = True
+    if captures.noting and not captures.asked_in_checkpoint:
+        captures.asked_in_checkpoint = _is_checkpointed(sys._getframe(2))
+    return _is_capturing() if answer is None else answer
+
+
+def _is_checkpointed(frame: FrameType | None) -> bool:
+    """Return whether a frame runs in a function that torch's checkpointing calls."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,133 @@
+"""Settings of the process during a capture: no garbage collection, no recompilation, memory segments that grow."""
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..._torch.compile import fail_on_recompile
+from ..._torch.device.allocator import allocator_settings, set_allocator_settings
+from ..._undo import Undo
+
+
+class _SharedChange:
+    """A temporary change of the process that several threads may want at the same time.
+
+    The first thread makes the change, and the last one undoes it.
+
+    Args:
+        make: notes how to undo the change, and makes it.
+    """
+
+    def __init__(self, make: Callable[[Undo], None]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._users: set[object] = set()
+        self._undo = Undo()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Context in which the change is made."""
+        with Undo() as undo:
+            user = object()
+            undo.note(self._leave, user)
+            with self._lock:
+                first = not self._users
+                self._users.add(user)
+                if first:
+                    self._make(self._undo)
+            yield
+
+    def is_made(self) -> bool:
+        """Return whether the change is made."""
+        return bool(self._users)
+
+    def _leave(self, user: object) -> None:
+        with self._lock:
+            self._users.discard(user)
+            if not self._users:
+                self._undo.undo()
+
+
+def _stop_collection(undo: Undo) -> None:
+    if gc.isenabled():
+        undo.note(gc.enable)
+        gc.disable()
+
+
+# A cycle that is collected during a capture may free tensors, or a graph, which a capture does not allow. To collect
+# before the capture would prevent that as well, but takes 0.1 s and more.
+no_collection = _SharedChange(_stop_collection)
+
+
+# torch.compile's stance is one for the whole process.
+no_recompile = _SharedChange(fail_on_recompile)
+
+
+# By default the allocator takes segments of 20 MiB, or of one block's size, and never joins free memory of two
+# segments. In one segment that grows, a ResNet-50 (b32, float16) takes 1388 MiB on an H100 instead of 1632, a ResNet-18
+# (b64) 172 either way, ViT-B/16 (b32) 2246 instead of 2366, a GPT-2 (b16) 3764 instead of 3790; the milliseconds are
+# the same. For eager calls before a capture, it gives back what they have freed, though a part of the segment is in
+# use. At its peak the process then holds 1982 MiB (ResNet-50), 3776 (ViT-B/16) and 3920 (GPT-2, b8) on an H200, with
+# torch's segments 2358, 4084 and 4428, and torch's own eager AMP 2006, 3722 and 3836 (tests/benchmarks/peak_memory.py).
+class _Growth:
+    """Whether the allocator takes segments that grow."""
+
+    def __init__(self) -> None:
+        self._possible: bool | None = None  # not known before the first try
+
+    def begin(self, undo: Undo) -> None:
+        """Have the allocator take segments that grow, unless the user has said which kind to take.
+
+        Not where processes talk to each other: NCCL registers the memory that it finds in a capture, takes it for one
+        allocation, and hangs (pytorch#158029).
+        """
+        settings = None if self._possible is False or _excluded() else _changeable_settings()
+        if settings is None:
+            return
+        rest = settings.strip(" ,")
+        rest = f"{rest}," if rest else ""
+        # An option that a text leaves out keeps its value or gets its default, so that undoing takes two texts.
+        undo.note(set_allocator_settings, settings)
+        undo.note(set_allocator_settings, f"{rest}expandable_segments:False")
+        try:
+            set_allocator_settings(f"{rest}expandable_segments:True")
+        except ValueError:  # torch accepts the text, but not with an option appended
+            undo.forget()
+            set_allocator_settings(settings)
+            return
+        if self._possible is None and torch.cuda.is_initialized():
+            self._possible = _can_map_memory()
+            if not self._possible:
+                undo.undo()
+
+
+def _can_map_memory() -> bool:
+    """Return whether this machine can map memory, as an allocation finds out.
+
+    WSL2 cannot (pytorch#192330), nor can some virtual GPUs.
+    """
+    try:
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # in which there is no memory yet
+            torch.empty(1, device="cuda")
+    except RuntimeError as error:
+        return "CUDA driver error" not in str(error) or "out of memory" in str(error)
+    return True
+
+
+def _excluded() -> bool:
+    talks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    # On systems other than Linux, torch warns that it cannot (c10/cuda/CUDAAllocatorConfig.h).
+    return talks or sys.platform != "linux" or torch.cuda.get_allocator_backend() != "native"
+
+
+def _changeable_settings() -> str | None:
+    """Return the settings of the allocator, None if they say which segments to take."""
+    settings, expandable = allocator_settings()
+    return None if expandable or "expandable_segments" in settings or "backend" in settings else settings
+
+
+growing_segments = _SharedChange(_Growth().begin)

@@ -1,0 +1,174 @@
+"""Which instructions of the user's functions are executed in a call."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+from ..._torch.compile import never_compile_by_itself, original_code
+from ..._undo import Undo, replace
+from .bytecode import SET_ATTRIBUTE, Place, codes_in, instructions
+
+# Python's own: `sys` may have others in their place.
+_set_trace, _trace_function = sys.settrace, sys.gettrace
+_Monitoring: Any = getattr(sys, "monitoring", None)  # new in Python 3.12; another version of Python traces
+_NAME = "ampkit"
+_IDS = (3, 4, 2, 5, 1, 0)  # of tools; the last ones are meant for optimizers, coverage and debuggers
+_MOST = 1_000_000  # executed instructions, where each one is a call of a function
+
+
+class Executed:
+    """Notes which instructions are executed. Where it cannot tell, it takes each instruction for executed.
+
+    It cannot if a debugger or a coverage tool uses what it would use itself, also from within the call.
+
+    Attributes:
+        compiled: code that torch.compile's code contains.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: set[CodeType] = set()
+        self._seen: dict[CodeType, set[int]] = {}
+        self._watch: Callable[[FrameType], None] | None = None  # None if it cannot tell
+        self._left, self._has_ended = _MOST, False
+        self._tool, self._monitored = -1, set[CodeType]()
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Context for a call, in which `watch` can be called."""
+        with Undo() as undo:
+            if _Monitoring is not None:
+                self._begin_to_monitor(undo)
+            elif _trace_function() is None:
+                self._begin_to_trace(undo)
+            yield
+            self._see_whether_it_was_ended()
+            self._has_ended = True
+
+    def watch(self, frame: FrameType) -> None:
+        """Take note of what a function executes, which has just been called, and functions that are defined in it."""
+        self._see_whether_it_was_ended()
+        if self._watch is None:
+            return
+        if frame.f_code not in self._seen:
+            for code in (frame.f_code, *codes_in(frame.f_code)):
+                self._seen.setdefault(code, set())
+        self._watch(frame)
+
+    def knows(self, code: CodeType) -> bool:
+        """Return whether it can tell what is executed of this code."""
+        self._see_whether_it_was_ended()
+        return self._watch is not None and code in self._seen and code not in self.compiled
+
+    def has(self, place: Place) -> bool:
+        """Return whether an instruction has been executed."""
+        executed = self._seen.get(place.code, set()) if self.knows(place.code) else None
+        return executed is None or not executed.isdisjoint(range(place.first, place.last + 1))
+
+    def names(self, code: CodeType, candidates: set[str]) -> set[str]:
+        """Return those of some names and texts that code has read attributes by, or loaded."""
+        if not self.knows(code):
+            return candidates
+        found = (each for each, place in instructions(code) if self.has(place))
+        loaded = (each.argval for each in found if each.opname not in SET_ATTRIBUTE)
+        return candidates.intersection(name for name in loaded if isinstance(name, str))
+
+    def _see_whether_it_was_ended(self) -> None:
+        """See whether the call has ended the tracing, as tools do that set a trace function from C."""
+        if self._watch == self._trace and not self._has_ended and _trace_function() is not _trace_nothing:
+            self._let_go()
+
+    def _begin_to_monitor(self, undo: Undo) -> None:
+        free = (number for number in _IDS if _Monitoring.get_tool(number) is None)
+        tool = next(free, None)
+        if tool is None:
+            return
+        undo.note(_stop_monitoring, tool, self._monitored)
+        _Monitoring.use_tool_id(tool, _NAME)
+        _Monitoring.register_callback(tool, _Monitoring.events.INSTRUCTION, self._on_instruction)
+        _Monitoring.restart_events()  # in functions of which an earlier call has told all
+        self._tool, self._watch = tool, self._monitor
+
+    def _monitor(self, frame: FrameType) -> None:
+        if frame.f_code not in self._monitored:
+            self._monitored.add(frame.f_code)
+            _Monitoring.set_local_events(self._tool, frame.f_code, _Monitoring.events.INSTRUCTION)
+
+    def _on_instruction(self, code: CodeType, offset: int) -> Any:
+        self._seen[code].add(offset)
+        return _Monitoring.DISABLE  # once is enough
+
+    # ------------------------------------------------------------------------------------- before Python 3.12: tracing
+
+    def _begin_to_trace(self, undo: Undo) -> None:
+        thread = threading.get_ident()
+
+        def set_trace(function: Any) -> None:
+            if threading.get_ident() == thread:
+                self._let_go()
+            _set_trace(function)
+
+        undo.note(_stop_tracing)
+        replace(undo, sys, "settrace", set_trace)
+        replace(undo, sys, "gettrace", _users_trace_function)
+        _set_trace(_trace_nothing)
+        self._watch = self._trace
+
+    def _let_go(self) -> None:
+        """Give Python's trace function away, and have the functions that are called now be traced as any others."""
+        if self._watch is not None:
+            self._watch = None
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                self._put_back(frame)
+                frame = frame.f_back
+
+    def _put_back(self, frame: FrameType) -> None:
+        if original_code(frame.f_code) is None and frame.f_code in self._seen:  # what dynamo makes may have no hash
+            frame.f_trace_lines, frame.f_trace_opcodes = True, False
+            if frame.f_trace == self._on_event:  # a debugger has set its own before it came here
+                frame.f_trace = None
+
+    def _trace(self, frame: FrameType) -> None:
+        frame.f_trace_lines, frame.f_trace_opcodes, frame.f_trace = False, True, self._on_event
+
+    def _on_event(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "opcode":
+            self._seen[frame.f_code].add(frame.f_lasti)
+            self._left -= 1
+        if self._left < 0:  # a long loop, which would take minutes
+            self._let_go()
+            _set_trace(None)
+        if event == "return":  # a generator may go on under a debugger; otherwise it is called again
+            self._put_back(frame)
+        return None if event == "return" or self._watch is None else self._on_event
+
+
+def _trace_nothing(*_: object) -> None:
+    """Have Python trace the functions whose frames ask for it, and no others."""
+
+
+def _users_trace_function() -> Any:
+    """Take the place of `sys.gettrace`: code that asks for a debugger is told of none."""
+    found = _trace_function()
+    return None if found is _trace_nothing else found
+
+
+def _stop_tracing() -> None:
+    """Leave a trace function of the user's where it is, as that of a debugger with which the user goes on."""
+    if _trace_function() is _trace_nothing:
+        _set_trace(None)
+
+
+for _function in (_trace_nothing, Executed._on_event, Executed._on_instruction):
+    never_compile_by_itself(_function)
+
+
+def _stop_monitoring(tool: int, functions: set[CodeType]) -> None:
+    if _Monitoring.get_tool(tool) == _NAME:
+        for code in functions:
+            _Monitoring.set_local_events(tool, code, 0)
+        _Monitoring.register_callback(tool, _Monitoring.events.INSTRUCTION, None)
+        _Monitoring.free_tool_id(tool)

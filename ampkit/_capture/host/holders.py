@@ -1,0 +1,224 @@
+"""What is in lists, dicts and other objects that a step reads: the tables of their entries and attributes."""
+
+import functools
+import gc
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from ..._user_line import is_users_file
+from .bare_objects import bases_of, class_table, file_of_module, own_table, package_name
+from .contents import (
+    CLOSED_CLASSES,
+    MOST_ENTRIES,
+    getter,
+    gives_its_entries,
+    is_array,
+    is_closed,
+    is_number,
+    is_plain,
+    noted,
+    number_text,
+    size,
+)
+from .functions import in_partial
+from .tables import ONE_ENTRY, Array, ContextValue, Members, Slots
+
+_DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
+_MOST_NAMED = 4096
+_MOST_TABLES = 1000  # in all
+
+_CACHED = type(functools.cache(lambda: None))
+
+
+class Holder(NamedTuple):
+    """A table with values.
+
+    Attributes:
+        path: how it is written, behind the name of the attribute: "", ".vision", "['vision']".
+        table: a list, tuple or deque, a dict, the `__dict__` of an object or of a class, `Slots`, `Members`, a
+            `ContextValue` or an `Array`.
+        keys: of the values in it that are compared: numbers, texts, functions, tensors, modules.
+        inner: of those that hold others.
+        texts: how each of the values that are compared is written, behind the name of the attribute.
+    """
+
+    path: str
+    table: Any
+    keys: list[Any]
+    inner: list[Any]
+    texts: list[str]
+
+    def found(self) -> dict[str, Any]:
+        """Return what is noted of the values that are compared, by how each of them is written."""
+        return {text: noted(self.table[key]) for key, text in zip(self.keys, self.texts, strict=True)}
+
+    def reader(self) -> Callable[[Any], tuple[Any, ...]] | None:
+        """Return what reads the table, and gives the same objects as long as nothing in it changes; None if nothing in
+        it is compared. It raises a `KeyError` or `IndexError` if an entry is gone."""
+        if isinstance(self.table, ONE_ENTRY):
+            return type(self.table).read
+        keys = [*self.keys, *self.inner]
+        if keys and type(self.table) in (list, tuple, deque):
+            return tuple
+        return getter(keys, type(self.table)) if keys else None
+
+    def copy(self) -> dict[Any, Any] | list[Any]:
+        """Return the values as they are now: by their keys, or in their order if they have none."""
+        if isinstance(self.table, dict):
+            return dict(dict.items(self.table))
+        if isinstance(self.table, ONE_ENTRY):
+            return list(self.table.read())
+        if isinstance(self.table, (list, tuple, deque)):
+            return list(self.table)
+        return {key: self.table[key] for key in (*self.keys, *self.inner) if key in self.table}
+
+
+def holders(
+    value: Any, is_read: Callable[[str], bool], seen: set[int], *, all_entries: bool = False
+) -> Iterator[Holder]:
+    """Yield the tables in a value that is not plain, and in those inside of it.
+
+    Args:
+        value: the attribute.
+        is_read: returns whether code reads something by this name. Attributes and entries with other names are left
+            out.
+        seen: the identities of what is left out; grows.
+        all_entries: whether no entry of a dict is left out. Attributes of objects are.
+    """
+    left: list[tuple[str, Any, int]] = [("", value, 1)]
+    while left:
+        path, owner, depth = left.pop()
+        for identity, is_object, table, entries in _tables(owner):
+            if identity in seen or len(seen) >= _MOST_TABLES:
+                continue
+            seen.add(identity)
+            pairs = [
+                (key, entry)
+                for key, entry in entries
+                if not isinstance(key, str) or (all_entries and not is_object) or is_read(key)
+            ]
+            texts = {key: _written(path, key, table, is_object) for key, _ in pairs}
+            keys = [key for key, entry in pairs if is_plain(entry) or is_closed(entry)]
+            inner = [(key, entry) for key, entry in pairs if depth < _DEEPEST and holds_others(entry)]
+            yield Holder(path, table, keys, [key for key, _ in inner], [texts[key] for key in keys])
+            left += [(texts[key], entry, depth + 1) for key, entry in inner]
+
+
+def any_name(_: str) -> bool:
+    """Return True, as `is_read` of `holders`: no name is left out."""
+    return True
+
+
+def holds_others(value: Any) -> bool:
+    """Return whether there may be tables in this value."""
+    return any(True for _ in _tables(value))
+
+
+def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, Any]]]]:
+    """Yield what an object holds: an identity, whether it is attributes, the table, and the entries.
+
+    Nothing is yielded of a plain value, of what is left as it is, and of what is too large to be a setting.
+    """
+    kind = type(owner)
+    if issubclass(kind, MethodType):
+        yield from _tables(owner.__self__)
+    elif kind is MappingProxyType:
+        yield from _tables(gc.get_referents(owner)[0])
+    elif kind is ContextVar:
+        yield _one_entry(ContextValue(owner))
+    elif issubclass(kind, ModuleType) and is_users_file(file_of_module(owner)):
+        own = own_table(owner) or {}
+        yield id(own), True, own, list(own.items())
+    elif issubclass(kind, type):
+        yield from _of_classes(owner, set())
+    elif is_plain(owner) or is_closed(owner):
+        return
+    elif issubclass(kind, dict):
+        if gives_its_entries(kind) and size(owner) <= _MOST_NAMED:
+            yield id(owner), False, owner, _entries(owner)
+    elif kind in (list, deque) or issubclass(kind, tuple):
+        if len(owner) <= MOST_ENTRIES:
+            yield id(owner), False, owner, list(enumerate(owner))
+    elif kind in (set, frozenset):
+        if len(owner) <= MOST_ENTRIES and all(map(is_plain, owner)):
+            yield _one_entry(Members(owner))
+    elif is_array(owner):
+        if (owner.size if hasattr(owner, "size") else len(owner)) <= MOST_ENTRIES:
+            yield _one_entry(Array(owner))
+    else:
+        if kind is _CACHED:
+            results = tuple(_results(owner))
+            yield id(owner), False, results, list(enumerate(results))
+        yield from _attributes(owner)
+
+
+def _one_entry(table: Members | ContextValue | Array) -> tuple[int, bool, Any, Iterable[tuple[Any, Any]]]:
+    return id(table.owner), False, table, [(None, table[None])]
+
+
+def _results(cached: Any) -> list[Any]:
+    """Return what a function with `functools.cache` keeps, or with `functools.lru_cache` if it has no arguments."""
+    function, info = cached.__wrapped__, cached.cache_info()
+    if info.maxsize is None:
+        tables = [table for table in gc.get_referents(cached) if type(table) is dict and table is not own_table(cached)]
+        results = [result for table in tables for result in table.values()]
+        return results if len(results) <= MOST_ENTRIES else []
+    if type(function) is not FunctionType or info.currsize != 1:
+        return []
+    code = function.__code__
+    takes = code.co_argcount or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return [] if takes else [cached()]  # which calls nothing
+
+
+def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, Any]]]]:
+    kind, own, slots = type(owner), own_table(owner), Slots(owner)
+    if kind is functools.partial:  # it keeps its arguments in C
+        given = in_partial(owner)
+        yield id(owner), False, given, list(enumerate(given))
+        return
+    hidden: set[str] = set()  # of what the class has under the same name
+    if own is not None and len(own) <= _MOST_NAMED:
+        hidden.update(own)
+        yield id(own), True, own, list(own.items())
+    names = slots.names()
+    if names:
+        hidden.update(names)
+        yield id(owner), True, slots, [(name, slots[name]) for name in names if name in slots]
+    if own is not None or names:
+        yield from _of_classes(kind, hidden)
+
+
+def _of_classes(kind: type, hidden: set[str]) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, Any]]]]:
+    """Yield the attributes of a class and its bases, but for those whose names are hidden."""
+    for base in bases_of(kind):
+        table = class_table(base)
+        if package_name(base) not in CLOSED_CLASSES:
+            found = [(name, value) for name, value in table.items() if name not in hidden and _is_setting(name, value)]
+            hidden.update(table)
+            yield id(base), True, table, found
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Return whether an attribute of a class is no method, property or nested class."""
+    is_described = any("__get__" in class_table(base) for base in bases_of(type(value)))
+    return not name.startswith("__") and not is_described and not issubclass(type(value), type)
+
+
+def _entries(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    pairs = list(dict.items(table))
+    unnamed = [key for key, _ in pairs if not isinstance(key, str)]
+    numbered = len(unnamed) <= MOST_ENTRIES and all(map(is_number, unnamed))
+    return [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
+
+
+def _written(path: str, key: Any, table: Any, is_object: bool) -> str:
+    if isinstance(table, ONE_ENTRY):
+        return path
+    if is_object:
+        return f"{path}.{key}"
+    fields = getattr(type(table), "_fields", ()) if isinstance(table, tuple) else ()
+    return f"{path}.{fields[key]}" if fields and len(fields) == len(table) else f"{path}[{number_text(key)}]"

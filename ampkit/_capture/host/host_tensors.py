@@ -1,0 +1,73 @@
+"""Small tensors on the host that a step on another device reads: a graph holds their values as constants."""
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..._torch.tensors.tensors import storage_address, storage_of
+
+_MOST_BYTES = 4096  # of one; more are data
+_MOST = 256
+
+
+@dataclass(frozen=True, eq=False)
+class HostValues:
+    """The bytes of tensors on the host. Two of these are equal if the tensors that both looked at have the same bytes.
+
+    Attributes:
+        found: by the address of the memory.
+        lines: the user's line that reads it.
+    """
+
+    found: dict[int, bytes]
+    lines: dict[int, str]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostValues) and not self.changed(other)
+
+    def __hash__(self) -> int:
+        return hash(HostValues)
+
+    def changed(self, new: "HostValues") -> list[str]:
+        """Return the lines that read what has changed."""
+        return [self.lines[key] for key, old in self.found.items() if new.found.get(key, old) != old]
+
+
+class HostTensors:
+    """Tensors on the host whose values are compared from call to call.
+
+    CUDA kernels may take a tensor without dimensions from the host, and read it when they are launched. A replay would
+    go on with the value that it had in the capture, though the tensor was changed in place since.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[int, torch.UntypedStorage] = {}  # kept, so that the addresses stay theirs
+        self._lines: dict[int, str] = {}
+
+    def note(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
+        """Compare these tensors from now on, which the lines read."""
+        for tensor, line in tensors:
+            storage, address = storage_of(tensor), storage_address(tensor)
+            if storage is not None and address and storage.nbytes() <= _MOST_BYTES and len(self._memory) < _MOST:
+                self._memory.setdefault(address, storage)
+                self._lines.setdefault(address, line)
+
+    def forget(self) -> None:
+        """Compare nothing any more."""
+        self._memory, self._lines = {}, {}
+
+    def bytes_now(self) -> list[bytes]:
+        """Return what the tensors hold."""
+        return [ctypes.string_at(storage.data_ptr(), storage.nbytes()) for storage in self._memory.values()]
+
+    def values(self) -> HostValues:
+        """Return the same, with what belongs to it."""
+        return HostValues(dict(zip(self._memory, self.bytes_now(), strict=True)), dict(self._lines))
+
+
+def is_on_host(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is on the host, while the step computes on another device."""
+    return tensor.device.type == "cpu" != device.type

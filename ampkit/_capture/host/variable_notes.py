@@ -1,0 +1,262 @@
+"""Which variables the functions that a step calls read, told by their bytecode and by what of it is executed."""
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodDescriptorType, MethodType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..._text import error_line
+from ..._torch.compile import never_compile_by_itself, original_code
+from ..._torch.tensors.modules import MODULE_CALL, hook_tables, is_module, parts_of
+from ..._user_line import is_ampkits, is_in_users_file, is_users_call, is_users_file, line_text
+from .bare_objects import package_name
+from .bytecode import Place, Read, Scope, codes_in, reads
+from .contents import CLOSED_CLASSES, is_plain
+from .executed import Executed
+from .functions import Functions, Reach, given_before, unbound
+from .variable_paths import Path, PathKey, Root, is_left_alone
+
+
+class Reader(Enum):
+    """What reads a variable."""
+
+    MODULE = "a module that the step calls"
+    OPTIMIZER = "the step of an optimizer"
+    REST = "the rest of the step"
+
+
+class Notes:
+    """What the functions that a step calls read, told by their bytecode.
+
+    Args:
+        look: returns the value of a path, and all that is in it.
+        functions: those of the user's that ampkit calls in a step.
+        modules: those that the step may call.
+        executed: notes which instructions the step executes. What stands behind an `if` may be read in no call.
+
+    Attributes:
+        paths: what is read.
+        before: the values of each path when a function that reads it was called.
+        readers: what reads each path.
+        compiled: the paths of which torch.compile's code may contain all values.
+        problem: why it cannot be told what the step reads; "" if it can.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[Path], dict[str, Any]],
+        functions: Iterable[Any],
+        modules: Iterable[nn.Module],
+        executed: Executed,
+    ) -> None:
+        self._look, self._executed, self._modules = look, executed, modules
+        self._called = tuple(functions)  # by ampkit
+        self._functions = Functions(self._called)
+        self.paths: dict[PathKey, Path] = {}
+        self.before: dict[PathKey, dict[str, Any]] = {}
+        self.compiled: set[PathKey] = set()
+        self.problem: str = ""
+        self.readers: dict[PathKey, set[Reader]] = {}
+        self._places: dict[PathKey, set[Place]] = {}  # where each path is read
+        # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
+        self._codes: dict[int, CodeType] = {}
+        self._reads: dict[int, dict[Read, list[Place]] | None] = {}  # None: not of the user's code
+        self._fixed: dict[int, list[tuple[Path, Read]]] = {}  # those that are the same in each call of a function
+        self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
+        # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
+        self._known: dict[int, tuple[Any, Path]] = {}
+        self._owners: dict[PathKey, Path] = {}  # of the paths to methods whose code is not looked at
+        self._found: list[nn.Module] = []  # in this call of `take`
+
+    def take(self, frame: FrameType) -> Sequence[nn.Module]:
+        """Take note of a function that is called. Return the modules that were found to be read by that."""
+        self._found = []
+        if not self.problem:
+            try:
+                self._take(frame)
+            except Exception as error:  # of a class of the user's; it must not end the step
+                self.problem = unreadable(error, line_text(frame.f_code.co_filename, frame.f_code.co_firstlineno))
+        return self._found
+
+    def _take(self, frame: FrameType) -> None:
+        code = frame.f_code
+        if id(code) not in self._codes:
+            self._codes[id(code)] = code
+            self._reads[id(code)] = self._begin(frame)
+        found = self._reads[id(code)]
+        if found is None:
+            return
+        self._executed.watch(frame)
+        if not found:
+            return
+        reader = _reader(frame)
+        given = ((self._given(frame, read), read) for read in found if read.scope is Scope.ARGUMENT)
+        for path, read in (*self._fixed[id(code)], *given):
+            if path is not None:
+                self._add(path, reader, found[read])
+
+    def values(self) -> dict[PathKey, dict[str, Any]]:
+        """Return the values that the paths have now."""
+        return {key: self._look(path) for key, path in self.paths.items()}
+
+    def is_read(self, key: PathKey) -> bool:
+        """Return whether the step has executed code that reads a path."""
+        return key in self.compiled or any(map(self._executed.has, self._places[key]))
+
+    def _begin(self, frame: FrameType) -> dict[Read, list[Place]] | None:
+        """Return what the code of a function reads that is called for the first time; None if that is no matter."""
+        code = frame.f_code
+        original = original_code(code)
+        if original is not None and is_ampkits(frame):  # which compiles what it is given to call
+            compiled = [value for value in self._called if any(value is each for each in frame.f_locals.values())]
+            self._take_what_is_given(compiled)
+            self._take_compiled(frame, compiled)
+        if not is_in_users_file(frame):
+            return None
+        if original is not None:
+            self._take_what_is_bound(frame, original)
+            self._take_compiled(frame, self._functions.of(original))
+            return None
+        found = reads(code)
+        if found and not is_users_call(frame.f_back):
+            self._take_what_is_bound(frame, code)
+        is_around = code not in self._inner and any(read.scope is Scope.ENCLOSING for read in found)
+        own = self._functions.of(code) if is_around else []  # looks at all objects
+        fixed = [(_path(frame.f_globals, None, read), read) for read in found]
+        fixed += [(_path({}, function, read), read) for function in own for read in found]
+        self._fixed[id(code)] = [(path, read) for path, read in fixed if path is not None]
+        self._inner.update(codes_in(code) if found else ())
+        return found
+
+    def _take_compiled(self, frame: FrameType, functions: list[Any]) -> None:
+        """Take note of functions whose compiled code is called.
+
+        Python calls none of the functions that are a part of it, and reads no number. So all that they could read
+        counts, and what is in it.
+        """
+        reader = _reader(frame)
+        hooks = [hook for module in self._modules for table in hook_tables(module) for hook in table.values()]
+        for hook in hooks:
+            self._take_object("self", hook)
+        reach = Reach([*functions, *self._modules, *hooks])
+        for function in reach:
+            self._executed.compiled.update((function.__code__, *codes_in(function.__code__)))
+            found = (_path(function.__globals__, function, read) for read in reads(function.__code__))
+            for path in filter(None, found):
+                self._add_compiled(path, reader)
+                values = path.values()
+                reach.add(values[-1:])
+                if len(values) > 1 and hasattr(type(values[-1]), "__get__"):  # a method, which reads its object
+                    self._add_compiled(path._replace(parts=path.parts[: len(values) - 2]), reader)
+        for _, path in list(self._known.values()):
+            if path.root.scope is Scope.ARGUMENT:
+                self._add_compiled(path, reader)
+
+    def _add_compiled(self, path: Path, reader: Reader) -> None:
+        self.compiled.add(path.key)
+        self._add(path, reader, [])
+
+    def _given(self, frame: FrameType, read: Read) -> Path | None:
+        """Return the path of what is read of an argument; None if the argument was not on the path of a variable."""
+        value: Any = frame.f_locals.get(read.variable)
+        if id(value) not in self._known:
+            is_class = issubclass(type(value), type) and package_name(value) not in CLOSED_CLASSES
+            # An object that a package calls, as torch calls a hook that is one.
+            is_bound = read.variable == "self" and not is_left_alone(value) and not _is_in_users_file(frame.f_back)
+            if not is_class and not is_bound:
+                return None
+            self._known[id(value)] = value, Path(Root(Scope.ARGUMENT, value, read.variable), ())
+        _, path = self._known[id(value)]
+        return Path(path.root, (*path.parts, *read.parts))
+
+    def _take_what_is_bound(self, frame: FrameType, code: CodeType) -> None:
+        """Take note of what a function that ampkit calls is given, and not by the call.
+
+        It is the object that a method belongs to, what `functools.partial` adds, and what arguments are by default.
+        """
+        bound = set(map(id, self._functions.bound(code)))
+        for name, value in frame.f_locals.items():
+            if name == "self" or id(value) in bound:
+                self._take_object(name, value)
+
+    def _take_what_is_given(self, functions: Iterable[Any]) -> None:
+        """Take note of what functions are given, and not by a call."""
+        for function in functions:
+            for name, value in given_before(function):
+                self._take_object(name, value)
+
+    def _take_object(self, name: str, value: Any) -> None:
+        if not is_left_alone(value):
+            self._known.setdefault(id(value), (value, Path(Root(Scope.ARGUMENT, value, name), ())))
+
+    def _add(self, path: Path, reader: Reader, places: list[Place]) -> None:
+        self._places.setdefault(path.key, set()).update(places)
+        if path.key in self._owners:
+            self._add(self._owners[path.key], reader, places)
+        if path.key in self.paths:
+            self.readers[path.key].add(reader)
+        if path.key in self.paths or path.only_writes():
+            return
+        self.readers[path.key] = {reader}
+        self.paths[path.key] = path
+        self.before[path.key] = self._look(path)
+        values = path.values()
+        if len(values) > 1 and _reads_unseen(values[-1]):
+            self._owners[path.key] = owner = path._replace(parts=path.parts[: len(values) - 2])
+            self._add(owner, reader, places)
+        for depth, value in enumerate(values):
+            self._functions.take(value)
+            if is_module(value) and id(value) not in self._known:
+                self._found += parts_of(value)
+            if type(value) is MethodType:
+                self._take_object("self", value.__self__)
+            if not is_plain(value):
+                self._known.setdefault(id(value), (value, Path(path.root, path.parts[:depth])))
+
+
+def unreadable(error: Exception, function: str = "") -> str:
+    """Return in words that an object of the user's raised an error where ampkit looked at it."""
+    where = f" (read in {function})" if function else ""
+    return (
+        f"An object that the step reads{where} raises where ampkit looks for what could change in it: "
+        f"{error_line(error)}. So no change would be noticed. Pass what the step needs of it as an argument."
+    )
+
+
+def _reads_unseen(value: Any) -> bool:
+    """Return whether this is a method or property that may read all of its object, and has no code of the user's."""
+    function = unbound(value)
+    if type(function) is FunctionType:
+        return not is_users_file(function.__code__.co_filename)
+    return type(function) in (MethodDescriptorType, GetSetDescriptorType)  # written in C
+
+
+def _is_in_users_file(frame: FrameType | None) -> bool:
+    return frame is not None and is_in_users_file(frame)
+
+
+def _path(variables: dict[str, Any], function: FunctionType | None, read: Read) -> Path | None:
+    """Return the path of a global variable, or of one of the functions around a function; None if it is neither."""
+    if read.scope is Scope.GLOBAL and read.variable in variables:
+        return Path(Root(Scope.GLOBAL, variables, read.variable), read.parts)
+    if read.scope is Scope.ENCLOSING and function is not None and function.__closure__:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+        return Path(Root(Scope.ENCLOSING, cells[read.variable], read.variable), read.parts)
+    return None
+
+
+def _reader(frame: FrameType | None) -> Reader:
+    """Return what a function is called for."""
+    while frame is not None:
+        if frame.f_code is MODULE_CALL:
+            return Reader.MODULE
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return Reader.OPTIMIZER
+        frame = frame.f_back
+    return Reader.REST
+
+
+never_compile_by_itself(Notes.take)

@@ -1,0 +1,1 @@
+"""What decides which graph a call gets, and where its input lies."""

@@ -1,0 +1,62 @@
+"""The key of a call: what decides which graph is replayed in it."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .inputs import Spec
+
+
+class Key(NamedTuple):
+    """What decides which graph is replayed in a call.
+
+    Attributes:
+        spec: the layout of the input.
+        phase: says which of several things the function does, see `TrainingStep`. It is None, or a hashable object
+            whose `parts()` are `Part`s, and whose `words` say in a report what it does ("" if there is one thing only).
+        settings: a number that stands for the settings of the call. No other settings ever get it.
+        outcomes: what the host has read of its draws in the call; None if it does not draw, see `HostDraws`.
+        joint: a number that stands for the outcomes on all ranks, see `Ranks.joint`; 0 with one rank.
+    """
+
+    spec: Spec
+    phase: Any
+    settings: int
+    outcomes: Any = None
+    joint: int = 0
+
+    @property
+    def text(self) -> str:
+        """The layout of the input, what the function does with it, and the outcomes, in words."""
+        phase = "" if self.phase is None else self.phase.words
+        outcomes = "" if self.outcomes is None else outcomes_text(self.outcomes)
+        return "; ".join(filter(None, (str(self.spec), phase, outcomes)))
+
+
+def outcomes_text(outcomes: tuple[Any, ...]) -> str:
+    """Return outcomes in words."""
+    if not outcomes:
+        return "draws on the host"
+    if not all(isinstance(outcome, bool) for outcome in outcomes):
+        return f"draws on the host: {', '.join(map(str, outcomes))}"
+    true = [str(number) for number, outcome in enumerate(outcomes, 1) if outcome]
+    which = f" ({', '.join(true)})" if 0 < len(true) < len(outcomes) else ""
+    return f"draws on the host: {len(true)} of {len(outcomes)} comparisons true{which}"
+
+
+class Part(NamedTuple):
+    """A part of a key.
+
+    Attributes:
+        name: what messages call it.
+        value: its value in a call.
+        advice: what to write if it changes all the time; "" for a leaf of the batch, where the advice depends on it.
+        statement: what messages say if it keeps changing. If it is "", the message has the name and some values.
+        same: returns whether two values are equal.
+    """
+
+    name: str
+    value: Any
+    advice: str = ""
+    statement: str = ""
+    same: Callable[[Any, Any], bool] = operator.eq

@@ -1,0 +1,1 @@
+"""What a graph cannot contain, with the line that does it."""

@@ -1,0 +1,173 @@
+"""What a step does on the host around its random draws: paths from read to read, and the tree of all known ones."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
+from ..._torch.tensors.tree import tensors_in
+
+Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, or whole numbers
+
+
+class Slot(NamedTuple):
+    """Stands for the tensor that is the n-th result of the operations of a path."""
+
+    number: int
+
+
+class Like(NamedTuple):
+    """Stands for a tensor that is made anew, because only its layout decides how much is drawn."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Operation(NamedTuple):
+    """An operation on the CPU.
+
+    Attributes:
+        function: what is called.
+        args: its arguments. Lists are tuples, and tensors are `Slot` or `Like`.
+        kwargs: its keyword arguments by name.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+class Read(NamedTuple):
+    """The host reads a number.
+
+    Attributes:
+        slot: of which tensor.
+        of: returns what the host learns from the number.
+        by: its second argument, for a comparison with a number; None if it has one argument.
+    """
+
+    slot: Slot
+    of: Callable[..., Any]
+    by: Any = None
+
+    def outcome(self, number: Any) -> Hashable:
+        """Return what the host learns of this number."""
+        value = self.of(number) if self.by is None else self.of(number, self.by)
+        assert isinstance(value, (bool, int))
+        return value
+
+
+class Stretch(NamedTuple):
+    """What a step does on the host between two reads.
+
+    Attributes:
+        operations: draws, and what is computed from their numbers.
+        read: what is read then; None behind the last read of a step.
+        outcome: what the host learned by that.
+    """
+
+    operations: tuple[Operation, ...]
+    read: Read | None
+    outcome: Hashable = None
+
+
+class Path(NamedTuple):
+    """What a step does on the host.
+
+    Attributes:
+        stretches: in order.
+    """
+
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What the host has learned."""
+        return tuple(stretch.outcome for stretch in self.stretches if stretch.read is not None)
+
+
+class _Node:
+    """What a step does on the host after some outcomes, and what follows by the outcome of its next read."""
+
+    def __init__(self, stretch: Stretch) -> None:
+        self.operations, self.read = stretch.operations, stretch.read
+        self.next: dict[Hashable, _Node] = {}
+
+
+class Tree:
+    """The paths that the host may take in a step, as far as they are known.
+
+    Attributes:
+        paths: how many there are.
+    """
+
+    def __init__(self) -> None:
+        self._start: dict[Hashable, _Node] = {}  # has one node, of what comes first
+        self.paths = 0
+
+    def add(self, path: Path) -> bool:
+        """Add a path. Return whether it fits: after the same outcomes the host has done the same on all paths."""
+        nodes, outcome, new = self._start, None, False
+        for stretch in path.stretches:
+            node = nodes.get(outcome)
+            if node is None:
+                node = nodes[outcome] = _Node(stretch)
+                new = True
+            elif (node.operations, node.read) != (stretch.operations, stretch.read):
+                return False
+            nodes, outcome = node.next, stretch.outcome
+        self.paths += new
+        return True
+
+    def draw(self) -> Outcomes | None:
+        """Draw as the step does. Return the outcomes; None as soon as it is not known what comes next."""
+        node, results, outcomes = self._start.get(None), list[Tensor](), list[Hashable]()
+        # The modes of the user's must not see these operations, nor change them.
+        with without_torch_function(), torch.no_grad():
+            while node is not None:
+                for operation in node.operations:
+                    results += _run(operation, results)
+                if node.read is None:
+                    return tuple(outcomes)
+                outcomes.append(node.read.outcome(results[node.read.slot.number].item()))
+                node = node.next.get(outcomes[-1])
+        return None
+
+
+def _run(operation: Operation, results: Sequence[Tensor]) -> list[Tensor]:
+    args = [_filled(argument, results) for argument in operation.args]
+    kwargs = {name: _filled(argument, results) for name, argument in operation.kwargs}
+    result = operation.function(*args, **kwargs)
+    return [result] if isinstance(result, Tensor) else tensors_in(result)
+
+
+def _filled(argument: Any, results: Sequence[Tensor]) -> Any:
+    """Return an argument with tensors in it."""
+    kind = type(argument)
+    if kind is Slot:
+        return results[argument.number]
+    if kind is Like:
+        return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype).zero_()
+    return [_filled(each, results) for each in argument] if kind is tuple else argument
+
+
+def repeats(path: Path, before: Tensor, after: Tensor) -> bool:
+    """Return whether drawing from the generator's state `before` leads along this path to its state `after`.
+
+    It does not if something else has drawn, such as compiled code, or if the step has put the generator back.
+    """
+    tree = Tree()
+    tree.add(path)
+    now = torch.default_generator.get_state()
+    with without_dispatch_modes():
+        try:
+            torch.default_generator.set_state(before)
+            outcomes = tree.draw()
+            return outcomes == path.outcomes and torch.equal(torch.default_generator.get_state(), after)
+        except (RuntimeError, IndexError):  # a draw whose numbers depend on tensors that are not there
+            return False
+        finally:
+            torch.default_generator.set_state(now)

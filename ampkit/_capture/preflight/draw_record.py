@@ -1,0 +1,363 @@
+"""What a call draws on the host, recorded under the preflight, and whether the host only compares it."""
+
+import functools
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..._torch.compile import never_compile_by_itself
+from ..._torch.tensors.modes import without_torch_function
+from ..._torch.tensors.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, READ, op_schema
+from ..._torch.tensors.tensors import storage_address
+from ..._torch.tensors.tree import tensors_in
+from ..._undo import Undo
+from ..._user_line import SourceLocation, wraps_operations
+from .draw_paths import Like, Operation, Path, Read, Slot, Stretch, repeats
+from .drawn_number import is_compared_at_once, told_of
+from .uncapturable import DRAW_ON_DEVICE, Problem
+
+wraps_operations(__file__)
+
+FindPlace = Callable[[], SourceLocation | None]
+_Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class _Held(NamedTuple):
+    """A problem that is none if the host only compares what these draws have drawn."""
+
+    draws: frozenset[int]
+    problem: Problem
+    place: SourceLocation
+
+
+class DrawRecorder:
+    """Records the draws of one call from torch's default CPU generator, and what the host learns of their numbers.
+
+    A replay does nothing on the host. So the numbers may not reach the device, nor what the step returns or keeps. The
+    host may compute with them on the CPU and read the results, as long as what it learns is one of a few values: true
+    or false, or a whole number. Then each combination of those has a graph of its own.
+
+    On a CPU, where graphs are emulated, the device draws from the same generator. There, draws whose numbers are never
+    read are the device's. They are recorded too, because they come between the others.
+
+    Args:
+        device: where the step computes.
+
+    Attributes:
+        path: what the call did on the host; None if it draws nothing there, or if no graph may depend on it.
+        refused: problems that were held back, with their places, and are ones after all. Known at the end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.path: Path | None = None
+        self.refused: list[tuple[Problem, SourceLocation]] = []
+        self._emulated = device.type == "cpu"
+        self._thread = threading.get_ident()
+        self._stretches: list[Stretch] = []
+        self._operations: list[Operation] = []  # since the last read
+        self._count = 0  # of results of operations
+        self._draws = 0
+        self._slots: dict[_Geometry, int] = {}
+        self._sources: dict[int, frozenset[int]] = {}  # which draws are in this memory, by its address
+        self._alive: list[Tensor] = []  # so that no address is used again
+        self._constants: dict[int, tuple[weakref.ref[Tensor], Operation]] = {}  # tensors without a draw, by address
+        self._held: list[_Held] = []
+        self._used: set[int] = set()  # draws whose numbers are used otherwise than in a comparison
+        self._learned: set[int] = set()  # draws of which the host has learned something
+        self._reads: Callable[..., Any] | None = None  # what the host makes of a number that it reads
+
+    def begin(self, undo: Undo, replace: Callable[[Undo, Any, str, Any], None]) -> None:
+        """Begin to record, until that is undone. `replace` replaces an attribute."""
+        self._thread = threading.get_ident()
+        self._start = torch.default_generator.get_state()
+        for owner, name in HOST_COPIES:
+            replace(undo, owner, name, self._using(getattr(owner, name), 0))
+        for owner, name, place in LIST_READS:
+            replace(undo, owner, name, self._using(getattr(owner, name), place))
+        replace(undo, Tensor, "__bool__", self._asking(Tensor.__bool__))
+        replace(undo, Tensor, "item", self._comparing(Tensor.item))
+
+    # ---------------------------------------------------------------------------------------------------- operations
+
+    def judged(
+        self, op: Any, args: Any, kwargs: Any, result: Any, problems: list[Problem], find_place: FindPlace
+    ) -> list[Problem]:
+        """Take note of an operation. Return its problems without those that are none if the host only compares."""
+        if threading.get_ident() != self._thread:
+            return problems
+        given, results = tensors_in((args, kwargs)), tensors_in(result)
+        drawn = frozenset[int]().union(*map(self._draws_in, given))
+        if _draws(op, kwargs, results):
+            known = all(map(self._is_known, given))
+            if not known:  # on a CPU it is a draw of the device
+                self._used |= drawn
+                self._changed(given)
+                if not self._emulated:
+                    return problems
+            source = frozenset((self._draws,))
+            self._draws += 1
+            self._note(op, args, kwargs, results, drawn | source if known else frozenset())
+            return self._hold(source, problems, find_place)
+        if op is READ and drawn:
+            return self._read(given[0], result, drawn, problems, find_place)
+        if drawn:
+            if self._stays(op, given, result, results):
+                self._note(op, args, kwargs, results, drawn)
+            else:
+                self._used |= drawn
+        else:
+            self._note_constant(op, args, kwargs, given, results)
+        return problems
+
+    def _note(self, op: Any, args: Any, kwargs: Any, results: list[Tensor], draws: frozenset[int]) -> None:
+        """Record an operation. If there are draws, they are in its results from now on."""
+        given = tuple(map(self._argument, args))  # before the count goes up
+        named = tuple((name, self._argument(value)) for name, value in kwargs.items())
+        self._operations.append(Operation(op, given, named))
+        for number, tensor in enumerate(results, self._count):
+            if draws and (geometry := _geometry(tensor)) is not None:
+                self._slots[geometry] = number
+                self._sources[geometry[0]] = self._sources.get(geometry[0], frozenset()) | draws
+                self._alive.append(tensor)
+        self._count += len(results)
+
+    def _argument(self, value: Any) -> Any:
+        """Return an argument as `Operation` has it."""
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._argument, value))
+        if not isinstance(value, Tensor):
+            return value
+        geometry = _geometry(value)
+        if geometry in self._slots:
+            return Slot(self._slots[geometry])
+        if value.is_nested:  # has no shape
+            return Like((), (), value.dtype)
+        if (made := self._constant(value)) is None:
+            return Like(tuple(value.shape), tuple(value.stride()), value.dtype)
+        self._operations.append(made)
+        self._count += 1
+        return Slot(self._count - 1)
+
+    def _read(
+        self, tensor: Tensor, value: Any, draws: frozenset[int], problems: list[Problem], find_place: FindPlace
+    ) -> list[Problem]:
+        """Record that the host reads a number."""
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        of, geometry = _itself if whole else self._reads, _geometry(tensor)
+        if of is None or geometry not in self._slots:
+            self._used |= draws
+            return problems
+        if of is not _later:
+            self._learn(Read(Slot(self._slots[geometry]), of), value, draws)
+        return self._hold(draws, problems, find_place)
+
+    def _learn(self, read: Read, value: Any, draws: frozenset[int]) -> None:
+        """Record what the host learns of a number."""
+        self._stretches.append(Stretch(tuple(self._operations), read, read.outcome(value)))
+        self._operations = []
+        self._learned |= draws
+
+    def _hold(self, draws: frozenset[int], problems: list[Problem], find_place: FindPlace) -> list[Problem]:
+        if problems and (place := find_place()) is not None:
+            self._held += (_Held(draws, problem, place) for problem in problems)
+        return []
+
+    def _note_constant(self, op: Any, args: Any, kwargs: Any, given: list[Tensor], results: list[Tensor]) -> None:
+        """Remember what makes a tensor on the CPU of numbers alone."""
+        one = len(results) == 1 and _geometry(results[0]) is not None
+        if op is LIFT_FRESH and one:
+            if results[0].numel() <= _MOST_CONSTANTS:
+                values = Operation(_made, (_values(results[0]), results[0].dtype, tuple(results[0].shape)), ())
+                self._constants[storage_address(results[0])] = weakref.ref(results[0]), values
+        elif one and not given and _is_repeatable(op):
+            named = tuple((name, self._argument(value)) for name, value in kwargs.items())
+            made = Operation(op, tuple(map(self._argument, args)), named)
+            self._constants[storage_address(results[0])] = weakref.ref(results[0]), made
+        elif not hasattr(op, "overloadpacket") or op_schema(op).is_mutable:
+            self._changed(given)
+
+    def _changed(self, given: list[Tensor]) -> None:
+        """Forget what has made tensors that an operation may have changed."""
+        if self._constants:
+            for tensor in given:
+                self._constants.pop(storage_address(tensor), None)
+
+    def _constant(self, tensor: Tensor) -> Operation | None:
+        """Return what makes this tensor of numbers alone; None if that is not known."""
+        reference, made = self._constants.get(storage_address(tensor), (None, None))
+        return made if reference is not None and reference() is tensor else None
+
+    # ------------------------------------------------------------------------------------------------------- tensors
+
+    def _draws_in(self, tensor: Tensor) -> frozenset[int]:
+        """Return which draws are in a tensor."""
+        if not self._sources or tensor.device.type != "cpu":
+            return frozenset()
+        return self._sources.get(storage_address(tensor), frozenset())
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is made of draws and numbers alone."""
+        return _geometry(tensor) in self._slots or self._constant(tensor) is not None
+
+    def _stays(self, op: Any, given: list[Tensor], result: Any, results: list[Tensor]) -> bool:
+        """Return whether an operation makes tensors on the CPU of draws and numbers alone, and can be repeated."""
+        made = isinstance(result, Tensor) or (isinstance(result, (list, tuple)) and len(result) == len(results))
+        return made and _is_repeatable(op) and all(map(self._is_known, given)) and all(map(_is_on_host, results))
+
+    def _using(self, original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        """Return a function that takes note of draws in an argument. They are read where no mode sees it."""
+
+        @functools.wraps(original)
+        def used(*args: Any, **kwargs: Any) -> Any:
+            if self._sources and threading.get_ident() == self._thread:
+                given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+                for tensor in tensors_in(given):
+                    self._used |= self._draws_in(tensor)
+            return original(*args, **kwargs)
+
+        never_compile_by_itself(used)
+        return used
+
+    def _comparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Tensor.item`, of which the host learns only the outcome of a comparison that follows at once."""
+
+        @functools.wraps(original)
+        def item(tensor: Tensor) -> Any:
+            here = threading.get_ident() == self._thread and isinstance(tensor, Tensor)
+            draws = self._draws_in(tensor) if here else frozenset[int]()
+            frame = sys._getframe(1)
+            geometry = _geometry(tensor) if draws else None
+            number = None if geometry is None else self._slots.get(geometry)
+            if number is None or not tensor.is_floating_point() or not is_compared_at_once(frame):
+                return original(tensor)
+            self._reads = _later
+            try:
+                value = original(tensor)
+            finally:
+                self._reads = None
+
+            def compared(compare: Callable[[Any, Any], bool], by: float) -> None:
+                if by != by:  # with something else than a number
+                    self._used |= draws
+                else:
+                    self._learn(Read(Slot(number), compare, by), value, draws)
+
+            return told_of(value, compared)
+
+        never_compile_by_itself(item)
+        return item
+
+    def _asking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Tensor.__bool__`, of which the host learns no more than whether a number is 0."""
+
+        @functools.wraps(original)
+        def asked(tensor: Tensor) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(tensor)
+            self._reads = bool
+            try:
+                return original(tensor)
+            finally:
+                self._reads = None
+
+        never_compile_by_itself(asked)
+        return asked
+
+    # ----------------------------------------------------------------------------------------------------------- end
+
+    def end(self) -> None:
+        """Take note that the call is over, in which nothing of it is alive but what it returns and what it keeps."""
+        path = Path((*self._stretches, Stretch(tuple(self._operations), None)))
+        if not (self._learned if self._emulated else self._draws):
+            return
+        self._used |= self._kept()
+        refused = self._used & self._learned if self._emulated else self._used
+        self.refused = [(_explained(held.problem), held.place) for held in self._held if held.draws & refused]
+        if refused and not self.refused:
+            self.refused = [(_explained(_HOST_DRAW), SourceLocation())]
+        if not refused:
+            if repeats(path, self._start, torch.default_generator.get_state()):
+                self.path = path
+            else:
+                place = self._held[0].place if self._held else SourceLocation()
+                self.refused = [(_UNREPEATABLE, place)]
+
+    def _kept(self) -> frozenset[int]:
+        """Return the draws in memory that the step returns or keeps."""
+        wanted = [tensor for tensor in self._alive if not self._emulated or self._draws_in(tensor) & self._learned]
+        memory = [(StorageWeakRef(tensor.untyped_storage()), self._draws_in(tensor)) for tensor in wanted]
+        wanted.clear()
+        self._alive.clear()
+        if not all(reference.expired() for reference, _ in memory):
+            gc.collect()
+        return frozenset[int]().union(*(draws for reference, draws in memory if not reference.expired()))
+
+
+_HOST_DRAW = Problem("draws random numbers on the host, which a graph would freeze", DRAW_ON_DEVICE, graph_only=True)
+_UNREPEATABLE = Problem(
+    "draws random numbers on the host in a way that cannot be repeated ahead of the step: something that is not seen "
+    "draws too (compiled code, another thread), or the generator is put back, as checkpointing does",
+    "Draw before the step and pass the numbers in, or draw with torch on the device.",
+    graph_only=True,
+)
+_COMPARE = "What is drawn on the host may only be compared there, as in `if torch.rand(()) < 0.1`."
+_MOST_CONSTANTS = 64  # numbers
+
+
+def _explained(problem: Problem) -> Problem:
+    return problem._replace(advice=f"{problem.advice} {_COMPARE}")
+
+
+def _draws(op: Any, kwargs: Any, results: list[Tensor]) -> bool:
+    """Return whether an operation draws from the default CPU generator."""
+    seeded = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    return seeded and kwargs.get("generator") is None and bool(results) and all(map(_is_on_host, results))
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _is_repeatable(op: Any) -> bool:
+    """Return whether an operation of ATen gives the same results for the same arguments, of shapes that are known."""
+    tags = getattr(op, "tags", (torch.Tag.data_dependent_output,))
+    depends = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    return getattr(op, "namespace", "") == "aten" and not depends and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _geometry(tensor: Tensor) -> _Geometry | None:
+    """Return where the numbers of a CPU tensor lie; None if it has none of its own."""
+    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
+    address = storage_address(tensor) if plain else 0
+    if not address:
+        return None
+    return address, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+_to_list = Tensor.tolist  # the recorder replaces it
+
+
+def _values(tensor: Tensor) -> tuple[Any, ...]:
+    with without_torch_function():
+        return tuple(_to_list(tensor.detach().reshape(-1)))
+
+
+def _made(values: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of these values."""
+    return torch.tensor(list(values), dtype=dtype, device="cpu").reshape(shape)
+
+
+def _later(value: Any) -> Any:
+    """Stands for a comparison that follows."""
+    return value
+
+
+def _itself(value: Any) -> Any:
+    return value

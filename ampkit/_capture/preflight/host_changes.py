@@ -1,0 +1,116 @@
+"""What eager calls of a step do on the host and no replay would: change numbers of optimizers, read what changes."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..._undo import Undo, replace
+from ..._user_line import running_line, wraps_operations
+from ..state.state import TrainingState
+from .host_values import receive
+from .uncapturable import Problem
+
+wraps_operations(__file__)
+
+
+class HostChanges:
+    """Looks for what eager calls of a step change or read on the host, and no replay would.
+
+    Args:
+        state: its optimizers.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._problems: list[str] = []
+        self._reads: dict[str, str] = {}  # by what is read and where, the problem
+
+    @contextmanager
+    def watching(self, *, is_first: bool) -> Iterator[None]:
+        """Context for an eager call.
+
+        Args:
+            is_first: whether it may set numbers that later calls find as they set them.
+        """
+        self._problems, self._reads = [], {}
+        before = self._numbers()
+        with Undo() as undo:
+            receive(undo, self._forgive if is_first else self._on_read)
+            for kind in _kinds(LRScheduler):
+                if "step" in vars(kind):
+                    replace(undo, kind, "step", self._noting(kind.step))
+            yield
+        after = self._numbers()
+        changed = [name for name, old in before.items() if name in after and not _is_same(old, after[name])]
+        if changed and not is_first and not self._problems:
+            self._problems.append(_NUMBER.format(changed[0]))
+
+    def added_to(self, problem: str) -> str:
+        """Return a problem with what was found, and forget that."""
+        # The preflight may have found the same reads.
+        problems = [*self._problems, *(text for what, text in self._reads.items() if what not in problem)]
+        self._problems, self._reads = [], {}
+        return "\n".join(dict.fromkeys([*problem.splitlines(), *problems]))
+
+    def _on_read(self, problem: Problem, line: str) -> None:
+        what = f"{line} - {problem.what}" if line else problem.what
+        self._reads[what] = f"{what}. {problem.advice}"
+
+    def _forgive(self, *_: object) -> None:
+        """Ignore what a first call reads. Later calls may read what they have kept of it."""
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        thread = threading.get_ident()
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                line = running_line(sys._getframe(1))
+                self._problems.append(_SCHEDULER.format(f"{line} - " if line else ""))
+            return original(*args, **kwargs)
+
+        return step
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return the entries of all param groups by name."""
+        optimizers = self._state.optimizers
+        return {
+            f"optimizers[{k}].param_groups[{i}][{name!r}]"
+            if len(optimizers) > 1
+            else f"param_groups[{i}][{name!r}]": value
+            for k, optimizer in enumerate(optimizers)
+            for i, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params"
+        }
+
+
+def _kinds(kind: type[LRScheduler]) -> list[type[LRScheduler]]:
+    """Return a class and all that inherit from it."""
+    kinds = [kind]
+    for known in kinds:  # grows below
+        kinds += [child for child in known.__subclasses__() if child not in kinds]
+    return kinds
+
+
+def _is_same(old: Any, now: Any) -> bool:
+    """Return whether a number is unchanged. A tensor is if it is the same object, for its values are on the device."""
+    if isinstance(old, Tensor) or isinstance(now, Tensor):
+        return old is now
+    if type(old) in (list, tuple) and type(now) is type(old):
+        return len(old) == len(now) and all(map(_is_same, old, now))
+    return old is now or bool(old == now)
+
+
+_SCHEDULER = (
+    "{0}steps a learning-rate scheduler, which a replay would not do. Step it behind each call, or pass it as "
+    "graphed_step(scheduler=...)."
+)
+_NUMBER = (
+    "the step changes {0} of its optimizer on the host, which a replay would not do. Change it between two calls, or "
+    "by a scheduler."
+)

@@ -1,0 +1,453 @@
+"""The preflight: an ordinary training step, watched so that it shows every line which cannot be captured."""
+
+import functools
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._torch.autograd.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
+from ..._torch.compile import COMPILER, never_compile_by_itself
+from ..._torch.tensors import modes as torch_modes
+from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.fast_paths import autocast_of_parts
+from ..._torch.tensors.modes import TorchDispatchMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
+from ..._torch.tensors.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
+from ..._undo import Undo, keep_warning_filters, replace
+from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
+from .draw_record import DrawRecorder
+from .host_values import receive
+from .reseeding import GeneratorWatch, getters, setters
+from .uncapturable import (
+    DRAW_ON_DEVICE,
+    HOST_SOURCES,
+    PRINT,
+    READ,
+    WAITS,
+    Problem,
+    Watched,
+    host_copy,
+    host_wait,
+    is_late,
+    list_read,
+    problem_of,
+    problems_of,
+    sets_generator,
+)
+
+wraps_operations(__file__)
+
+_Key = tuple[str, str]  # line and what of a finding
+
+
+class Finding(NamedTuple):
+    """A line of the step that cannot be captured, and why.
+
+    Attributes:
+        line: `file:line: source` of the innermost line that is neither torch's nor ampkit's; "" if there is none.
+        what: what happens there.
+        advice: what to write instead.
+        count: how often it happened.
+        ms: milliseconds that the host spent in it, all times together; None if that cannot be measured. The host is
+            slower under the preflight, so it waits less than in other steps.
+        graph_only: whether only a graph rules it out. Otherwise the host waits for the device.
+    """
+
+    line: str
+    what: str
+    advice: str
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    ms: float | None = None
+    graph_only: bool = False
+
+
+def describe(findings: Sequence[Finding]) -> str:
+    """Return a text with one line per finding under a heading; "" if there are no findings."""
+    if not findings:
+        return ""
+    lines = len({finding.line or finding.what for finding in findings})
+    rows = [f"{lines} line{'s' if lines > 1 else ''} of the step cannot be captured:"]
+    for finding in findings:
+        where = f"{finding.line} - " if finding.line else ""
+        times = f" ({finding.count} times)" if finding.count > 1 else ""
+        rows.append(f"  {where}{finding.what}{times}. {finding.advice}")
+    return "\n".join(rows)
+
+
+class Preflight(TorchDispatchMode):
+    """Context for a training step that finds what cannot be captured in it.
+
+    It finds waits for the device, copies between host and device, and random numbers that a graph would freeze, in
+    forward, backward and optimizer. On a CPU, where graphs are emulated for tests, CPU tensors stand for tensors on the
+    device. There, of the copies to the host it finds `tolist`, `numpy` and `torch.tensor` of a list of tensors, because
+    others copy nothing. It ignores what torch's own code does there, because torch's CPU optimizers keep step counts on
+    the host.
+
+    The step has the same bits as without the preflight, with one exception: `cross_entropy` with class weights, label
+    smoothing and ignored targets. There, under any dispatch mode, torch sums the weights in another order. The step is
+    slower, by dozens of microseconds per operation.
+
+    Args:
+        device: where the step computes.
+        generators: CUDA generators beside the default one that a graph is captured with.
+        graphed: whether to advise how to write it in a graphed step. Otherwise the advice is for any step.
+        observer: called with each operation, its arguments and its result. Another dispatch mode would change kernels.
+        located: called with the line and the problem of each finding where it is found, also of one found before, and
+            with the autograd node that it belongs to, if that is known.
+        draws: records the draws on the host that may be made ahead of a graph. Without it, each of them is a finding.
+
+    Sync: none of its own, but one wait at its end where other threads run.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+        *,
+        graphed: bool = True,
+        observer: Callable[[Any, Any, Any, Any], object] | None = None,
+        located: Callable[[str, str, Any], object] | None = None,
+        draws: DrawRecorder | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._watched = Watched(device, tuple(generators))
+        self._graphed = graphed
+        self._observer = observer
+        self._located = located
+        self._draws = draws
+        self._found: dict[_Key, Finding] = {}
+        self._explained: set[str] = set()  # keys of places whose wait was reported with its operation
+        self._covered: dict[str, _Key] = {}  # lines for which one finding is enough, with its key
+        self._waits: int | None = None  # how often the operation that runs has waited; None outside of operations
+        self._stepped_aside = False  # whether a node of this backward has run without this mode
+        self._reported = False  # whether a call runs that has been reported as a whole
+        self._sets_generator = False  # whether a call runs that sets a generator
+        self._sets_next = False  # whether the same call goes on to set another generator
+        self._undo = Undo()
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found so far, in the order of first occurrence. The same problem on the same line is one finding."""
+        return list(self._found.values())
+
+    def __enter__(self) -> "Preflight":
+        self._thread = threading.get_ident()
+        self._user_line = UserLineFinder(sys._getframe(1), skip_torch=self._watched.device.type == "cpu")
+        self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
+        self._generator_watch = GeneratorWatch(*self._watched)
+        self._undo = Undo()
+        try:
+            self._undo.__enter__()
+            self._watch_warnings(self._undo)
+            self._watch_backward(self._undo)
+            self._watch_calls(self._undo)
+            self._watch_seeds(self._undo)
+            receive(self._undo, self._on_read)
+            if self._draws is not None:
+                self._draws.begin(self._undo, replace)
+            enter(self._undo, self)
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            leave(self)
+            if kind is None:
+                self.look_for_draws()
+        finally:
+            self._undo.close()
+        if kind is None and self._draws is not None:
+            self._draws.end()
+            for problem, place in self._draws.refused:
+                self._add(problem, place)
+
+    # ------------------------------------------------------------------------------------------------------- detectors
+
+    def _watch_warnings(self, undo: Undo) -> None:
+        """Have torch warn of each wait for the device. The user sees none of these warnings, but all others."""
+        keep_warning_filters(undo)
+        if not torch.is_anomaly_enabled():
+            warnings.filterwarnings("ignore", _ANOMALY)
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", module=re.escape(__name__) + "$")  # see `_on_warning`
+        warnings.filterwarnings("always", _WAIT)
+        self._show = warnings.showwarning
+        replace(undo, warnings, "showwarning", self._on_warning)
+        before = torch.cuda.get_sync_debug_mode() if self._watched.device.type == "cuda" else None
+        self._user_warned = before == 1  # as the user has asked; with 2, a wait raises, as the user wants it
+        if before == 0:
+            undo.note(self._stop_warnings)
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def _stop_warnings(self) -> None:
+        """Set the sync debug mode back, then wait until other threads, which it warns too, have ended their waits.
+
+        A thread is warned at the end of its wait. After this function, the user would see that warning.
+        """
+        torch.cuda.set_sync_debug_mode("default")
+        if threading.active_count() > 1:
+            torch.cuda.synchronize(self._watched.device)
+            time.sleep(0.01)  # gives them the interpreter
+
+    def _watch_backward(self, undo: Undo) -> None:
+        """Have the backward run in this thread, where modes see it, and autograd nodes keep the line that made them."""
+        self._checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        if self._checks_nan:
+            reads = "torch.autograd.detect_anomaly() reads every gradient on the host"
+            self._add(Problem(reads, "Switch it off, or pass check_nan=False."), SourceLocation())
+        undo.note(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        torch.set_anomaly_enabled(True, self._checks_nan)
+        undo.note(let_autograd_use_threads, uses_autograd_threads())
+        let_autograd_use_threads(False)
+        for owner, name in ENGINE_ENTRIES:
+            replace(undo, owner, name, self._backward_by(getattr(owner, name)))
+
+    def _watch_calls(self, undo: Undo) -> None:
+        """Replace functions that wait where neither a dispatch mode nor the sync debug mode sees it."""
+        self._report_calls(undo, *PRINT_ENTRY, PRINT)
+        if self._watched.device.type == "cuda":
+            for name, owner, attribute in host_waits():
+                self._report_calls(undo, owner, attribute, host_wait(name))
+        else:  # of a tensor on CUDA these are operations, or copies that the sync debug mode sees
+            for owner, name in HOST_COPIES:
+                replace(undo, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
+            for owner, name, place in LIST_READS:
+                lists = (list, tuple)
+                replace(undo, owner, name, self._reading_from(lists, getattr(owner, name), list_read(name), place))
+
+    def _reading_from(
+        self, kind: Any, original: Callable[..., Any], problem: Problem, place: int
+    ) -> Callable[..., Any]:
+        """Return a function that reports a problem if an argument of this type has tensors of the device in it."""
+
+        @functools.wraps(original)
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            here = not torch.compiler.is_compiling() and threading.get_ident() == self._thread
+            if here and not self._reported:  # printing reads too
+                given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+                if isinstance(given, kind) and self._watched.has(given):
+                    self._report(problem)
+            return original(*args, **kwargs)
+
+        never_compile_by_itself(reported)  # compiled code calls it too
+        return reported
+
+    def _watch_seeds(self, undo: Undo) -> None:
+        """Replace the functions that read and set the state of generators."""
+        for owner, name in getters():
+            replace(undo, owner, name, self._reading(getattr(owner, name)))
+        for name, owner, attribute in setters():
+            replace(undo, owner, attribute, self._setting(getattr(owner, attribute), name))
+
+    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            state = original(*args, **kwargs)
+            self._generator_watch.reads(state)
+            return state
+
+        never_compile_by_itself(read)
+        return read
+
+    def _setting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        puts_back = "set_rng_state" in name
+
+        @functools.wraps(original)
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or self._sets_generator:
+                return original(*args, **kwargs)
+            self.look_for_draws()
+            self._sets_generator = True
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._sets_generator = False
+            self._generator_watch.was_set()  # so that it is not reported again
+            states = args[0] if args else kwargs.get("new_state", kwargs.get("new_states"))
+            if not (puts_back and self._generator_watch.may_be_put_back(states)):
+                self._report(sets_generator(name))
+            # `torch.manual_seed`, called by a name that was imported earlier, goes on to set the host's generator.
+            self._sets_next = not puts_back and sys._getframe(1).f_code.co_filename == torch.random.__file__
+            return result
+
+        never_compile_by_itself(reporting)
+        return reporting
+
+    def _report_calls(self, undo: Undo, owner: Any, name: str, problem: Problem) -> None:
+        original = getattr(owner, name)
+
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or (problem is PRINT and not self._watched.has(args)):
+                return original(*args, **kwargs)
+            key, start = self._report(problem), time.perf_counter()  # reported first, see `_on_wait`
+            outer, self._reported = self._reported, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._reported = outer
+                self._spent(key, time.perf_counter() - start)
+
+        replace(undo, owner, name, reporting)
+
+    def _on_read(self, problem: Problem, line: str) -> None:
+        self._add(problem, SourceLocation(line))
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it is. Otherwise torch.compile would run it eagerly, and compile no new code."""
+        return True
+
+    def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation below autograd and report what is wrong with it."""
+        kwargs = kwargs or {}
+        if any(map(is_fake, kinds)):
+            return op(*args, **kwargs)
+        self.look_for_draws()
+        outer, self._waits = self._waits, 0
+        start = time.perf_counter()
+        try:
+            # A call through a binding warns of a wait before it returns, while it is known which operation has waited.
+            # But it would change how subclasses are dispatched.
+            plain = hasattr(op, "overloadpacket") and all(kind is Tensor for kind in kinds)
+            with autocast_of_parts(op):
+                result = call_from_binding(op_builtin(op), (), args, kwargs) if plain else op(*args, **kwargs)
+        finally:
+            waits, self._waits = self._waits, outer
+        seconds = time.perf_counter() - start
+        problems = problems_of(op, args, kwargs, result, self._watched, waited=bool(waits))
+        if self._draws is not None:
+            problems = self._draws.judged(op, args, kwargs, result, problems, self._user_line)
+        keys = [self._report(problem) for problem in problems]
+        if problems and not (problems[0].graph_only or is_late(op)):
+            self._spent(keys[0], seconds)
+        if self._observer is not None and hasattr(op, "overloadpacket"):
+            self._observer(op, args, kwargs, result)
+        return result
+
+    def _on_warning(self, message: Any, category: Any, filename: str, *where: Any) -> None:
+        """Take the place of `warnings.showwarning`."""
+        if re.match(_WAIT, str(message)):
+            if threading.get_ident() == self._thread:
+                self._on_wait()
+            if self._user_warned:
+                self._show(message, category, filename, *where)
+        elif filename == __file__:  # by an operation that this file called
+            warn_at(real_frame(), message, category)
+        else:
+            self._show(message, category, filename, *where)
+
+    def _on_wait(self) -> None:
+        if self._waits is not None:
+            self._waits += 1
+            return
+        # The wait is in no operation that was dispatched here. Its warning comes late, when a binding returns.
+        place = self._user_line()
+        late = self._stepped_aside and real_frame().f_code is ENGINE_CODE
+        if place is not None and place.key not in self._explained and not (late or _compiles(place)):
+            self._add(WAITS, place)
+
+    def look_for_draws(self) -> None:
+        """Report draws of random numbers on the host, and generators that were set, since this was called last."""
+        for name, read in HOST_SOURCES.items():
+            before, self._drawn[name] = self._drawn[name], read()
+            if before is not None and before != self._drawn[name]:
+                thread = ", or in another thread" * (threading.active_count() > 1)
+                where = f"here or in a line that ran just before{thread}"
+                what = f"draws from {name}, {where}, and a graph would freeze the number"
+                self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._user_line() or SourceLocation())
+        named, self._sets_next = self._sets_next, False
+        if self._generator_watch.was_set() and not named:
+            self._add(sets_generator("something here or just before"), self._user_line() or SourceLocation())
+
+    def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs autograd's engine, with hooks on the nodes that must run without this mode."""
+
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return engine(outputs, *args, **kwargs)
+            outer, self._stepped_aside = self._stepped_aside, False
+            found = [(node, problem_of(node)) for node in graph_nodes(outputs)]
+            hooks = [hook for node, problem in found if problem for hook in self._step_aside(node, problem)]
+            try:
+                return engine(outputs, *args, **kwargs)
+            finally:
+                self._stepped_aside = outer
+                for hook in hooks:
+                    hook.remove()
+
+        return run
+
+    def _step_aside(self, node: Any, problem: Problem) -> Iterator[Any]:
+        """Yield hooks that let a node run without this mode, under which it would compute something else."""
+        began: list[tuple[_Key | None, float]] = []
+
+        def step_aside(grads: Any) -> None:
+            key = self._report(problem, node)
+            torch_modes.step_aside(self)
+            self._stepped_aside = True
+            began.append((key, time.perf_counter()))
+
+        def measure(*grads: Any) -> None:
+            key, start = began.pop()
+            self._spent(key, time.perf_counter() - start)
+
+        yield node.register_prehook(step_aside)
+        yield node.register_hook(measure)
+
+    def _report(self, problem: Problem, node: Any = None) -> _Key | None:
+        """Add a problem of the line that runs, or that made this autograd node. Return its key, None if ignored."""
+        place = self._user_line(node)
+        in_engine = place is not None and (place.backward or not place.line)
+        if place is None or _compiles(place) or (in_engine and self._checks_nan and problem is READ):
+            return None
+        self._explained.add(place.key)
+        if place.line and place.line in self._covered:
+            self._tell(problem, place, node)
+            return self._covered[place.line]
+        key = self._add(problem, place, node)
+        if problem.whole_line:
+            self._covered[place.line] = key
+        return key
+
+    def _add(self, problem: Problem, place: SourceLocation, node: Any = None) -> _Key:
+        self._tell(problem, place, node)
+        what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
+        if place.backward and (place.line, what) not in self._found:
+            what = f"{what}, in its backward"
+        advice = problem.advice if self._graphed else problem.elsewhere or problem.advice
+        known = self._found.get((place.line, what), Finding(place.line, what, advice, 0, graph_only=True))
+        graph_only = known.graph_only and problem.graph_only
+        self._found[place.line, what] = known._replace(count=known.count + 1, graph_only=graph_only)
+        return place.line, what
+
+    def _tell(self, problem: Problem, place: SourceLocation, node: Any) -> None:
+        if self._located is not None:
+            self._located(place.line, problem.what, node)
+
+    def _spent(self, key: _Key | None, seconds: float) -> None:
+        """Add to the time of a finding."""
+        if key is not None:
+            known = self._found[key]
+            self._found[key] = known._replace(ms=(known.ms or 0.0) + 1e3 * seconds)
+
+
+def _compiles(place: SourceLocation) -> bool:
+    """Return whether torch's compiler runs there. It may wait: it does so before the capture, not in it."""
+    return place.inside.startswith(COMPILER)
+
+
+# What the sync debug mode and anomaly mode say (c10/cuda/CUDAFunctions.cpp, csrc/autograd/python_anomaly_mode.cpp).
+_WAIT = "called a synchronizing CUDA operation"
+_ANOMALY = r"(Error detected in \S+\. (Traceback of|No) forward)|(\s*Previous calculation was induced by )"

@@ -1,0 +1,114 @@
+"""The memory that the operations of a call use, write to and make; of tensors on the host, what a replay would miss."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._torch.compile import calls_from_compiled_code
+from ..._torch.tensors.operators import LIFT_FRESH, written_arguments
+from ..._torch.tensors.tensors import storage_address
+from ..._torch.tensors.tree import tensors_in
+from ..._user_line import is_users_call, real_frame, running_line, wraps_operations
+from ..host.host_tensors import is_on_host
+
+wraps_operations(__file__)
+
+
+@dataclass(eq=False)
+class Use:
+    """How a call used memory that was there before it.
+
+    Attributes:
+        tensor: a tensor in that memory.
+        line: the user's line that used it first.
+        by_user: whether that line used it itself, and not through ampkit, a backward or compiled code.
+        written: whether an operation wrote to it.
+    """
+
+    tensor: "weakref.ref[Tensor]"
+    line: str
+    by_user: bool
+    written: bool = False
+
+
+class Touched:
+    """Notes memory that operations use, unless it is known or was made by one of them.
+
+    A global hook on modules would not do, because code that torch.compile compiles meanwhile would contain the hook.
+
+    Args:
+        known: the addresses of memory that is known.
+        device: where the step computes.
+
+    Attributes:
+        uses: how each other memory was used, by its address.
+        nested: whether there was a nested tensor.
+    """
+
+    def __init__(self, known: set[int], device: torch.device) -> None:
+        self._known, self._device = known, device
+        self._made: set[int] = set()
+        # By address, with the user's line that used it first. Numbers of C++ code are such tensors for a moment.
+        self._on_host: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._read_on_host: set[int] = set()
+        self._written_on_host: dict[int, str] = {}
+        self.uses: dict[int, Use] = {}
+        self.nested: bool = False
+
+    def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the memory that an operation has used, written to and made."""
+        tensors = tensors_in((args, kwargs))
+        given = addresses(tensors)
+        if op is LIFT_FRESH:  # what torch.tensor has just made
+            self._made |= given
+        for tensor in tensors:
+            self.nested = self.nested or tensor.is_nested
+            address = storage_address(tensor)
+            if address in self._made:
+                continue
+            is_new = is_on_host(tensor, self._device) and address not in self._on_host
+            if is_new and is_users_call(real_frame(), wrapped=True):
+                self._on_host[address] = weakref.ref(tensor), running_line(real_frame())
+            if address and address not in self._known and address not in self.uses:
+                frame = real_frame()
+                # In the first run of compiled code torch puts a mode of its own around it, which lets others see its
+                # operations. Their buffers come from an allocator that no mode sees.
+                by_user = is_users_call(frame) and not calls_from_compiled_code(frame)
+                self.uses[address] = Use(weakref.ref(tensor), running_line(frame), by_user)
+        written = list(written_arguments(op, args, kwargs))
+        for tensor in written:
+            if is_on_host(tensor, self._device):
+                self._written_on_host.setdefault(storage_address(tensor), running_line(real_frame()))
+            if (use := self.uses.get(storage_address(tensor))) is not None:
+                use.written = True
+        self._read_on_host |= given - addresses(written)
+        self._made |= addresses(tensors_in(result)) - given
+
+    def read_on_host(self, others: set[int]) -> list[tuple[Tensor, str]]:
+        """Return the tensors on the host that were there before and still are, and were only read, with the lines.
+
+        Args:
+            others: addresses that are left out.
+        """
+        left = self._written_on_host.keys() | others
+        found = ((known(), line) for address, (known, line) in self._on_host.items() if address not in left)
+        return [(tensor, line) for tensor, line in found if tensor is not None]
+
+    def changed_on_host(self, others: set[int]) -> list[str]:
+        """Return the lines that write to tensors on the host which were there before, and which other lines read."""
+        changed = self._on_host.keys() & self._read_on_host - others
+        return [line for address, line in self._written_on_host.items() if address in changed]
+
+    def wrote(self, tensor: Tensor) -> bool:
+        """Return whether an operation has made this tensor, or written to it."""
+        address = storage_address(tensor)
+        return address in self._made or (address in self.uses and self.uses[address].written)
+
+
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the memory that tensors lie in."""
+    return set(map(storage_address, tensors))

@@ -1,0 +1,300 @@
+"""What cannot be captured: operations, autograd nodes and random numbers, each with what to write instead."""
+
+import functools
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.tensors import is_same_generator
+from ..._torch.tensors.tree import tensors_in
+
+
+class Problem(NamedTuple):
+    """Something in a step that cannot be captured.
+
+    Attributes:
+        what: what happens.
+        advice: what to write instead.
+        elsewhere: what to write instead outside of a graphed step, if that differs.
+        graph_only: whether only a graph rules it out. Otherwise the host waits for the device.
+        whole_line: whether it explains all else that is wrong with its line.
+    """
+
+    what: str
+    advice: str
+    elsewhere: str = ""
+    graph_only: bool = False
+    whole_line: bool = False
+
+
+_KEEP_SHAPE = "Use torch.where or masked_fill, which keep the shape."
+DRAW_ON_DEVICE = "Draw with torch on the device, or before the step and pass the numbers in as a tensor."
+WAITS = Problem(
+    "waits for the device",
+    "Do it before or after the step, or with operations that stay on the device.",
+    "Do it with operations that stay on the device, or once in many steps.",
+)
+READ = Problem(
+    "waits for the device to read a value (.item(), float(tensor), `if tensor:`)",
+    "Keep the value on the device (torch.where), or return it in aux and read it after the step.",
+    "Keep the value on the device (torch.where), or read it once in many steps.",
+)
+# torch's `ctc_loss` copies lengths between host and device in forward, backward and mean (aten/src/ATen/native/cuda/
+# LossCTC.cu, LossCTC.cpp). cuDNN's form, for int32 tensors, takes them where they are. But eagerly it looks at them on
+# the host, and in a capture it asserts on the device that input lengths are below 256, which fails with valid ones.
+CTC = Problem(
+    "ctc_loss waits for the device: it handles the lengths on the host, as tensors or as numbers",
+    "Have ampkit.make_graphed_callables capture the module that computes log_probs, and call the loss behind it.",
+    "Lengths that are tuples or tensors on the CPU are copied to the device only, and not read from it first.",
+    whole_line=True,
+)
+PRINT = Problem(
+    "prints a tensor, which reads it",
+    "Return it in aux and print it after the step.",
+    "Print it once in many steps.",
+)
+
+
+def host_copy(name: str) -> Problem:
+    """Return the problem of a method that copies a tensor's values to the host."""
+    advice = "Keep the values on the device, or return the tensor in aux and read it after the step."
+    elsewhere = "Keep the values on the device, or read them once in many steps."
+    return Problem(f".{name}() waits for the device to read a tensor", advice, elsewhere)
+
+
+def list_read(name: str) -> Problem:
+    """Return the problem of a function that makes a tensor of a list with tensors in it."""
+    what = f"{name}() of a list of tensors waits for the device to read each of them"
+    return Problem(what, "Use torch.stack, or torch.cat, which stays on the device.")
+
+
+def host_wait(name: str) -> Problem:
+    """Return the problem of a function that does nothing but wait."""
+    streams = "Leave it out, or have a stream wait (stream.wait_stream, event.wait), which does not hold up the host."
+    return Problem(f"{name} waits for the device", "Wait after the step.", streams)
+
+
+def sets_generator(how: str) -> Problem:
+    """Return the problem of a call that sets a generator of random numbers to a seed or state."""
+    what = f"{how} sets a generator of random numbers, which a replay would leave out"
+    advice = "Seed before the first step. For numbers that are the same each time, draw them once and pass them in."
+    return Problem(what, advice, graph_only=True)
+
+
+class Watched(NamedTuple):
+    """The device of a step, and the CUDA generators that its graph is captured with beside the default ones."""
+
+    device: torch.device
+    generators: tuple[torch.Generator, ...]
+
+    def has(self, tree: Any) -> bool:
+        """Return whether a tensor in a tree is on a device of this type."""
+        here = (tensor for tensor in tensors_in(tree) if tensor.device.type == self.device.type)
+        return any(not is_fake(type(tensor)) for tensor in here)
+
+
+def problems_of(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, watched: Watched, waited: bool
+) -> list[Problem]:
+    """Return why this call of an operation below autograd cannot be captured.
+
+    Args:
+        op: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned.
+        watched: the device and the generators of the step.
+        waited: whether the host waited for the device in the call.
+    """
+    check = _check_of(op)
+    problems = list(check(_OperationCall(_name(op), args, kwargs, result, watched))) if check else []
+    if waited and not problems:
+        return [WAITS._replace(what=f"{_name(op)} {WAITS.what}")]
+    return [problem._replace(graph_only=False) for problem in problems] if waited else problems
+
+
+def is_late(op: Any) -> bool:
+    """Return whether an operation is dispatched after its work was done, so that its time says nothing."""
+    return _name(op) == "lift_fresh"
+
+
+def problem_of(node: Any) -> Problem | None:
+    """Return why an autograd node cannot be captured, for one of those that wait only if there is no dispatch mode.
+
+    A dispatch mode makes tensors "subclass-like". For these, some formulas of csrc/autograd/FunctionsManual.cpp have
+    another form, which rounds otherwise. The nodes were found with all operations in torch's own test samples.
+    """
+    name = str(node.name())
+    # The gradient of the value that fills, if it is a tensor.
+    fills = name.startswith("MaskedFillBackward") and len(node.next_functions) > 1 and node.next_functions[1][0]
+    if fills or name.startswith(("ProdBackward", "CumprodBackward")):
+        advice = "Write it with other operations (exp and log, torch.where), or as a torch.autograd.Function."
+        return Problem(f"{name} looks at values on the host", advice)
+    return None
+
+
+def _numpy_state() -> bytes | None:
+    numpy_random = sys.modules.get("numpy.random")
+    return None if numpy_random is None else pickle.dumps(numpy_random.get_state(legacy=False))
+
+
+# Sources of random numbers on the host other than torch, and what reads their state: None while they are not in use.
+HOST_SOURCES: dict[str, Callable[[], Any]] = {"Python's random": random.getstate, "numpy.random": _numpy_state}
+
+
+# ------------------------------------------------------------------------------------------------- checks by operation
+
+
+class _OperationCall(NamedTuple):
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    watched: Watched
+
+
+def _reads(call: _OperationCall) -> Iterator[Problem]:
+    if not call.watched.has(call.args):
+        return
+    if call.name in _SINGLE_READS:
+        yield READ
+    else:
+        yield READ._replace(what=f"{call.name} waits for the device", advice=_COMPARE, elsewhere=_COMPARE)
+
+
+def _decides(call: _OperationCall) -> Iterator[Problem]:
+    # `if condition:` and `while condition:` in torch/_higher_order_ops, below all dispatch modes.
+    condition = call.args[0] if call.name == "cond" else call.args[2]  # those of a loop are computed from its state
+    if call.watched.has(condition):
+        yield Problem(f"torch.{call.name} waits for the device to read its condition", _DECIDE, whole_line=True)
+
+
+def _depends_on_data(call: _OperationCall) -> Iterator[Problem]:
+    if call.watched.has((call.args, call.kwargs)):
+        what = f"{call.name} waits for the device: the shape of its result depends on data"
+        yield Problem(what, next((text for names, text in _INSTEAD.items() if call.name in names), _KEEP_SHAPE))
+
+
+def _aligns(call: _OperationCall) -> Iterator[Problem]:
+    if call.watched.has(call.args):
+        yield CTC
+
+
+def _repeats(call: _OperationCall) -> Iterator[Problem]:
+    counts = call.args[1] if len(call.args) > 1 else call.args[0]  # in inference mode it may be a number
+    if call.watched.has(counts) and call.kwargs.get("output_size") is None:
+        yield Problem("repeat_interleave waits for the device to count its result", "Pass output_size=.")
+
+
+def _indexes(call: _OperationCall) -> Iterator[Problem]:
+    indices = tensors_in(call.args[1])
+    if not call.watched.has(call.args[0]):
+        return
+    for index in indices:
+        if index.numel():
+            yield from _copied(index, call.args[0], call.watched)
+    masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+    if masks and not (len(masks) == len(indices) == 1 and _is_fill(*call.args[2:])):
+        yield Problem("a boolean mask as an index waits for the device to count what it selects", _KEEP_SHAPE)
+
+
+def _is_fill(value: Any = None, accumulate: bool = False, *more: Any) -> bool:
+    """Return whether `x[mask] = value` is a `masked_fill_`, as at::native::canDispatchToMaskedFill decides it."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu" and not accumulate
+
+
+def _copies(call: _OperationCall) -> Iterator[Problem]:
+    pairs = [(call.args[0], call.result)]
+    if call.name == "lift_fresh":  # `torch.tensor(data, device=...)` hides its copy from dispatch modes, not this
+        pairs = [(None, call.result)]
+    elif call.name in ("_foreach_copy_", "_foreach_copy"):
+        pairs = list(zip(call.args[1], call.args[0], strict=True))
+    elif call.name in ("copy_", "copy"):
+        pairs = [(call.args[1], call.args[0])]
+    for source, target in pairs:
+        yield from _copied(source, target, call.watched)
+
+
+def _copied(source: Tensor | None, target: Tensor, watched: Watched) -> Iterator[Problem]:
+    """Yield a problem if this copy is between host and device. If there is no source, it is from new host memory."""
+    kinds = ("cpu" if source is None else source.device.type, target.device.type)
+    if watched.device.type == "cpu" or not target.numel():
+        return
+    if kinds == (watched.device.type, "cpu"):
+        pinned = target.is_pinned()
+        advice = "Keep it on the device, or return it in aux and copy it after the step."
+        elsewhere = "Keep it on the device, or copy it after the step, to pinned memory with non_blocking=True."
+        yield Problem(f"copies from the device to {_memory(pinned)} memory", advice, elsewhere, graph_only=pinned)
+    elif kinds == ("cpu", watched.device.type):
+        pinned = source is not None and source.is_pinned()
+        advice = "Make the tensor on the device (torch.full, torch.arange) or before the step, or pass it in."
+        elsewhere = (
+            "Make the tensor on the device (torch.full, torch.arange), or copy it from pinned memory with "
+            "non_blocking=True, as ampkit.prefetch does with batches."
+        )
+        yield Problem(f"copies from {_memory(pinned)} memory to the device", advice, elsewhere, graph_only=pinned)
+
+
+def _memory(pinned: bool) -> str:
+    return "pinned host" if pinned else "pageable host"
+
+
+def _draws(call: _OperationCall) -> Iterator[Problem]:
+    results, generator = tensors_in(call.result), call.kwargs.get("generator")
+    device, generators = call.watched
+    if device.type != "cpu" and results and all(tensor.device.type == "cpu" for tensor in results):
+        what = "draws random numbers on the host, which a graph would freeze"
+        yield Problem(what, DRAW_ON_DEVICE, graph_only=True)
+    elif generator is not None and generator.device.type == "cuda" == device.type:
+        known = (*generators, *torch.cuda.default_generators)
+        if not any(is_same_generator(generator, other) for other in known):
+            what = "draws from a CUDA generator that the graph does not know"
+            yield Problem(what, "Pass generators=[generator].", graph_only=True)
+
+
+_Check = Callable[[_OperationCall], Iterator[Problem]]
+_COMPARE = "Use (a == b).all() or torch.isclose(a, b).all(), which stay on the device as tensors."
+_DECIDE = "Compute both, and choose with torch.where, which stays on the device."
+_INSTEAD = {
+    ("bincount",): "Write torch.zeros(n, device=x.device).index_add_(0, x, weights), with a number n that is known.",
+    ("one_hot",): "Pass num_classes=.",
+    ("_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive"): (
+        "Do it before the step and pass the result in; or count in a tensor of known size (index_add_)."
+    ),
+}
+_CTC = ("_ctc_loss", "_ctc_loss_backward", "_cudnn_ctc_loss", "_use_cudnn_ctc_loss")
+_SINGLE_READS = ("_local_scalar_dense", "item", "is_nonzero")
+# Operations of ATen have checks by name, others by their tags. `linalg_lstsq` has the tag of a shape that depends on
+# data, but the shapes of its solutions do not. If a solver waits, the sync debug mode reports it.
+_CHECKS: dict[object, _Check | None] = {
+    **dict.fromkeys(_SINGLE_READS, _reads),
+    **dict.fromkeys(("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"), _indexes),
+    **dict.fromkeys(("_to_copy", "to", "copy_", "copy", "_foreach_copy_", "_foreach_copy", "lift_fresh"), _copies),
+    "repeat_interleave": _repeats,
+    **dict.fromkeys(("cond", "while_loop"), _decides),
+    **dict.fromkeys(_CTC, _aligns),
+    "linalg_lstsq": None,
+    torch.Tag.data_dependent_output: _reads,
+    torch.Tag.dynamic_output_shape: _depends_on_data,
+    torch.Tag.nondeterministic_seeded: _draws,
+}
+
+
+@functools.cache
+def _check_of(op: Any) -> _Check | None:
+    """Return the function that finds the problems of an operation's call, None if it can have none."""
+    if op is torch.ops.aten.where.default:  # in inference mode it is dispatched instead of `nonzero`
+        return _depends_on_data
+    name = _name(op) if getattr(op, "namespace", "") in ("aten", "higher_order") else None
+    return next((_CHECKS[key] for key in (name, *getattr(op, "tags", ())) if key in _CHECKS), None)
+
+
+def _name(op: Any) -> str:
+    packet = getattr(op, "overloadpacket", None)
+    return str(packet.__name__ if packet is not None else op.name())

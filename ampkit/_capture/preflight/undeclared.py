@@ -1,0 +1,188 @@
+"""Optimizers and modules that a step uses and that are not declared, found in an eager call before the capture."""
+
+import gc
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..._torch.optimizers import remove_step_hook
+from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.modes import without_torch_function
+from ..._torch.tensors.modules import is_module, module_tables, parts_of
+from ..._torch.tensors.tensors import is_tensor, storage_address
+from ..._torch.tensors.tree import tensors_in
+from ..._undo import Undo
+from ..._user_line import running_line, wraps_operations
+from ..state.state import TrainingState
+from .touched import Touched, Use, addresses
+
+wraps_operations(__file__)
+
+
+class Undeclared:
+    """Looks for optimizers and modules that a step uses beside those of its state.
+
+    An optimizer must be declared, because a graph would freeze its learning rate. A module must be declared if it gets
+    gradients, because they would lie in the memory of the graph. A module that is only read, such as a frozen teacher,
+    need not be declared. It is taken into the state, so that graphs are dropped when a tensor in it is replaced.
+
+    Args:
+        state: the declared modules and optimizers.
+        device: where the step computes.
+        refuses_changes: whether a module that the step changes must be declared as well. Otherwise it is taken into the
+            state.
+    """
+
+    def __init__(self, state: TrainingState, device: torch.device, *, refuses_changes: bool) -> None:
+        self._state = state
+        self._device = device
+        self._refuses_changes = refuses_changes
+        self._problems: list[str] = []
+        self._to_adopt: list[nn.Module] = []
+        self._loose: list[Use] = []
+
+    @contextmanager
+    def watching(self, leaves: Sequence[Any]) -> "Iterator[Touched]":
+        """Context for an eager call with these inputs. It yields a function to be called with each operation."""
+        self._problems, self._to_adopt, self._loose = [], [], []
+        touched = Touched(addresses(self._state.tensors().values()) | addresses(tensors_in(leaves)), self._device)
+        thread = threading.get_ident()
+
+        def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if threading.get_ident() == thread and not self._declares(optimizer):
+                self._problems.append(_OPTIMIZER.format(_at(running_line(sys._getframe(1))), type(optimizer).__name__))
+
+        with Undo() as undo:
+            undo.note(remove_step_hook, on_step)
+            register_optimizer_step_pre_hook(on_step)
+            yield touched
+        with without_torch_function():
+            others = self._of_optimizers()
+            self._state.host_tensors.note(touched.read_on_host(others))
+            self._problems += (_ON_HOST.format(_at(line)) for line in touched.changed_on_host(others))
+            if touched.uses:
+                self._look_at(touched)
+
+    def take_problem(self) -> str:
+        """Return what the user must declare, "" if nothing; then forget it."""
+        problems, self._problems = self._problems, []
+        gone = [use for use in self._loose if use.tensor() is None]
+        self._loose = [use for use in self._loose if use not in gone]
+        problems += (_REPLACED.format(_at(use.line)) for use in gone)
+        return "\n".join(dict.fromkeys(problems))
+
+    def take_without_tensors(self, modules: Iterable[nn.Module]) -> None:
+        """Have modules that the step reads be taken into the state if they have no tensors, as a dropout or a loss."""
+        declared = {module for top in self._state.modules.values() for module in parts_of(top)}
+        for module in modules:
+            if module not in declared and not any(
+                True for _ in (*nn.Module.parameters(module), *nn.Module.buffers(module))
+            ):
+                self._to_adopt.append(module)
+                declared.update(parts_of(module))
+
+    def adopt(self) -> bool:
+        """Take the modules that need not be declared into the state; return whether there are any."""
+        modules, self._to_adopt = self._to_adopt, []
+        for module in modules:
+            self._state.modules[f"undeclared[{len(self._state.modules)}: {type(module).__name__}]"] = module
+        return bool(modules)
+
+    def _declares(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer is declared, or is the inner part of one, on whose param groups it works."""
+        optimizers = (*self._state.optimizers, *self._state.eager_optimizers)
+        groups = {id(group) for declared in optimizers for group in declared.param_groups}
+        return optimizer in optimizers or all(id(group) in groups for group in optimizer.param_groups)
+
+    def _of_optimizers(self) -> set[int]:
+        """Return the addresses of what optimizers have on the host: learning rates, step counts."""
+        optimizers = (*self._state.optimizers, *self._state.eager_optimizers)
+        tables = [table for each in optimizers for table in (*each.param_groups, *each.state.values())]
+        return addresses(tensors_in([value for table in tables for value in table.values()]))
+
+    def _look_at(self, touched: Touched) -> None:
+        declared = {module for top in self._state.modules.values() for module in parts_of(top)}
+        owners = {module: used for module in _live_modules() - declared if (used := _used(module, touched.uses))}
+        owned = {id(use) for rows in owners.values() for _, _, use in rows}
+        self._loose = [use for use in touched.uses.values() if use.by_user and id(use) not in owned]
+        for root in _topmost(owners, declared):
+            problems = (self._refused(touched, type(root).__name__, *row) for row in _rows(root, owners))
+            problem = next(filter(None, problems), "")
+            if problem:
+                self._problems.append(problem)
+            else:
+                self._to_adopt.append(root)
+
+    def _refused(self, touched: Touched, root: str, path: str, tensor: Tensor, use: Use) -> str:
+        if tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad):
+            return _GRADIENT.format(_at(use.line), f"{root}.{path}")
+        if use.written and self._refuses_changes:
+            return _CHANGED.format(_at(use.line), f"{root}.{path}")
+        return ""
+
+
+def _live_modules() -> set[nn.Module]:
+    """Return all modules of this process."""
+    return {made for made in gc.get_objects() if is_module(made) and type(made).__hash__ is not None}
+
+
+def _used(module: nn.Module, uses: dict[int, Use]) -> list[tuple[str, Tensor, Use]]:
+    """Return the tensors of this module, but not of its children, that were used, with their names."""
+    tables = (*module_tables(module)[:2], vars(module))
+    named = ((key, value) for table in tables for key, value in table.items() if _has_address(value))
+    found = ((key, tensor, uses.get(storage_address(tensor))) for key, tensor in named)
+    return [(key, tensor, use) for key, tensor, use in found if use is not None]
+
+
+def _has_address(value: object) -> bool:
+    """Return whether this is a tensor with an address. Modules of the process may have tensors of any kind."""
+    return is_tensor(value) and not is_fake(type(value)) and not nn.parameter.is_lazy(value)
+
+
+def _topmost(owners: Iterable[nn.Module], declared: set[nn.Module]) -> list[nn.Module]:
+    """Return the largest modules that contain some of the owners and nothing that is declared."""
+    wanted = set(owners)
+    parts = {module: set(parts_of(module)) for module in _live_modules()} if wanted else {}
+    containing = [module for module, below in parts.items() if below & wanted and not below & declared]
+    inner = {part for module in containing for part in parts[module] if part is not module}
+    return [module for module in containing if module not in inner]
+
+
+def _rows(root: nn.Module, owners: dict[nn.Module, list[tuple[str, Tensor, Use]]]) -> Iterator[tuple[str, Tensor, Use]]:
+    for prefix, module in root.named_modules():
+        for key, tensor, use in owners.get(module, ()):
+            yield f"{prefix}.{key}" if prefix else key, tensor, use
+
+
+def _at(line: str) -> str:
+    return f"{line} - " if line else ""
+
+
+_OPTIMIZER = (
+    "{0}steps an optimizer that is not declared ({1}), so that a graph would freeze its learning rate. Pass it in "
+    "ampkit.graphed(optimizers=(...), modules=(...))."
+)
+_GRADIENT = (
+    "{0}uses {1}, which gets a gradient and belongs to no declared module, so that the gradient would be lost. Pass "
+    "its module in ampkit.graphed(modules=(...)), make it a part of the model of graphed_step, or freeze it: "
+    "module.requires_grad_(False)."
+)
+_ON_HOST = (
+    "{0}changes a tensor on the host that the step reads, and a replay would not change it. Keep it on the device of "
+    "the step, in a buffer of a declared module."
+)
+_REPLACED = (
+    "{0}reads a tensor that is no argument and belongs to no declared module, and that has been replaced since. A "
+    "graph would go on reading the memory of the old one. Pass it as an argument, or keep it in a buffer of a declared "
+    "module and change that in place (copy_)."
+)
+_CHANGED = (
+    "{0}uses {1}, which the function changes and which belongs to no declared module. Pass its module in "
+    "ampkit.graphed(modules=(...)), or put it in eval mode if nothing else changes it."
+)

@@ -1,0 +1,1 @@
+"""What several processes decide together, and how they end."""

@@ -1,0 +1,128 @@
+"""A rank that waits for one that is gone: how long it has waited, and how another thread ends its wait."""
+
+import ctypes
+import faulthandler
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from ..._errors import AmpkitError
+from ..._torch.ranks.distributed import aborts
+from ..graph.turns import Turn
+
+LAST_RESORT_S = 10.0  # from the abort to the end of the process: NCCL needs a second, users' `finally` clauses the rest
+# A thread that comes back from C while the interpreter is being finalized aborts the process: see `job_end`.
+_JOIN_S = 2.0
+_STDERR = 2  # sys.stderr may be a file of Python's, which faulthandler cannot write to
+
+
+class Waiting:
+    """What the calls of this process' steps wait for, as another thread sees it.
+
+    Attributes:
+        turns: those of the steps.
+        calls: how many calls the steps have begun.
+        thread: the thread of the last call.
+        ending: whether this process releases its graphs, which waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.calls = 0
+        self.thread = 0
+        self.ending = False
+        self._seen = -1
+        self._since: float | None = None
+        self._probe: threading.Thread | None = None
+
+    def seconds(self) -> float:
+        """Return for how long this rank has been in one call, or the device in what was launched before."""
+        now = time.monotonic()
+        if not self._waits() or self._since is None:
+            self._since = now
+        return now - self._since
+
+    def forget(self) -> None:
+        """Begin anew: there is nobody to wait for in vain."""
+        self._since = None
+
+    def _waits(self) -> bool:
+        seen, self._seen = self._seen, self.calls
+        turns = list(self.turns)
+        in_one_call = seen == self.calls and any(turn.running for turn in turns)
+        return self.ending or in_one_call or self._device_waits(turns)
+
+    def _device_waits(self, turns: list[Turn]) -> bool:
+        """Return whether the device has not done since an earlier look what it had to do then."""
+        if self._probe is not None and self._probe.is_alive():
+            return True
+        streams = [stream for turn in turns if (stream := turn.stream()) is not None]
+        if streams:
+            # Not an event: to record one on a full stream blocks, with Python's lock held.
+            self._probe = started("ampkit-probe", lambda: _synchronize(streams))
+        return False
+
+    def join(self) -> None:
+        """Wait for the thread that looks at the device, if the device answers."""
+        if self._probe is not None:
+            self._probe.join(_JOIN_S)
+
+
+def _synchronize(streams: list[torch.cuda.Stream]) -> None:
+    for stream in dict.fromkeys(streams):
+        with suppress(RuntimeError):  # the device has failed; the thread that trains gets the same error
+            stream.synchronize()
+
+
+def started(name: str, work: Callable[[], object]) -> threading.Thread:
+    """Return a thread that does some work, and keeps no process from ending."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+class EndedWait:
+    """Has the waits of this process end, because of another rank.
+
+    The thread gets an `AmpkitError` with this text as soon as it is in Python again. If it is not within
+    `LAST_RESORT_S`, the process ends with exit code 1 and the stack of each thread on stderr.
+
+    Args:
+        text: why.
+        thread: which thread trains; None if it is ending already.
+    """
+
+    def __init__(self, text: str, thread: int | None) -> None:
+        last_resort()
+        if thread is not None:  # before the abort: what the device computes from then on is garbage
+            raise_in(thread, text)
+        self._aborts = [started("ampkit-abort", abort) for abort in aborts()]
+
+    def join(self) -> None:
+        """Wait for the communicators to be gone, which they are behind the last graph."""
+        for abort in self._aborts:
+            abort.join(_JOIN_S)
+
+
+def raise_in(thread: int, text: str) -> None:
+    """Have a thread raise an `AmpkitError` before its next instruction of Python."""
+
+    def __init__(self: AmpkitError) -> None:  # noqa: N807 - of the class below
+        AmpkitError.__init__(self, text)
+
+    # Python makes the exception in that thread, without arguments.
+    kind = type(AmpkitError.__name__, (AmpkitError,), {"__init__": __init__, "__module__": AmpkitError.__module__})
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+def last_resort() -> None:
+    """Have this process end in `LAST_RESORT_S`. The thread for that is C's: it needs no lock of Python's."""
+    faulthandler.dump_traceback_later(LAST_RESORT_S, exit=True, file=_STDERR)
+
+
+def no_last_resort() -> None:
+    """Take `last_resort` back."""
+    faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,239 @@
+"""`DistributedDataParallel` models as people make them: made ready for a capture, or refused with what to write."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..._errors import AmpkitError
+from ..._torch.ranks.reducer import (
+    bucket_bytes,
+    communication_hook,
+    gradient_calls,
+    is_idle,
+    is_rebuilt,
+    is_registrable,
+    manages_all,
+    peculiarity,
+    rebuild,
+    reset,
+    stop_clocks,
+)
+from ..._undo import Undo, replace
+
+Deliver = Callable[[Callable[[], None]], None]
+
+_REFUSED = {
+    "delay_all_reduce_named_params": (
+        "it delays all-reduces until a hook of a parameter, and does not wait for them. Leave out "
+        "delay_all_reduce_named_params and param_to_hook_all_reduce."
+    ),
+    "mixed_precision": (
+        "it casts the weights on a stream of its own. Leave out mixed_precision, and pass policy='bfloat16' to ampkit."
+    ),
+    "python_reducer": (
+        "its Reducer is written in Python. Set torch._dynamo.config.optimize_ddp = True before it is made."
+    ),
+    "join": (
+        "within Join or model.join() the ranks exchange messages in each forward, which a replay does not. Give all "
+        "ranks as many batches."
+    ),
+    "find_unused_parameters": (
+        "with find_unused_parameters=True the host looks in each step which parameters were used. If they are always "
+        "the same, pass static_graph=True in place of it (which cannot be together with accumulate)."
+    ),
+    "optimizer_in_backward": (
+        "an optimizer steps within the backward (apply_optimizer_in_backward), where ampkit would step it once more. "
+        "Make an ordinary optimizer."
+    ),
+}
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+_COUNTING_HOOKS = ("powerSGD_hook", "post_localSGD_hook", "ddp_zero_hook", "optimizer_overlap_hooks")
+_SIDE_STREAM = "Make the model under a side stream: with torch.cuda.stream(torch.cuda.Stream()): ..."
+_INSTEAD = "Or pass graph='off'."
+
+
+class Reducers:
+    """What averages the gradients of the `DistributedDataParallel` modules of a model.
+
+    Args:
+        wrappers: these modules.
+
+    Attributes:
+        stream: where steps are captured; None if graphs are emulated.
+        moved: whether gradients are accumulated there.
+    """
+
+    def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        self._wrappers = wrappers
+        self.stream: torch.cuda.Stream | None = None
+        self.moved: bool = False
+        self._left = ""
+
+    def why_not_captured(self) -> str:
+        """Return why no step of the model can be captured, and what to write instead; "" if it can."""
+        for ddp in self._wrappers:
+            problem = _REFUSED.get(peculiarity(ddp), "") or _why_not_hook(ddp)
+            if problem:
+                return f"DistributedDataParallel: {problem} {_INSTEAD}"
+        return ""
+
+    def refuse_accumulation(self, where: str, accumulate: int) -> None:
+        """Raise a `ValueError` if torch cannot accumulate gradients of the model over several calls.
+
+        `no_sync` before the first step of a static graph ends in an internal assertion of torch (2.11): the first
+        backward looks which parameters are used, and exchanges their gradients in any case.
+        """
+        if accumulate > 1 and any(ddp.static_graph for ddp in self._wrappers):
+            raise ValueError(
+                f"{where}(accumulate={accumulate}): DistributedDataParallel(static_graph=True) cannot accumulate, in "
+                "torch alone either, since it exchanges gradients in its first backward. Leave out static_graph, or "
+                "pass accumulate=1."
+            )
+
+    def prepare(self) -> None:
+        """Have the modules accumulate gradients on the stream of the captures. To be called by all ranks at a time.
+
+        Where that is not possible, a capture may fail; then `advice` says why.
+        """
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation may be the first call
+            for ddp in self._wrappers:
+                if not is_rebuilt(ddp):  # or graphs of another step may refer to its buckets
+                    left = _why_left(ddp) or self._rebuild(ddp)
+                    self._left = self._left or left
+                self.moved = not self._left
+
+    def _rebuild(self, ddp: DistributedDataParallel) -> str:
+        """Make a module's Reducer anew, on the stream of the captures. Return why that did not help, "" if it did."""
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            kept = rebuild(ddp)
+        if not kept:
+            return ""
+        return f"something keeps the autograd graph of an earlier step alive, as its loss does (parameter {kept[0]})"
+
+    @property
+    def advice(self) -> str:
+        """What may be the cause if a capture fails, as the end of a message; "" if nothing may."""
+        if not self._left:
+            return ""
+        where = "DistributedDataParallel accumulates gradients on the stream that it was made on"
+        return f" {where}: {self._left}. {_SIDE_STREAM}"
+
+    def begin_call(self, *, first: bool = True) -> None:
+        """Have the next forward broadcast the buffers in the first micro-batch of a window, and in no other.
+
+        By itself DDP does so behind a forward that exchanged gradients, and neither within a window nor behind an
+        evaluation. A replay leaves no trace of its kind in DDP, so that an eager call could not tell. To be called
+        before each call that is not a replay.
+        """
+        for ddp in self._wrappers:
+            ddp.require_forward_param_sync = first
+
+    def begin_capture(self) -> None:
+        """Stop the clocks of the modules. To be called before each capture."""
+        self.begin_call()
+        for ddp in self._wrappers:
+            stop_clocks(ddp)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the last backward has averaged all gradients, and did not raise before that."""
+        return all(map(is_idle, self._wrappers))
+
+    def refuse_unfinished(self) -> None:
+        """Raise an `AmpkitError` if the last backward has not averaged all gradients."""
+        if not self.idle:
+            raise AmpkitError(
+                "DistributedDataParallel: the last step had no gradients for some parameters, as with layerdrop, where "
+                "the host leaves out layers by random draws. So no rank has averaged them. Torch needs "
+                "find_unused_parameters=True for that, and steps of such a model are eager."
+            )
+
+    def reset(self) -> None:
+        """Let the next forward run, though a backward has raised. All graphs must be dropped. To be called by all ranks
+        at a time."""
+        for ddp in self._wrappers:
+            reset(ddp)
+
+    @contextmanager
+    def alone(self, share: float) -> Iterator[None]:
+        """Context for a forward and backward that compile, on this rank alone: they exchange no gradients or buffers.
+
+        If they raise, no other rank waits for them. torch splits compiled code where a bucket of gradients is complete,
+        so that these are exchanged while the rest of the backward runs.
+
+        Args:
+            share: the size of the parameters that the compiler sees, as a share of those that the buckets have.
+        """
+        with Undo() as undo:
+            for ddp in self._wrappers:
+                replace(undo, ddp, "require_backward_grad_sync", False)
+                replace(undo, ddp, "require_forward_param_sync", False)
+                replace(undo, ddp, "bucket_bytes_cap", bucket_bytes(ddp, share))
+            yield
+
+    def deliveries(self) -> dict[nn.Parameter, Deliver]:
+        """Return, by parameter, what is to be called in a backward in which a copy of the parameter gets the gradient.
+
+        It takes a function that gives the gradient to the parameter. It calls that, and tells the Reducer, if gradients
+        are averaged in this backward. Otherwise it does nothing.
+        """
+        return {
+            param: functools.partial(_deliver, ddp, call)
+            for ddp in self._wrappers
+            for param, call in gradient_calls(ddp).items()
+        }
+
+
+def why_not_compiled(model: nn.Module) -> str:
+    """Return why no step of this model can be compiled because of its DDP modules, and what to write; "" if it can."""
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            return (
+                "SyncBatchNorm exchanges messages in forward, and a rank that compiles does a forward that the others "
+                "do not. Use BatchNorm."
+            )
+        kind = peculiarity(module) if isinstance(module, DistributedDataParallel) else ""
+        if kind not in ("", "find_unused_parameters"):
+            return f"DistributedDataParallel: {_REFUSED[kind]}"
+    return ""
+
+
+def _deliver(ddp: DistributedDataParallel, call: Callable[[], None], give: Callable[[], None]) -> None:
+    if ddp.require_backward_grad_sync:
+        give()
+        call()
+
+
+def _why_left(ddp: DistributedDataParallel) -> str:
+    """Return why a module is left as it is; "" if its Reducer can be made anew."""
+    if not is_registrable(ddp):
+        return "its communication hook was registered with the Reducer itself, and not by register_comm_hook"
+    return "" if manages_all(ddp) else "other parameters require gradients than when it was made"
+
+
+def _why_not_hook(ddp: DistributedDataParallel) -> str:
+    """Return why a graph cannot hold the communication hook of a module, "" if it can."""
+    name, hook, state = communication_hook(ddp)
+    if hook is None:
+        return ""
+    places = {place.removeprefix(_HOOKS) for place in (hook.__module__, type(state).__module__)}
+    if places.intersection(_COUNTING_HOOKS):
+        return (
+            f"the communication hook {name} counts steps on the host, or steps an optimizer there. Use "
+            f"{_HOOKS}default_hooks.bf16_compress_hook."
+        )
+    if not _has_no_numbers(state):
+        return (
+            f"the communication hook {name} has a state of type {type(state).__name__}, and a graph would freeze what "
+            "the hook reads from that. Register it with state=None, or with a process group."
+        )
+    return ""
+
+
+def _has_no_numbers(state: Any) -> bool:
+    return state is None or isinstance(state, torch.distributed.ProcessGroup)

@@ -1,0 +1,131 @@
+"""Arguments in the memory of the state: refused if the step changes that memory, because a graph reads copies."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
+from ..._torch.tensors.tensors import version
+from ..keys.inputs import StaticInputs
+from ..keys.spans import Spans, has_memory
+from .bits import bits
+from .state import TrainingState
+
+
+class Writes:
+    """Which tensors of the state the calls of one layout change, by path.
+
+    Attributes:
+        known: whether a call was noted.
+    """
+
+    def __init__(self) -> None:
+        self.known: bool = False
+        self._paths: set[str] = set()
+        self._copies: list[_FlagCopy] = []
+
+    @contextmanager
+    def noted(self, state: TrainingState) -> Iterator[None]:
+        """Context for an eager call. It notes the tensors of the state that the call changes or makes. Sync: none."""
+        before = {path: (tensor, _version(tensor)) for path, tensor in _memory(state).items()}
+        # torch does not raise the version of running statistics when batch_norm writes them, so values are compared.
+        with without_dispatch_modes(), without_torch_function(), torch.no_grad():  # modes of the user's see nothing
+            values = {path: bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
+        yield
+        flags: dict[torch.device, dict[str, Tensor]] = {}
+        with without_dispatch_modes(), without_torch_function(), torch.no_grad():
+            for path, tensor in _memory(state).items():
+                was, number = before.get(path, (None, None))
+                if was is not tensor or number is None or number != _version(tensor):
+                    self._paths.add(path)
+                elif path in values:
+                    differs = (values.pop(path) != bits(tensor)).any()
+                    flags.setdefault(tensor.device, {})[path] = differs
+            self._copies += [_FlagCopy(found, device) for device, found in flags.items()]
+        self.known = True
+
+    def paths(self) -> set[str]:
+        """Return the paths of the tensors that the calls have changed so far. Waits for the device."""
+        for copy in self._copies:
+            self._paths |= copy.paths()
+        self._copies = []
+        return self._paths
+
+
+class _FlagCopy:
+    """A copy of flags to the host, under way. To read them one by one is an error if the user has forbidden waits."""
+
+    def __init__(self, flags: dict[str, Tensor], device: torch.device) -> None:
+        self._names = list(flags)
+        self._flags = torch.stack(list(flags.values()))
+        self._arrived: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._device = device
+            self._flags = torch.empty(len(flags), dtype=torch.bool, pin_memory=True).copy_(
+                self._flags, non_blocking=True
+            )
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(device))
+
+    def paths(self) -> set[str]:
+        """Return the names whose flag is set."""
+        if self._arrived is not None and not self._arrived.query():
+            torch.cuda.synchronize(self._device)
+        with without_dispatch_modes(), without_torch_function(), torch.no_grad():
+            return {name for name, is_set in zip(self._names, self._flags, strict=True) if bool(is_set)}
+
+
+def keep_apart(inputs: StaticInputs, state: TrainingState, changed: set[str]) -> None:
+    """Have arguments refused that share memory with the state, if the step changes that memory.
+
+    Args:
+        inputs: the buffers that a graph reads instead of the arguments.
+        state: what the step may change. It keeps its addresses as long as the graph may be replayed.
+        changed: the paths of what the step changes, as far as that is known.
+    """
+    inputs.keep_apart(_written(state, changed), Spans(_memory(state)))
+
+
+def may_change(state: TrainingState, writes: Writes | None) -> Spans:
+    """Return the memory of the state that an eager call may change: all, unless calls like it were noted.
+
+    Args:
+        state: what the step may change.
+        writes: what is known of such calls. None if calls of several layouts are meant.
+
+    Sync: waits for the device if what a call has changed was not asked for before.
+    """
+    return _written(state, writes.paths()) if writes is not None and writes.known else Spans(_memory(state))
+
+
+def _written(state: TrainingState, changed: set[str]) -> Spans:
+    tensors = _memory(state)
+    stepped = {param for optimizer in state.optimizers for group in optimizer.param_groups for param in group["params"]}
+    # `Writes` does not find what an optimizer changes through `.data`.
+    written = {path for path, tensor in tensors.items() if tensor in stepped and tensor.requires_grad} | changed
+    return Spans({path: tensor for path, tensor in tensors.items() if path in written})
+
+
+def _memory(state: TrainingState) -> dict[str, Tensor]:
+    """Return all tensors of the state by path, with the gradients that are there when the step begins."""
+    tensors: dict[str, Tensor] = dict(state.tensors())
+    if not state.finds_gradients:
+        return tensors
+    gradients = {f"{path}.grad": tensor.grad for path, tensor in tensors.items() if tensor.is_leaf}
+    return tensors | {path: gradient for path, gradient in gradients.items() if gradient is not None}
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return the number of changes in place so far, None if torch does not count them for this tensor."""
+    return None if tensor.is_inference() else version(tensor)
+
+
+def _is_compared(path: str, tensor: Tensor) -> bool:
+    """Return whether to compare a tensor's bits: those of a buffer, unless it is as large as a cache."""
+    small = tensor.untyped_storage().nbytes() <= _MAX_COMPARED if has_memory(tensor) else False
+    return small and not isinstance(tensor, nn.Parameter) and not path.startswith("optimizer[")
+
+
+_MAX_COMPARED = 2**26  # bytes

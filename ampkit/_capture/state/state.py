@@ -1,0 +1,363 @@
+"""The training state: the tensors that a step may change, and whether a graph may still be replayed on them."""
+
+import gc
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..._text import value_text
+from ..._torch.autograd.gradient_nodes import renew_gradient_nodes
+from ..._torch.optimizers import step_hooks
+from ..._torch.tensors.modes import DeviceContext, function_modes
+from ..._torch.tensors.modules import parts_of
+from ..._torch.tensors.settings import SETTINGS, settings
+from ..host.attributes import Attributes, AttributeValues
+from ..host.executed import Executed
+from ..host.host_tensors import HostTensors, HostValues
+from ..host.variables import Variables, VariableValues
+from .bound import Bound, cells
+from .walk import Objects, Walk
+from .watch import (
+    Look,
+    Rates,
+    Scaler,
+    StateWatch,
+    autocast,
+    default_devices,
+    own_values,
+    packs_saved_tensors,
+)
+
+
+class Generation(NamedTuple):
+    """What a graph cannot follow when it changes, beside its input. While it is equal, a graph may be replayed."""
+
+    containers: "Objects"  # optimizer.state, param_groups, their parameters: load_state_dict replaces them
+    moments: tuple["Objects", ...]  # in each optimizer.state: the parameters, and a dict for each
+    kept: "Kept"  # the tensors in these dicts
+    walk: "Walk"  # the parameters, buffers and child modules themselves
+    addresses: tuple[int, ...]  # of parameters and buffers: `.data =` and module.to() change them
+    layouts: tuple[Any, ...]  # of parameters and buffers: `.data =` may change them at the same address
+    sizes: tuple[int, ...]  # parameters per param group
+    settings: "Settings"
+
+    def replaced_in(self, new: "Generation") -> str:
+        """Return in words which memory was replaced in `new`, so that older graphs are outdated; "" if none was."""
+        moment = self.kept.replaced_in(new.kept)
+        words = (
+            ("a param group was added or removed", len(self.sizes), len(new.sizes)),
+            ("a parameter was added to a param group, or removed", self.sizes, new.sizes),
+            ("the optimizer's state was replaced (load_state_dict)", self.containers, new.containers),
+            ("the optimizer's state was cleared or replaced", True, _grew(self.moments, new.moments)),
+            (f"{moment} in the optimizer's state was replaced by another tensor", "", moment),
+            (self.walk.first_change(new.walk), self.walk, new.walk),
+            ("a parameter or buffer was moved to other memory", self.addresses, new.addresses),
+            ("a parameter or buffer got another shape, other strides or another dtype", self.layouts, new.layouts),
+        )
+        return next((text for text, old, now in words if old != now), "")
+
+
+class Kept:
+    """The tensors that optimizers keep of each parameter, compared by identity.
+
+    Args:
+        tables: the dictionaries in which they keep them.
+    """
+
+    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
+        self._tables = tables  # kept alive, so that no other one gets the same identity
+        self._tensors = {
+            (id(table), name): value for table in tables for name, value in table.items() if isinstance(value, Tensor)
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and self._tensors.keys() == other._tensors.keys() and not self.replaced_in(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._tensors))
+
+    def replaced_in(self, new: "Kept") -> str:
+        """Return the name of a tensor that is another one in `new`, "" if there is none. Others may have been added."""
+        found = new._tensors
+        return next((key[1] for key, tensor in self._tensors.items() if found.get(key, tensor) is not tensor), "")
+
+
+class Settings(NamedTuple):
+    """What a graph cannot follow when it changes, but which may change back. Equal settings share graphs."""
+
+    modes: tuple[bool, ...]  # requires_grad per parameter and buffer, training per module
+    gradients: tuple[int, ...]  # addresses of gradients at the beginning of the step, if it may find any
+    host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, the caller's autocast, by name
+    torch_settings: tuple[Any, ...]  # settings of torch that decide which kernels run, in the order of `SETTINGS`
+    attributes: AttributeValues  # of modules: numbers, texts, functions and tensors that steps read
+    variables: VariableValues  # global ones, and those of functions around the step
+    host_values: HostValues  # of tensors on the host
+
+    def named(self) -> dict[str, Any]:
+        """Return every setting by the name that messages use."""
+        read = zip(SETTINGS, self.torch_settings, strict=True)
+        return {
+            MODES: self.modes,
+            GRADIENTS: self.gradients,
+            ATTRIBUTES: self.attributes,
+            VARIABLES: self.variables,
+            HOST_TENSORS: self.host_values,
+            **dict(self.host),
+            **dict(read),
+        }
+
+    def changed(self, new: "Settings") -> list[str]:
+        """Return the names of the settings that differ from `new`."""
+        old, now = self.named(), new.named()
+        return [name for name in {**old, **now} if name not in old or name not in now or old[name] != now[name]]
+
+    def changes(self, new: "Settings", values: bool = False) -> str:
+        """Return in words what differs from `new`, or "" if nothing does.
+
+        Args:
+            new: the later ones.
+            values: whether hyperparameters come with their values, and a change of mode with what to write.
+        """
+        if self.modes != new.modes:
+            return f"{MODES} changed{_AFTER_EVALUATION * values}"
+        if self.gradients != new.gradients:
+            return "gradients were made, replaced or set to None outside of the step"
+        if len(self.host) != len(new.host):
+            return "the options of a param group changed"
+        pairs = zip(self.host, new.host, strict=True)
+        changed = [f"{name} changed{_from_to(old, now) * values}" for (name, old), (_, now) in pairs if old != now]
+        read = zip(SETTINGS, self.torch_settings, new.torch_settings, strict=True)
+        changed += [f"{name} changed from {old!r} to {now!r}" for name, old, now in read if old != now]
+        attributes = self.attributes.changed(new.attributes).items()
+        changed += [f"the attribute {path} changed{_from_to(old, now) * values}" for path, (old, now) in attributes]
+        variables = self.variables.changed(new.variables).items()
+        changed += [f"the variable {name} changed{_from_to(old, now) * values}" for name, (old, now) in variables]
+        lines = self.host_values.changed(new.host_values)
+        changed += [f"a tensor on the host changed, which is read in {line}" for line in lines]
+        return ", ".join(changed)
+
+
+ATTRIBUTES, VARIABLES = "attributes of modules", "variables that the step reads"
+HOST_TENSORS = "tensors on the host that the step reads"
+MODES, GRADIENTS = "train/eval mode or requires_grad", "gradients outside of the step"
+_AFTER_EVALUATION = " (after an evaluation under model.eval(), call model.train() before the next step)"
+
+
+def _from_to(old: Any, now: Any) -> str:
+    """Return " from ... to ..." for two values, "" if a user would not recognise them."""
+    before, after = value_text(old), value_text(now)
+    return f" from {before} to {after}" if before and after else ""
+
+
+def _grew(old: tuple[Objects, ...], new: tuple[Objects, ...]) -> bool:
+    """Return whether the new ones begin with all of the old ones. A first step adds some."""
+    grew = (
+        len(a.objects) <= len(b.objects) and all(map(operator.is_, a.objects, b.objects))
+        for a, b in zip(old, new, strict=True)
+    )
+    return all(grew)
+
+
+class TrainingState:
+    """The modules, optimizers and scaler that a step may change.
+
+    Args:
+        modules: modules by the name that messages use; more may be added.
+        optimizers: optimizers over parameters of these modules.
+        scaler: the gradient scaler, or None.
+        own: tensors of ampkit's own that a step changes, by name; may grow.
+        finds_gradients: whether `param.grad` may hold something when the step begins.
+        bare: a module whose parameters have no gradients when a call begins; None if there is none. Gradients that a
+            backward of the caller's has left there are cleared.
+        sees_hooks: whether graphs contain what hooks of the modules and their parameters do.
+        rates: of the optimizers.
+        functions: those of the user's that a step calls.
+        eager_optimizers: further optimizers that steps call, and that no graph can hold.
+        problem: why no graph can hold them; "" if there are none.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: Scaler | None = None,
+        *,
+        own: dict[str, Tensor] | None = None,
+        finds_gradients: bool = False,
+        bare: nn.Module | None = None,
+        sees_hooks: bool = True,
+        rates: Sequence[Rates] = (),
+        functions: Sequence[Any] = (),
+        eager_optimizers: Sequence[torch.optim.Optimizer] = (),
+        problem: str = "",
+    ) -> None:
+        self.modules = modules
+        self.eager_optimizers: tuple[torch.optim.Optimizer, ...] = tuple(eager_optimizers)
+        self.problem = problem
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(optimizers)
+        self.scaler = scaler
+        self.own: dict[str, Tensor] = {} if own is None else own
+        self.finds_gradients = finds_gradients
+        self.watch: StateWatch[Generation] = StateWatch(
+            modules,
+            self.optimizers,
+            scaler,
+            finds_gradients=finds_gradients,
+            bare=bare,
+            sees_hooks=sees_hooks,
+            rates=rates,
+            functions=functions,
+            describe=_generation,
+        )
+
+    def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
+        self.optimizers = tuple(optimizers)
+        self.watch.hold(self.optimizers)
+
+    def look_again(self) -> None:
+        """Have the next generation be another object, so that its user looks at what belongs to it."""
+        self.watch.look_again()
+
+    def refresh_rates(self) -> None:
+        """Bring the tensors that optimizers read their learning rates from up to date.
+
+        It launches one kernel per rate that changed. Sync: none.
+        """
+        self.watch.refresh_rates()
+
+    def generation(self) -> Generation:
+        """Return the present generation: the same object as before if nothing has changed since. Sync: none."""
+        return self.watch.present()
+
+    @property
+    def attributes(self) -> Attributes:
+        """Which attributes of the modules are compared."""
+        return self.watch.attributes
+
+    @property
+    def variables(self) -> Variables:
+        """Which variables are compared, beside those of the modules."""
+        return self.watch.variables
+
+    @property
+    def host_tensors(self) -> HostTensors:
+        """Which tensors on the host are compared."""
+        return self.watch.host_tensors
+
+    @contextmanager
+    def noting_reads(self, in_parts: Callable[[], bool]) -> Iterator[None]:
+        """Context for a step, whose code tells which attributes and variables are compared from then on.
+
+        Args:
+            in_parts: returns at the end whether the step cannot be captured as a whole.
+        """
+        modules = list(chain.from_iterable(map(parts_of, self.modules.values())))
+        executed = Executed()
+        notes = self.variables.notes(modules, executed)
+        with executed.noting(), self.attributes.noting(modules, notes.take, executed):
+            yield
+            # In here, while the same names count as when the notes were taken.
+            self.variables.learn(notes, in_parts=in_parts())
+
+    def tensors(self) -> Bound:
+        """Return every tensor of modules, optimizers and scaler by a path that a user can read.
+
+        Aliasing: the live tensors.
+        """
+        bound = {path: table[key] for path, table, key in cells(self.modules, self.optimizers, self.own)}
+        if self.scaler is not None and self.scaler.is_enabled():
+            bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
+        return Bound(bound, self.modules)
+
+    def is_undecided(self) -> bool:
+        """Return whether the last step waited for the device as later ones will not."""
+        return bool(self.optimizers) and self.scaler is not None and self.scaler.is_undecided()
+
+    def renew_gradient_nodes(self) -> None:
+        """Have gradients be accumulated on the stream of the next call, though the graph of an earlier one is alive."""
+        renew_gradient_nodes(Walk(self.modules).tensors)
+
+    def rebound_since(self, before: dict[str, Tensor]) -> list[str]:
+        """Return the paths that hold another tensor than in `before`, an earlier result of `tensors`."""
+        return [path for path, tensor in self.tensors().items() if before.get(path) is not tensor]
+
+    def rebind(self, before: Bound) -> None:
+        """Put the tensors of `before` back in their places and drop those that came since. Copies nothing."""
+        before.restore(cells(self.modules, self.optimizers, self.own))
+
+
+def _generation(look: Look) -> Generation:
+    """Return what stands for the state that was looked at. It is no method, so that no cycle keeps a state alive."""
+    groups = [group for optimizer in look.optimizers for group in optimizer.param_groups]
+    return Generation(
+        containers=Objects([part for optimizer in look.optimizers for part in _containers(optimizer)]),
+        moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in look.optimizers]),
+        kept=Kept(look.kept),
+        walk=look.walk,
+        addresses=tuple(look.addresses),
+        layouts=tuple(look.layouts),
+        sizes=tuple([len(group["params"]) for group in groups]),
+        settings=Settings(
+            modes=tuple(look.walk.flags()),
+            gradients=tuple(look.gradients),
+            host=_host(look),
+            torch_settings=_unchangeable(settings()),
+            attributes=look.attributes,
+            variables=look.variables,
+            host_values=look.host_values,
+        ),
+    )
+
+
+def _host(look: Look) -> tuple[tuple[str, Any], ...]:
+    named: list[tuple[str, Any]] = []
+    named += zip(("cuda autocast around the step", "cpu autocast around the step"), autocast(), strict=True)
+    # The rules of a policy for operations are the type of a mode. Those for a module are the module's class.
+    modes = function_modes()
+    policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
+    named.append(("the policy around the step", policies))
+    named.append(("torch.get_default_device()", default_devices(modes)))
+    # Anomaly mode without this check, as ampkit's own, only says where an error came from.
+    looks_for_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    named.append(("torch.autograd.detect_anomaly()", looks_for_nan))
+    # Whether there are any, for they are often functions that are made in each call.
+    named.append(("saved_tensors_hooks around the step", packs_saved_tensors()))
+    named.append(("the policy on the model", tuple(map(type, look.walk.modules))))
+    named.append(("hooks of modules and parameters", Objects(look.hooks)))
+    for k, optimizer in enumerate(look.optimizers):
+        owner = f"optimizers[{k}]" if len(look.optimizers) > 1 else "the optimizer"
+        prefix = f"{owner}." if len(look.optimizers) > 1 else ""
+        for i, group in enumerate(optimizer.param_groups):
+            # Graphs read the learning rate from a tensor, unless they hold it as a constant.
+            frozen = (key for key in group if key not in ("params", *look.followed))
+            named.extend((f"{prefix}param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
+        named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))
+        if look.held:
+            named.append((f"{owner}'s attributes and state", tuple(map(_by_value, own_values(optimizer)))))
+    if look.scaler is not None and look.scaler.is_enabled():
+        named.extend((f"the scaler's {name}", value) for name, value in look.scaler.rule().items())
+    return tuple(named)
+
+
+def _unchangeable(value: Any) -> Any:
+    """Return a value to compare a hyperparameter by: of a tensor the identity, for graphs read it in each replay."""
+    if isinstance(value, Tensor):
+        return Objects([value])
+    return tuple(map(_unchangeable, value)) if type(value) in (list, tuple) else value
+
+
+def _containers(optimizer: torch.optim.Optimizer) -> list[Any]:
+    groups = optimizer.param_groups
+    params = [group["params"] for group in groups]
+    return [optimizer.state, groups, *groups, *params, *chain.from_iterable(params)]
+
+
+def _by_value(value: Any) -> Any:
+    """Return something to compare a value by: a number or a text by itself, everything else by its identity."""
+    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else Objects([value])

@@ -1,0 +1,138 @@
+"""The modules that a step may change, with everything in them, and whether they are still the same objects."""
+
+import functools
+import gc
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..._torch.tensors.modules import module_tables
+from ..._torch.tensors.tensors import local_shard
+
+requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+
+
+class Objects:
+    """A list of objects, compared by identity. It keeps them alive, so that no other object gets the same identity."""
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self.objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Objects) and self.are(other.objects)
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.objects)))
+
+    def are(self, others: Sequence[Any]) -> bool:
+        """Return whether the others are the very same objects. It uses no `==`, which waits for the device."""
+        return len(self.objects) == len(others) and all(map(operator.is_, self.objects, others))
+
+
+class Walk:
+    """The modules below some roots with everything in them, kept as long as no table of any of them changes.
+
+    Attributes:
+        modules: the modules, each once.
+        tables: the dictionaries in which they keep parameters, buffers and children.
+        tensors: the parameters and buffers, each once.
+        is_split: whether one of them is a DTensor.
+        training: reads `training` of each module.
+    """
+
+    def __init__(self, roots: dict[str, nn.Module]) -> None:
+        self.modules: list[nn.Module] = list(roots.values())
+        self._roots = roots
+        seen = set(self.modules)  # a module may be registered under two names
+        for module in self.modules:  # grows below
+            for child in module_tables(module)[2].values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    self.modules.append(child)
+        self.tables: tuple[dict[str, Any], ...] = tuple(
+            [table for module in self.modules for table in module_tables(module)]
+        )
+        # These keep the objects alive, so that no other object gets the same identity.
+        self._objects = Objects(gc.get_referents(*self.tables))
+        # Each once: a parameter may be registered under two names.
+        self.tensors: list[Tensor] = list(
+            dict.fromkeys(found for found in self._objects.objects if isinstance(found, Tensor))
+        )
+        self.training: Callable[[], Iterator[bool]] = _training_of(self.modules)
+        self.is_split: bool = any(local_shard(tensor) is not tensor for tensor in self.tensors)
+        self._names = self._paths()  # now, because the tables may change
+
+    def local(self) -> list[Tensor]:
+        """Return the tensors; of a DTensor this process's part. Aliasing: the list may be that of `tensors`."""
+        return list(map(local_shard, self.tensors)) if self.is_split else self.tensors
+
+    def addresses(self) -> list[int]:
+        """Return where each tensor lies now; of a DTensor, where this process's part of it lies."""
+        return list(map(Tensor.data_ptr, self.local()))
+
+    def layouts(self) -> list[Any]:
+        """Return shape, strides and dtype of each tensor, which `.data =` can change where the address stays."""
+        return list(map(_layout, self.local()))
+
+    def is_current(self) -> bool:
+        """Return whether every table still has the very same objects in it."""
+        return self._objects.are(gc.get_referents(*self.tables))  # all values of all tables, in one call of C
+
+    def flags(self) -> list[bool]:
+        """Return what may change in place: requires_grad per tensor, training per module."""
+        return [*map(requires_grad, self.tensors), *self.training()]
+
+    def changed_flags(self, before: list[bool]) -> list[tuple[int, bool]]:
+        """Return the flags that were changed since: the place of each in `flags`, and what it is now."""
+        return [(i, now) for i, (old, now) in enumerate(zip(before, self.flags(), strict=True)) if old != now]
+
+    def set_flags(self, flags: list[tuple[int, bool]]) -> None:
+        """Set some of the flags, each by its place in `flags`."""
+        for place, flag in flags:
+            if place < len(self.tensors):
+                self.tensors[place].requires_grad_(flag)
+            else:
+                self.modules[place - len(self.tensors)].training = flag
+
+    def put_back(self, before: list[bool]) -> None:
+        """Put back the flags that were changed since."""
+        self.set_flags([(place, before[place]) for place, _ in self.changed_flags(before)])
+
+    def paths(self) -> list[str]:
+        """Return the path of each module, by the first name that leads to it."""
+        paths = {module: path for root, top in self._roots.items() for path, module in top.named_modules(prefix=root)}
+        return [paths.get(module, "?") for module in self.modules]
+
+    def first_change(self, new: "Walk") -> str:
+        """Return in words the first difference from a walk of the same roots."""
+        pairs = zip(self._names, self._objects.objects, new._names, new._objects.objects, strict=False)
+        for old_name, old, new_name, now in pairs:
+            if old_name != new_name:
+                return f"{new_name} was added or {old_name} removed"
+            if old is not now:
+                return f"{new_name} was replaced"
+        return "a parameter, buffer or module was added or removed"
+
+    def _paths(self) -> list[str]:
+        owners = (path for path in self.paths() for _ in range(3))  # three tables each
+        return [f"{owner}.{key}" for owner, table in zip(owners, self.tables, strict=True) for key in table]
+
+
+def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:
+    """Return a function that reads `training` of the modules.
+
+    It reads the `__dict__` of the modules, in a third of the time, if `training` is there and no class defines it.
+    """
+    tables = list(map(vars, modules))
+    if all("training" in table and not hasattr(type(m), "training") for m, table in zip(modules, tables, strict=True)):
+        return functools.partial(map, operator.itemgetter("training"), tables)
+    return functools.partial(map, operator.attrgetter("training"), modules)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
+    try:
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype
+    except RuntimeError:  # a parameter of a lazy module has no shape yet, a sparse buffer has no strides
+        return None

@@ -1,0 +1,417 @@
+"""What every call looks at to see whether the training state is as it was: it compares, and builds nothing."""
+
+import ctypes
+import gc
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from types import MethodType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
+from ..._torch.tensors.modes import (
+    DeviceContext,
+    function_mode_count,
+    function_modes,
+    is_any_autocast_enabled,
+    saved_tensors_hooks,
+    without_torch_function,
+)
+from ..._torch.tensors.modules import hooks_made, is_of_torch, tables_with_hooks
+from ..._torch.tensors.settings import ENUM_READERS, PLAIN_READERS
+from ..._torch.tensors.tensors import layout_check, local_shard
+from ..host.attributes import Attributes
+from ..host.contents import getter, tells_its_size
+from ..host.host_tensors import HostTensors
+from ..host.variables import Variables
+from .walk import Walk, requires_grad
+
+_G = TypeVar("_G")
+
+
+class Rates(Protocol):
+    """The tensors that a captured optimizer reads its learning rates from."""
+
+    def refresh(self) -> None:
+        """Bring them up to date with `group["lr"]`. Sync: none."""
+
+
+class Scaler(Protocol):
+    """What training state asks of a gradient scaler."""
+
+    def is_enabled(self) -> bool:
+        """Return whether it scales at all."""
+
+    def rule(self) -> dict[str, Any]:
+        """Return the host values that decide how the scale moves, by name."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return scale and counters by name, {} before they are made."""
+
+    def is_undecided(self) -> bool:
+        """Return whether the last step waited for the device as later ones will not."""
+
+
+class _Group(NamedTuple):
+    """A param group, as it is looked at.
+
+    Attributes:
+        entries: the group.
+        frozen: reads the values of the entries that a graph cannot follow.
+    """
+
+    entries: dict[str, Any]
+    frozen: Callable[[dict[str, Any]], tuple[Any, ...]]
+
+
+class Look:
+    """What one call has seen of the state, and how the next call sees whether anything is different.
+
+    Everything that has an identity is in one tuple of objects: modules, tensors, flags, types, param groups and their
+    entries. It is compared with that of the next call by addresses, in one call of C. If a hyperparameter is another
+    object of the same value, the state is read anew, which compares the values.
+
+    Args:
+        walk: the modules.
+        optimizers: see `TrainingState`.
+        scaler: see `TrainingState`.
+        finds_gradients: see `TrainingState`.
+        bare: parameters that have no gradient.
+        held: whether graphs hold all numbers of the optimizers as constants.
+        sees_hooks: see `TrainingState`.
+        attributes: which attributes of the modules are compared.
+        variables: which variables are compared.
+        host_tensors: which tensors on the host are compared.
+
+    Attributes:
+        walk, optimizers, scaler, held: as given.
+        followed: the entries of a param group whose changes graphs follow.
+        addresses: of parameters and buffers.
+        layouts: of parameters and buffers.
+        gradients: addresses of gradients, [] if there are none.
+        hooks: those of modules, parameters and buffers, behind the table that has them.
+        attributes: the values of the modules' attributes that are compared.
+        variables: the values of the variables that are compared.
+        host_values: the values of the tensors on the host that are compared.
+        kept: what the optimizers keep of each parameter.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: Scaler | None,
+        *,
+        finds_gradients: bool,
+        bare: Sequence[Tensor],
+        held: bool,
+        sees_hooks: bool,
+        attributes: Attributes,
+        variables: Variables,
+        host_tensors: HostTensors,
+    ) -> None:
+        self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
+        self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
+        self._finds_gradients, self._bare = finds_gradients, bare
+        self.layouts = walk.layouts()
+        # One call of C in place of several per tensor. It sees no `requires_grad` where gradients are off, and of
+        # DTensors it is given the parts.
+        self._has_layouts = layout_check(walk.local())
+        is_seen = self._has_layouts is not None and torch.is_grad_enabled() and not walk.is_split
+        # Torch refuses `requires_grad` for integers, such as the counters of batch norm.
+        self._differentiable = [] if is_seen else [t for t in walk.tensors if t.is_floating_point() or t.is_complex()]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._groups = [_Group(group, getter([key for key in group if key not in self.followed])) for group in groups]
+        # The params are a list, and betas out of a JSON file, too. What is in them may change in place.
+        lists = [value for group in groups for value in group.values() if type(value) is list]
+        # What the optimizers keep of each parameter, which someone may replace to begin anew.
+        self.kept = [table for optimizer in optimizers for table in optimizer.state.values() if type(table) is dict]
+        self._tables: tuple[Any, ...] = (
+            *walk.tables,
+            *[part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)],
+            *self.kept,
+            *lists,
+        )
+        self._sees_hooks = sees_hooks
+        self._hooks_made = hooks_made()
+        hooks = tables_with_hooks(walk.modules, walk.tensors) if sees_hooks else []
+        self.hooks = _with_contents(hooks)
+        self._tables += tuple(hooks)  # so that hooks that are removed are noticed
+        self.attributes = attributes.values(walk.modules, walk.paths)
+        self.variables = variables.values()
+        readers = zip(attributes.readers(walk.modules), variables.readers(), strict=True)
+        self._readers: list[list[Any]] = [[*of_modules, *of_others] for of_modules, of_others in readers]
+        self._tables += tuple(variables.cells())
+        inside = (*attributes.tables(walk.modules), *variables.tables())
+        self._lists: list[Any] = [*lists, *[table for table in inside if tells_its_size(type(table))]]
+        self._lengths = list(map(len, self._lists))
+        self._objects = self._read_objects()  # kept, so that no other object gets the same identity
+        self._read_identities = _identities_of(len(self._objects))
+        self._identities = self._read_identities(self._objects)
+        self._host_tensors, self.host_values = host_tensors, host_tensors.values()
+        self._host_bytes = list(self.host_values.found.values())
+        self.addresses = walk.addresses()
+        self.gradients = gradient_addresses(walk.tensors) if finds_gradients else []
+        self._settings = self._read_settings()
+
+    def is_current(self) -> bool:
+        """Return whether the state is still what was seen."""
+        try:
+            objects = self._read_objects()
+            local = self.walk.local() if self.walk.is_split else self.walk.tensors
+        except (KeyError, IndexError):  # an entry of a param group, an attribute, or what a variable leads to, is gone
+            return False
+        return (
+            len(objects) == len(self._objects)
+            and self._read_identities(objects) == self._identities
+            and list(map(Tensor.data_ptr, local)) == self.addresses
+            and self._layouts_are_same(local)
+            and (hooks_made() == self._hooks_made or self._hooks_are_same())
+            and self._read_settings() == self._settings
+            and list(map(len, self._lists)) == self._lengths
+            and (not self._host_bytes or self._host_tensors.bytes_now() == self._host_bytes)
+            and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
+            and not gradients(self._bare)
+        )
+
+    def _layouts_are_same(self, local: Sequence[Tensor]) -> bool:
+        return self.walk.layouts() == self.layouts if self._has_layouts is None else self._has_layouts(*local)
+
+    def _hooks_are_same(self) -> bool:
+        """Return whether the hooks that were registered since are none of these modules and tensors."""
+        if not self._sees_hooks:
+            return True
+        made = hooks_made()
+        hooks = _with_contents(tables_with_hooks(self.walk.modules, self.walk.tensors))
+        if len(hooks) != len(self.hooks) or not all(map(operator.is_, hooks, self.hooks)):
+            return False
+        self._hooks_made = made
+        return True
+
+    def _read_settings(self) -> list[Any]:
+        found = [read() for read in PLAIN_READERS]
+        found += [number(read()) for read, number in ENUM_READERS]
+        return found
+
+    def _read_objects(self) -> tuple[Any, ...]:
+        walk = self.walk
+        found: list[Any] = gc.get_referents(*self._tables)  # all values of all tables and lists, in one call of C
+        found += map(requires_grad, self._differentiable)
+        found += walk.training()
+        found += map(type, walk.modules)
+        for optimizer in self.optimizers:
+            hooks = hooks_of_one(optimizer)
+            found += optimizer.state, optimizer.param_groups
+            if any((*HOOKS_OF_ALL, *hooks)):
+                found += step_hooks(optimizer)
+            if self.held:
+                found += own_values(optimizer)
+        for group, frozen in self._groups:
+            found += group
+            found += frozen(group)
+        found += chain.from_iterable(map(_call, *self._readers))
+        if function_mode_count():
+            modes = function_modes()
+            found += map(type, modes)
+            found += default_devices(modes)
+        if is_any_autocast_enabled():
+            found += autocast()
+        if saved_tensors_hooks() is not None:
+            found += (packs_saved_tensors(),)
+        if torch.is_anomaly_enabled():
+            found += (torch.is_anomaly_check_nan_enabled(),)
+        if self.scaler is not None and self.scaler.is_enabled():
+            found += self.scaler.rule().values()
+        return tuple(found)
+
+
+def _with_contents(tables: Sequence[dict[int, Any]]) -> list[Any]:
+    """Return the tables, each with its hooks behind it; of a method, which is a new object each time, what makes it."""
+    found: list[Any] = []
+    for table in tables:
+        found.append(table)
+        for hook in table.values():
+            found += (hook.__self__, hook.__func__) if isinstance(hook, MethodType) else (hook,)
+    return found
+
+
+class StateWatch(Generic[_G]):
+    """Notices when the training state is no longer what it was in the call before.
+
+    Args:
+        modules: see `TrainingState`.
+        optimizers: see `TrainingState`.
+        scaler: see `TrainingState`.
+        finds_gradients: see `TrainingState`.
+        bare: see `TrainingState`.
+        sees_hooks: see `TrainingState`.
+        rates: see `TrainingState`.
+        functions: see `TrainingState`.
+        describe: `describe(look)` returns what stands for the state that was looked at.
+
+    Attributes:
+        attributes: which attributes of the modules are compared.
+        variables: which variables are compared.
+        host_tensors: which tensors on the host are compared.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: Scaler | None,
+        *,
+        finds_gradients: bool,
+        bare: nn.Module | None,
+        sees_hooks: bool,
+        rates: Sequence[Rates],
+        functions: Sequence[Any],
+        describe: Callable[[Look], _G],
+    ) -> None:
+        self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
+        self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
+        self._bare, self._sees_hooks = bare, sees_hooks
+        self.attributes: Attributes = Attributes()
+        self.variables: Variables = Variables(self.attributes.names_read, functions)
+        self.host_tensors: HostTensors = HostTensors()
+        self._held = False  # whether graphs hold all numbers of the optimizers as constants
+        self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
+        self._walk: Walk | None = None
+        self._walked = 0
+        self._seen: tuple[Look, _G] | None = None
+
+    def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
+        self._optimizers, self._rates, self._held = optimizers, (), True
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Have the next call look anew at everything, so that another object stands for the state."""
+        self._seen = None
+
+    def refresh_rates(self) -> None:
+        """Bring the tensors that optimizers read their learning rates from up to date.
+
+        It launches one kernel per rate that changed. Sync: none.
+        """
+        now = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
+        # A rate that is a tensor may have been written to. A number that is the same object is unchanged.
+        if len(now) == len(self._filled) and all(map(operator.is_, now, self._filled)):
+            return
+        for rates in self._rates:
+            rates.refresh()
+        self._filled = now if _NUMBERS.issuperset(map(type, now)) else [_NOT_FILLED]
+
+    def present(self) -> _G:
+        """Return what stands for the present state: the same object as before if nothing has changed since.
+
+        Learning rates, which graphs read from tensors, are brought up to date. Every call does this. Sync: none.
+        """
+        self.refresh_rates()
+        if self._seen is None or len(self._modules) != self._walked:
+            return self._look()
+        with without_torch_function():
+            is_current = self._seen[0].is_current()
+        return self._seen[1] if is_current else self._look()
+
+    def _look(self) -> _G:
+        self._seen = None
+        if self._walk is None or len(self._modules) != self._walked or not self._walk.is_current():
+            self._walk, self._walked = Walk(self._modules), len(self._modules)
+        with without_torch_function():
+            bare = [] if self._bare is None else list(self._bare.parameters())
+            for param in bare:
+                param.grad = None
+            look = Look(
+                self._walk,
+                self._optimizers,
+                self._scaler,
+                finds_gradients=self._finds_gradients,
+                bare=bare,
+                held=self._held,
+                sees_hooks=self._sees_hooks,
+                attributes=self.attributes,
+                variables=self.variables,
+                host_tensors=self.host_tensors,
+            )
+            now = self._describe(look)
+        self._seen = look, now
+        return now
+
+
+# New in Python 3.11, a call of C.
+_call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
+_gradient: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+
+
+def packs_saved_tensors() -> bool:
+    """Return whether hooks around the call pack what autograd saves: those of the user, for others change no bit."""
+    hooks = saved_tensors_hooks()
+    return hooks is not None and not is_of_torch(hooks[0])
+
+
+def gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradient of each tensor, [] if none of them has one. No Python code runs for each of them."""
+    found = list(map(_gradient, tensors))
+    return found if any(map(operator.is_not, found, repeat(None))) else []
+
+
+def gradient_addresses(tensors: list[Tensor]) -> list[int]:
+    """Return [] if there is no gradient, else an address per tensor, 0 for a tensor without gradient."""
+    return [0 if gradient is None else local_shard(gradient).data_ptr() for gradient in gradients(tensors)]
+
+
+def own_values(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return what the optimizer's attributes and the state of each parameter hold."""
+    kept = [value for name, value in vars(optimizer).items() if name not in _OTHERS]
+    return [*kept, *chain.from_iterable(map(operator.methodcaller("values"), optimizer.state.values()))]
+
+
+def default_devices(modes: list[Any]) -> tuple[torch.device, ...]:
+    """Return the devices that these function modes have set as default device, the innermost one last."""
+    return tuple([mode.device for mode in modes if type(mode) is DeviceContext])
+
+
+def autocast() -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the dtypes of the caller's autocast on CUDA and on the CPU, None where it is off."""
+    on_cuda = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return on_cuda, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+# ---------------------------------------------------------------------------------------------------------- identities
+
+
+def _ids(objects: tuple[Any, ...]) -> bytes:
+    """Return the identities of some objects."""
+    return b"".join([id(found).to_bytes(_POINTER, sys.byteorder) for found in objects])
+
+
+def _pointers_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
+    """Return what does as `_ids` for that many objects, in less time: in CPython a tuple is an array of them."""
+    at = (ctypes.c_char * (_POINTER * count)).from_address
+    return lambda objects: at(id(objects) + _HEAD).raw
+
+
+def _reads_tuples() -> bool:
+    """Return whether `_pointers_of` works in this interpreter."""
+    tuples: list[tuple[Any, ...]] = [(), (None,), (True, _ids, "", 1.5), tuple(map(object.__class__, range(100)))]
+    reads = (_pointers_of(len(objects))(objects) == _ids(objects) for objects in tuples)  # in CPython only
+    return sys.implementation.name == "cpython" and all(reads)
+
+
+def _identities_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
+    """Return a function that returns the identities of the objects in a tuple of that length."""
+    return _pointers_of(count) if _READS_TUPLES else _ids
+
+
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
+_HEAD = tuple.__basicsize__  # bytes in front of the items
+_READS_TUPLES = _reads_tuples()
+_NOT_FILLED = object()
+_NUMBERS = frozenset((float, int, type(None)))
+# The attributes of an optimizer that are looked at by themselves, or that torch and ampkit set for a step.
+_OTHERS = frozenset(("state", "param_groups", "step", "found_inf", "grad_scale", "_opt_called"))

@@ -1,0 +1,1 @@
+"""A step that torch.compile compiles."""

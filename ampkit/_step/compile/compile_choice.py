@@ -1,0 +1,65 @@
+"""Which training step a value of `compile=` asks for, and which models can be compiled."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from ..._arguments import check_choice
+from ..._capture.engine.options import Options
+from ..._capture.ranks.reducers import why_not_compiled
+from ..._capture.ranks.shards import is_sharded, why_not_sharded
+from ..._torch.compile import compiled_part
+from ..training_step import TrainingStep
+from .compiled import CompiledTrainingStep
+from .sharded_step import ShardedCompiledStep
+
+COMPILE = ("default", "max")
+_COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal
+
+
+def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object, observer: object) -> None:
+    """Raise an error unless a step of this model and loss can be compiled, or is not to be.
+
+    Raises:
+        ValueError: `compile` has an impossible value; or model or loss are compiled already.
+        NotImplementedError: the model is a `DistributedDataParallel` or split over processes, in a way that does not
+            go with compiled code; or a step is observed.
+    """
+    if compile is None:
+        return
+    check_choice(where, "compile", compile, COMPILE)
+    if part := compiled_part(model, loss_fn):
+        raise ValueError(
+            f"{where}(compile={compile!r}): {part} is compiled already. Pass it as it was before torch.compile, or "
+            "compile=None."
+        )
+    if problem := why_not_compiled(model) or (why_not_sharded(model) if is_sharded(model) else ""):
+        raise NotImplementedError(f"{where}(compile={compile!r}): {problem} Or pass compile=None.")
+    if observer is not None:
+        raise NotImplementedError(
+            f"{where}(compile={compile!r}, numerics=...): compiled code has no modules whose outputs could be "
+            "measured. Pass compile=None while you measure."
+        )
+
+
+def step_maker(compile: str | None, options: Options, *, sharded: bool) -> Callable[..., TrainingStep]:
+    """Return what makes the step.
+
+    Args:
+        compile: how to compile, None for not at all.
+        options: of the step.
+        sharded: whether the model is under `fully_shard`.
+    """
+    if compile is None:
+        return TrainingStep
+    raises = options.on_failure == "raise"
+    kind = ShardedCompiledStep if sharded else CompiledTrainingStep
+    return partial(kind, compile=compile, raises=raises, generators=options.generators)
+
+
+def warmup_of(warmup: int, compile: str | None) -> int:
+    """Return how many warm-up calls there are. What is no number above 0 is refused later."""
+    if compile is None or not isinstance(warmup, int) or warmup <= 0:
+        return warmup
+    return max(warmup, _COMPILED_WARMUP)

@@ -1,0 +1,407 @@
+"""`graphed_step(compile=...)`: which parts of a step torch.compile compiles, and what happens if it fails."""
+
+import itertools
+import operator
+import sys
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._capture.engine.layouts import MAX_LAYOUTS
+from ..._capture.keys.inputs import read_batch
+from ..._capture.state.snapshot import Snapshot
+from ..._capture.state.state import TrainingState
+from ..._errors import AmpkitWarning, CaptureError
+from ..._optimizer.compiled_update import CompiledUpdate, why_not_updated
+from ..._optimizer.preparation import Prepared
+from ..._optimizer.step_kind import why_not_capturable
+from ..._text import ProgressBar, dtype_name
+from ..._torch.compile import Compiler, GraphBreak, notice_compiled_code
+from ..._torch.tensors.tensors import versions
+from ..._user_line import innermost_users_line, users_level
+from ..training_step import PartOfStep, Phase, TrainingStep
+from ..working_weights import LOW, WorkingWeights, cast_gradients
+from .compiled_ddp import compiled_around, is_of_wrapper
+from .compiled_writes import GOES_ON, CompiledWrites, why_failed
+
+_COPY = "the working weight of parameter"
+# As torch.compile(options=...) takes them. Combo kernels do small operations that do not depend on each other in one
+# kernel. All operations in it have the same block size, with which a LayerNorm's sums along rows and along columns took
+# ten times as long as with the best ones of each (GPT-2, torch 2.11, H200). "max" times block sizes. "default" does
+# not, so it combines no reductions. Graphs of Inductor's own could not be captured in another one.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {
+        "triton.cudagraphs": False,
+        "epilogue_fusion": True,
+        "combo_kernels": True,
+        "combo_kernels_pointwise_only": True,
+    },
+    "max": {
+        "triton.cudagraphs": False,
+        "epilogue_fusion": True,
+        "combo_kernels": True,
+        "benchmark_combo_kernel": False,
+        "max_autotune": True,
+        "max_autotune_gemm_backends": "ATEN,TRITON",
+    },
+}
+
+
+class CompiledTrainingStep(TrainingStep):
+    """A training step whose loss, forward and backward, is compiled: for each layout of the batch by itself.
+
+    The first call of a layout, and of a phase in it, is not compiled. It shows which weights autocast only casts, and
+    makes the state of the optimizer. The second call compiles, with working weights in place. So all later calls run
+    the same code, captured or not, and have the same bits.
+
+    If the compilation of a layout fails, its calls are not compiled; a warning says why, once.
+
+    Args:
+        *args: see `TrainingStep`.
+        compile: "default" or "max", see `graphed_step`.
+        name: what messages call the step.
+        raises: whether a compilation that fails is an error (`on_failure="raise"`).
+        generators: random-number generators beside torch's own that the loss draws from.
+        **kwargs: see `TrainingStep`.
+
+    Attributes:
+        compiler: counts the compilations.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        compile: str,
+        raises: bool,
+        generators: Sequence[torch.Generator],
+        name: str = "graphed_step",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._where = f"{name}(compile={compile!r})"
+        self._raises = raises
+        self._generators = generators
+        self.compiler = Compiler(_OPTIONS[compile])
+        self._seconds = 0.0
+        self._layouts: dict[Hashable, Layout] = {}
+        self._copies: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}
+        self._known: list[nn.Parameter] = []
+        self._seeds: dict[torch.dtype, Tensor] = {}
+        self._kept: dict[Tensor, Tensor] = {}  # gradients in low precision, by parameter, of the call that runs
+        self._update = CompiledUpdate(self._optimizer, self.scaler, self.groups, self._max_norm, self.compiler)
+        self._why_update_not = self._why_not_updated()
+        self._writes = CompiledWrites(self.compiler, self._where, raises=raises)
+        self._failed = ""  # what could not be compiled, with `raises`: what the next call raises
+        self._constant: set[int] = set()  # ids of the parameters that the last call without compiled code left alone
+        self._layout: Layout | None = None  # of the call that runs; None for a call that is not compiled
+        self._leaves: list[Any] = []  # of the batch of the call that runs
+        self._said: set[str] = set()
+
+    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the part of a step that belongs to one micro-batch."""
+        return self._call(phase, args, kwargs, steps=phase.last and not self._place.behind)
+
+    def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the same: the calls before the capture already run what a graph records."""
+        return self._call(phase, args, kwargs, steps=phase.last and not self._place.behind)
+
+    def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the same, and the optimizer step that ends the window."""
+        return self._own(self._call(phase, args, kwargs, steps=phase.last))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context without effect: the first call of a layout finds the weights that can have copies."""
+        yield
+
+    def compiled(self) -> dict[str, Any]:
+        """Return the fields of the report that say what was compiled."""
+        problems = [layout.problem for layout in self._layouts.values() if layout.problem]
+        lines = self._compiled_passes([layout for layout in self._layouts.values() if layout.ready])
+        lines += [f"compiled: update ({self._update.text()})"] if self._update.used else []
+        problems += [f"update, since {self._why_update_not}"] if self._why_update_not else []
+        problems += [f"working weights, since {self._writes.problem}"] if self._writes.problem else []
+        problems += ["after_step"] if self._after_step is not None else []
+        lines += [f"not compiled: {problem}" for problem in problems]
+        lines += [f"graph break: {text}" for layout in self._layouts.values() for text in layout.breaks]
+        return {"compile_s": round(self._seconds, 3), "compiled": tuple(dict.fromkeys(lines))}
+
+    def _compiled_passes(self, done: "list[Layout]") -> list[str]:
+        """Return the lines of the report on forward and backward of the layouts that were compiled."""
+        return [f"compiled: forward and backward, for {len(done)} layout(s) of the batch"] if done else []
+
+    # ------------------------------------------------------------------------------------------------- one call
+
+    def _call(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool) -> PartOfStep:
+        if self._failed:
+            raise CaptureError(self._failed)
+        notice_compiled_code()  # the rehearsal compares no numbers around compiled code
+        spec, leaves = read_batch(args, kwargs, self._device)
+        params = self._parameters.listed()
+        if not (len(params) == len(self._known) and all(map(operator.is_, params, self._known))):
+            self._forget()
+            self._known = list(params)
+        key = (spec, *self._modes())
+        if key not in self._layouts:
+            if len(self._layouts) == MAX_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[key] = Layout(self._new_weights())
+        layout = self._layouts[key]
+        if phase not in layout.phases:
+            return self._first_call(layout, phase, args, kwargs, steps=steps)
+        kept = self._kept if steps and not self._why_update_not else None
+        try:
+            self._layout, self._leaves = layout, leaves
+            return self._run(phase, args, kwargs, layout.weights.in_place(kept), steps=steps)
+        finally:
+            self._layout, self._leaves = None, []
+            self._kept.clear()
+
+    def _new_weights(self) -> WorkingWeights:
+        averaging = self.ranks.reducers if self.ranks.wrappers else None
+        return WorkingWeights(self._model, self._copies, self._writes.writer(), averaging=averaging)
+
+    def _first_call(
+        self, layout: "Layout", phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool
+    ) -> PartOfStep:
+        self._working = layout.weights
+        with super().watching() if not layout.phases else nullcontext():
+            out = self._run(phase, args, kwargs, nullcontext(), steps=steps)
+        for i, param in enumerate(self._known):
+            for dtype in LOW:
+                if (param, dtype) in self._copies:  # state that a call changes, so `verify` compares it too
+                    self.gradients[f"{_COPY} {i} in {dtype_name(dtype)}"] = self._copies[param, dtype]
+        layout.constant = layout.constant & self._constant if layout.phases else self._constant
+        layout.phases.add(phase)  # last: a call that raised has shown nothing
+        return out
+
+    def _forget(self) -> None:
+        """Begin anew, since the model has other parameters."""
+        self._layouts.clear()
+        self._copies.clear()
+        for name in [name for name in self.gradients if name.startswith(_COPY)]:
+            del self.gradients[name]
+
+    def _modes(self) -> tuple[Hashable, ...]:
+        """Return what decides, beside the batch, what the model does with its weights."""
+        kind = self._device.type
+        return (
+            tuple(module.training for module in self._model.modules()),
+            tuple(param.requires_grad for param in self._known),
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            torch.is_grad_enabled(),
+        )
+
+    # -------------------------------------------------------------------------------------- forward and backward
+
+    def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout = self._layout
+        if layout is None or layout.problem:
+            return super()._call_loss(args, kwargs)
+        return self._compiled_loss(layout)(self._loss_fn, self._model, args, kwargs)
+
+    def _compiled_loss(self, layout: "Layout") -> Callable[..., Any]:
+        if layout.call is None:
+            layout.call = compiled_around(call_loss, self.ranks.wrappers, self.compiler)
+        return layout.call
+
+    def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        layout = self._layout
+        if layout is None:
+            old_versions = versions(self._known)
+            outputs = super()._forward_and_backward(args, kwargs)
+            pairs = zip(self._known, old_versions, versions(self._known), strict=True)
+            self._constant = {id(param) for param, old, new in pairs if old == new}
+            return outputs
+        if layout.problem:
+            return super()._forward_and_backward(args, kwargs)
+        if layout.ready:
+            return self._compiled_pass(layout, args, kwargs)
+        return self._compile(layout, args, kwargs)
+
+    def _compile(self, layout: "Layout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Do forward and backward as compiled code for the first time."""
+        start = time.perf_counter()
+        restore, bar = self._restorer(layout), ProgressBar(1)
+        try:
+            bar.show(f"{self._where}: compiling forward and backward")
+            # Another rank may be in a call that compiles nothing.
+            with self.compiler.noting_breaks() as breaks, self.ranks.reducers.alone(self._share_in_place()):
+                outputs = self._compiled_pass(layout, args, kwargs)
+        except Exception as error:
+            return self._uncompiled(layout, error, restore, args, kwargs)
+        finally:
+            bar.clear()
+            self._seconds += time.perf_counter() - start
+        layout.ready = True
+        self._say_breaks(layout, breaks)
+        self._say_time("forward and backward", time.perf_counter() - start)
+        if not self.ranks.wrappers:
+            return outputs
+        del outputs
+        restore()
+        return self._compiled_pass(layout, args, kwargs)
+
+    def _restorer(self, layout: "Layout") -> Callable[[], None]:
+        """Return a function that puts back all that forward and backward change."""
+        state = TrainingState({"model": self._model}, [], None, own=self.gradients)
+        constant = layout.constant.union(map(id, self._copies.values()))  # each call begins by writing the copies
+        snapshot = Snapshot(state, self._generators, self._leaves, on_host=True, constant=constant)
+        gradients = [(param, param.grad) for param in self._model.parameters()]
+
+        def restore() -> None:
+            snapshot.restore()
+            for param, grad in gradients:
+                param.grad = grad
+
+        return restore
+
+    def _share_in_place(self) -> float:
+        """Return the size of the parameters in place, working weights among them, as a share of the masters' size."""
+        return sum(param.nbytes for param in self._model.parameters()) / sum(param.nbytes for param in self._known)
+
+    def _compiled_pass(self, layout: "Layout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        loss, aux = self._forward(args, kwargs)
+        loss.backward(self._seed(loss.dtype))
+        return loss, aux
+
+    def _seed(self, dtype: torch.dtype) -> Tensor:
+        """Return the gradient with which backward begins: the loss scale divided by the number of micro-batches.
+
+        Backward from `loss * scale / accumulate` would begin with the same number. That takes three kernels more: the
+        product, its backward, and a tensor of ones.
+        """
+        if self.scaler.is_enabled():
+            seed = self.scaler.tensors()["scale"].to(dtype)
+            return seed / self._accumulate if self._accumulate > 1 else seed
+        if dtype not in self._seeds:
+            self._seeds[dtype] = torch.ones((), dtype=dtype, device=self._device) / self._accumulate
+        return self._seeds[dtype]
+
+    def _uncompiled(
+        self,
+        layout: "Layout",
+        error: Exception,
+        restore: Callable[[], None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Any]:
+        """Do forward and backward again without the compiler, from the state before the call that has failed.
+
+        If they raise too, it was not the compiler that failed: the error is the user's, and the next call compiles.
+        """
+        restore()
+        layout.problem = f"forward and backward, since {why_failed(error)}"
+        try:
+            outputs = super()._forward_and_backward(args, kwargs)
+        except BaseException:
+            layout.problem, layout.call = "", None
+            raise
+        if self._raises:
+            restore()
+            problem, layout.problem, layout.call = layout.problem, "", None
+            raise CaptureError(f"{self._where}: not compiled: {problem}") from error
+        self._warn(f"not compiled: {layout.problem}. {GOES_ON}")
+        return outputs
+
+    # ------------------------------------------------------------------------------------------------------- update
+
+    def _why_not_updated(self) -> str:
+        if self.ranks.wrappers:
+            # A rank alone may meet a new batch size, whose first call compiles nothing, while others run compiled code.
+            return "ranks must update their weights with the same bits in each call, and they do not compile together"
+        if not self._capturable:
+            return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
+        if self._max_value is not None:
+            return "each element of the gradients is clipped"
+        return why_not_updated(self._optimizer)
+
+    def _step_optimizer(self, prepared: Prepared | None = None) -> None:
+        if not self._why_update_not and self._layout is not None and self._updated():
+            return
+        cast_gradients(self._kept)
+        super()._step_optimizer(prepared)
+
+    def _updated(self) -> bool:
+        """Do the update by compiled code. Return False if that cannot be done in this call."""
+        start, bar = time.perf_counter(), ProgressBar(1)
+        with self.groups.applied():  # moves step counts to the device
+            try:
+                update = self._update.prepared(self._kept)
+                if update is None:
+                    return False
+                ready = self._update.is_ready(update.key)
+                if not ready:
+                    bar.show(f"{self._where}: compiling the update")
+                self._update.run(update)
+            except Exception as error:  # the whole function is compiled before it runs, so that nothing has changed
+                self._why_update_not = why_failed(error)
+                self._say_problem(f"update, since {self._why_update_not}")
+                return False
+            finally:
+                bar.clear()
+        if not ready:
+            self._seconds += time.perf_counter() - start
+            self._say_time("update", time.perf_counter() - start)
+        return True
+
+    def _say_problem(self, problem: str) -> None:
+        """Say that a part is not compiled, of which the call that runs has done some already."""
+        text = f"not compiled: {problem}."
+        if self._raises:  # in the next call
+            self._failed = self._failed or f"{self._where}: {text}"
+        else:
+            self._warn(f"{text} {GOES_ON}")
+
+    # --------------------------------------------------------------------------------------------------- messages
+
+    def _say_breaks(self, layout: "Layout", breaks: list[GraphBreak]) -> None:
+        for found in itertools.filterfalse(is_of_wrapper, breaks):
+            line = innermost_users_line(found.places)
+            layout.breaks.append(f"{line} - {found.reason}" if line else found.reason)
+            self._warn(
+                f"a graph break: {layout.breaks[-1]}. What comes before and behind this line is compiled in two parts, "
+                "and the line itself is not."
+            )
+
+    def _say_time(self, part: str, seconds: float) -> None:
+        """Say on a terminal how long a compilation took."""
+        if sys.stderr.isatty():
+            print(f"{self._where}: {part} compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(f"{self._where}: {text}", AmpkitWarning, stacklevel=users_level())
+
+
+class Layout:
+    """What is known of one layout of the batch.
+
+    Attributes:
+        weights: the copies of weights that its calls compute with.
+        phases: those that had their first call.
+        constant: the ids of the parameters that forward and backward do not change.
+        call: the compiled loss, None before it is made.
+        ready: whether forward and backward were compiled.
+        problem: why they are not compiled; "" if they are, or may be.
+        breaks: its graph breaks, in words.
+    """
+
+    def __init__(self, weights: WorkingWeights) -> None:
+        self.weights = weights
+        self.phases: set[Phase] = set()
+        self.constant: set[int] = set()
+        self.call: Callable[..., Any] | None = None
+        self.ready = False
+        self.problem = ""
+        self.breaks: list[str] = []
+
+
+def call_loss(loss_fn: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return loss_fn(model, *args, **kwargs)

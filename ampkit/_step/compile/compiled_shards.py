@@ -1,0 +1,237 @@
+"""The modules of a model under `fully_shard`, compiled each by itself, and the loss around them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._capture.state.snapshot import Snapshot
+from ..._capture.state.state import TrainingState
+from ..._torch.compile import Compiler, GraphBreak, call_compiled, uncompiled_call, untraced
+from ..._torch.ranks.sharding import wrapped_modules
+from ..._torch.tensors.tree import tree_flatten
+from ..._undo import Undo, replace
+from .compiled_writes import why_failed
+
+LOSS = "the loss"
+_Calling = list[tuple[nn.Module, Callable[..., Any]]]  # modules, and what is called instead
+
+
+class CompiledShards:
+    """The compiled code of a loss, and of the modules that it calls, for one layout of its arguments.
+
+    `fully_shard` gathers parameters in hooks before a module's forward, and frees them in hooks behind it. No compiler
+    follows these hooks, so every call of a module under `fully_shard` is eager code. What is compiled is the forward of
+    such a module, if it has no other one inside, and the calls of modules between them. The loss is compiled around
+    the model: its graph ends at the call of the model and goes on behind it.
+
+    So the collectives are the same, in the same order, whether a part is compiled or not. A rank may compile while
+    others do not. If the compilation of a part fails, this part is made again as eager code at its place, from the
+    buffers and random numbers before it, and no collective is made twice.
+
+    Args:
+        loss: what is compiled: `loss(loss_fn, model, args, kwargs)`.
+        model: has modules under `fully_shard`.
+        compiler: compiles.
+        generators: random-number generators beside torch's own that the loss draws from.
+
+    Attributes:
+        problems: why a part is not compiled, by the name of the module.
+    """
+
+    def __init__(
+        self, loss: Callable[..., Any], model: nn.Module, compiler: Compiler, generators: Sequence[torch.Generator]
+    ) -> None:
+        self._loss, self._compiler, self._generators = loss, compiler, generators
+        self._compiled_loss = compiler.compiled(loss)
+        self._buffers = list(model.buffers())
+        self._first = False  # whether the call that runs compiles
+        self._leaves: Sequence[Any] = ()  # of the batch of that call
+        self._calls: _Calls | None = None  # the calls that the loss makes of the model, while it is compiled
+        self.problems: dict[str, str] = {}
+        eager, wrapped, between = parts_of(model)
+        names = {module: name or "the model" for name, module in model.named_modules()}
+        self._names = [LOSS, *(names[module] for module in (*wrapped, *between))]
+        self._outer: _Calling = [(module, untraced(partial(self._call_outer, module), _WHY)) for module in eager]
+        forward, call = map(compiler.compiled, (_call, uncompiled_call))  # modules that are alike share their code
+        self._forwards: _Calling = [
+            (module, partial(self._run, names[module], partial(forward, module.forward), module.forward))
+            for module in wrapped
+        ]
+        self._between: _Calling = [
+            (module, partial(self._run, names[module], partial(call, module), partial(uncompiled_call, module)))
+            for module in between
+        ]
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the loss returns."""
+        if LOSS in self.problems:
+            return self._loss(*args)
+        return self._first_loss(args) if self._first else self._compiled_loss(*args)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context for forward and backward, in which the modules call their compiled code. Then they are as before."""
+        with Undo() as undo:
+            for module, forward in self._forwards:
+                replace(undo, module, "forward", forward)
+            for module, call in self._outer + self._between:
+                call_compiled(undo, module, call)
+            yield
+
+    @contextmanager
+    def compiling(self, leaves: Sequence[Any]) -> Iterator[None]:
+        """Context for the call that compiles.
+
+        Args:
+            leaves: of its batch.
+        """
+        with Undo() as undo, self._compiler.for_many(len(self._names)):
+            undo.note(setattr, self, "_first", False)
+            undo.note(setattr, self, "_leaves", ())
+            self._first, self._leaves = True, leaves
+            yield
+
+    def compiled_text(self) -> str:
+        """Return the names of what is compiled, "" if nothing is."""
+        return _listed([name for name in self._names if name not in self.problems])
+
+    def problem_texts(self) -> list[str]:
+        """Return what is not compiled, and why: parts with the same reason together."""
+        reasons = dict.fromkeys(self.problems.values())
+        return [
+            f"{_listed([name for name, why in self.problems.items() if why == reason])}, since {reason}"
+            for reason in reasons
+        ]
+
+    def _first_loss(self, args: Any) -> Any:
+        before, calls = self._snapshot(self._leaves), _Calls()
+        with Undo() as undo:
+            undo.note(setattr, self, "_calls", None)
+            self._calls = calls
+            try:
+                return self._compiled_loss(*args)
+            except Exception as error:
+                if calls.has_raised:
+                    raise
+                before.restore()
+                calls.repeat()
+                returned = self._loss(*args)  # if this raises too, it was not the compiler that failed
+                self.problems[LOSS] = why_failed(error)
+                return returned
+
+    def _call_outer(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a module that communicates."""
+        if self._calls is None:
+            return uncompiled_call(module, *args, **kwargs)
+        made = partial(uncompiled_call, module, *args, **kwargs)
+        return self._calls.make(made, lambda: self._snapshot(self._leaves))
+
+    def _run(self, name: str, compiled: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a part of the model that communicates nothing."""
+        if name in self.problems:
+            return call(*args, **kwargs)
+        if self._calls is None:  # also where a backward calls it again, which ends it by an error of torch's own
+            return compiled(*args, **kwargs)
+        before = self._snapshot(tree_flatten((args, kwargs))[0])  # of a graph break: what comes before it has run
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:
+            before.restore()
+            returned = call(*args, **kwargs)  # if this raises too, it was not the compiler that failed
+            self.problems[name] = why_failed(error)
+            return returned
+
+    def _snapshot(self, leaves: Sequence[Any]) -> Snapshot:
+        state = TrainingState({}, [], own={str(i): buffer for i, buffer in enumerate(self._buffers)})
+        return Snapshot(state, self._generators, leaves, on_host=True)
+
+
+class _Calls:
+    """The calls of a model in a loss, so that the loss can be called again without them.
+
+    Attributes:
+        has_raised: whether one of them has raised an error.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Any, Snapshot]] = []  # what each has returned, and the state behind it
+        self._left: list[tuple[Any, Snapshot]] = []  # those to repeat
+        self._within = False
+        self.has_raised = False
+
+    def make(self, call: Callable[[], Any], snapshot: Callable[[], Snapshot]) -> Any:
+        """Return what the call returns, or has returned at this place."""
+        if self._within:
+            return call()
+        if self._left:
+            returned, after = self._left.pop(0)
+            after.restore()
+            return returned
+        self._within = True
+        try:
+            returned = call()
+        except BaseException:
+            self.has_raised = True
+            raise
+        finally:
+            self._within = False
+        self._made.append((returned, snapshot()))
+        return returned
+
+    def repeat(self) -> None:
+        """Have the same calls return the same once more."""
+        self._left = list(self._made)
+
+
+def parts_of(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """Return the modules whose calls communicate; those of them whose forward does not; and what is between them.
+
+    The second ones are under `fully_shard` and have no other such module inside. The third ones are not, and as large
+    as can be. Single layers of torch.nn are left out of both, because they are one kernel or two.
+    """
+    wrapped = set(wrapped_modules(model))
+    inside = {module: wrapped.intersection(module.modules()) for module in model.modules()}
+    eager = [module for module, some in inside.items() if some]
+    whole = [module for module in eager if inside[module] == {module}]
+    between: list[nn.Module] = []
+    left = [child for module in eager if module not in whole for child in module.children()]
+    for module in left:  # grows
+        if inside[module] or module in between:
+            continue
+        if type(module).forward is nn.Module.forward:  # a list or a dictionary of modules
+            left += module.children()
+        else:
+            between.append(module)
+    whole, between = ([module for module in some if not _is_layer_of_torch(module)] for some in (whole, between))
+    return eager, whole, between
+
+
+def _is_layer_of_torch(module: nn.Module) -> bool:
+    of_torch = getattr(module.forward, "__module__", "").startswith("torch.nn.modules.")
+    return of_torch and not any(True for _ in module.children())
+
+
+def _call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs)
+
+
+def is_of_wrapper(found: GraphBreak) -> bool:
+    """Return whether a graph ends at the call of a module under `fully_shard`, as it should."""
+    return _WHY in found.text
+
+
+_WHY = "ampkit compiles the modules under fully_shard by themselves"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names in a line, with dots in place of most if there are many."""
+    if len(names) <= _SHOWN:
+        return ", ".join(names)
+    return f"{', '.join(names[: _SHOWN - 2])}, ..., {names[-1]} ({len(names)} parts)"
+
+
+_SHOWN = 5

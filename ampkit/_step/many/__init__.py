@@ -1,0 +1,1 @@
+"""Several calls of a step in one."""

@@ -1,0 +1,235 @@
+"""Many steps per call: the slices of stacked inputs go through graphs of up to 16 steps, or one by one."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._batches.buckets import Buckets
+from ..._capture.engine.engine import Engine
+from ..._capture.engine.fallback import StepDoneError
+from ..._capture.engine.series import Noting
+from ..._capture.keys.inputs import flatten
+from ..._capture.keys.key import Key
+from ..._optimizer.param_groups import CapturableGroups, RateTable
+from ..._undo import Undo
+from ..schedule import Schedule
+from ..training_step import PartOfStep, StepOutput, TrainingStep
+from ..window import Window
+from .slices import Slices, micro_batches
+from .stack import SCAN, Outputs, Stack, concatenated, stacked
+
+Rates = Sequence[Any]  # by param group
+
+MOST = 16  # calls per launch; a window of micro-batches that begins within these is done to its end
+
+
+class Windows:
+    """Does whole windows of micro-batches with the slices of stacked inputs. This is what a graph records.
+
+    Args:
+        call: does one micro-batch.
+        groups: the optimizer's.
+        table: the learning rates of the windows.
+        size: how many micro-batches a window has.
+    """
+
+    def __init__(self, call: Callable[..., PartOfStep], groups: CapturableGroups, table: RateTable, size: int) -> None:
+        self._call = call
+        self._groups = groups
+        self._table = table
+        self._size = size
+
+    def __call__(self, parts: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+        """Do this many windows."""
+        leaves, tree = flatten(args, kwargs)
+        done: list[PartOfStep] = []
+        for window in range(parts):
+            places = range(window * self._size, (window + 1) * self._size)
+            with self._groups.reading(self._table.rows[window]):
+                done += micro_batches(self._call, leaves, tree, places, noting)
+        return stacked([part.output for part in done], views=True)
+
+
+class Scan:
+    """Does the calls of a stack: as many as possible in graphs of several steps, the others one by one.
+
+    Args:
+        engine: of the single calls.
+        step: what these do.
+        window: of the single calls.
+        slices: makes these, too.
+        size: how many micro-batches a window has.
+        optimizer: of the step.
+        schedule: stepped behind each optimizer step; None if there is none.
+        buckets: to pad the inputs of each call to; None if they are not padded.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        step: TrainingStep,
+        window: Window,
+        slices: Slices,
+        size: int,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule | None,
+        buckets: Buckets | None,
+    ) -> None:
+        self._engine = engine
+        self._step = step
+        self._window = window
+        self._slices = slices
+        self._size = size
+        self._groups = optimizer
+        self._schedule = schedule
+        self._buckets = buckets
+        # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
+        known = schedule is None or isinstance(schedule.scheduler, torch.optim.lr_scheduler.LRScheduler)
+        # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
+        known = known and (schedule is None or step.reads_rates)
+        self._may_launch = known and step.observer is None and not step.ranks.several
+        self._lengths = range(1 + (size == 1), -(-MOST // size) + 1)  # in windows; one call is a single call
+        self._tables: dict[int, RateTable] = {}  # by the number of param groups
+        self._warming = False  # whether a call of this scan was made to get a graph
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
+        """Do the calls of a stack; return their outputs, stacked."""
+        stack = Stack(args, kwargs, self._step.device, SCAN, self._buckets)
+        pieces: list[Outputs] = []
+        singles: list[StepOutput] = []  # behind these
+        done, self._warming = 0, False
+        while done < stack.count:
+            try:
+                piece = self._launched(stack, done)
+                if piece is None:
+                    singles.append(self._slices.call(stack, done))
+            except Exception as error:
+                if done and hasattr(error, "add_note"):  # since Python 3.11
+                    error.add_note(f"scan: {done} of {stack.count} calls were done before this one.")
+                raise
+            if piece is not None:
+                pieces += [stacked(singles), piece] if singles else [piece]
+                singles = []
+            done += 1 if piece is None else len(piece.loss)
+        return concatenated([*pieces, stacked(singles)] if singles else pieces)
+
+    # ------------------------------------------------------------------------------------------------ several at once
+
+    def _launched(self, stack: Stack, start: int) -> Outputs | None:
+        """Do windows from this call on by one launch. Return None, and do nothing, if there is no graph for them."""
+        parts = min(self._lengths[-1], (stack.count - start) // self._size)
+        if not self._may_launch or self._window.count or parts not in self._lengths:
+            return None
+        number = self._engine.settings()
+        if self._step.steps_behind or not (self._schedule is None or self._step.groups.read_tensors()):
+            return None
+        phases = self._slices.phases(stack.spec)
+        if number is None or phases is None:
+            return None
+        key = Key(stack.spec_of(self._lengths[-1] * self._size), phases, number)
+        singles = [Key(stack.spec, phase, number) for phase in phases]
+        table = self._table()
+        windows = Windows(self._step.captured, self._step.groups, table, self._size)
+        # What is left behind warm-up calls is a length that no later scan may have.
+        may_capture = parts == self._lengths[-1] or not self._warming
+        graph = self._engine.series.graph(key, parts, self._lengths, self._size, windows, singles, may_capture)
+        self._warming = self._warming or graph is None
+        if graph is None:
+            return None
+        leaves = stack.rows(start, start + parts * self._size)
+        graph.inputs.refuse_shared(leaves)  # before the schedule moves on
+        entries = list(map(_entries, self._groups.param_groups))
+        rates = self._rates_ahead(parts, table, entries)
+        if len(rates) < parts:
+            return self._with_rates(rates, entries, stack, start)
+        return self._launch(key, parts, leaves, table)
+
+    def _launch(self, key: Key, parts: int, leaves: list[Any], table: RateTable) -> Outputs:
+        eager = Windows(self._step, self._step.groups, table, self._size)
+        failure: StepDoneError | None = None
+        try:
+            out: Outputs = self._engine.series.launch(key, parts, leaves, eager, self._engine.verified)
+        except StepDoneError as error:
+            out, failure = error.outputs, error
+        self._window.launched(None if out.grad_norms is None else out.grad_norms[-1], parts)
+        if failure is not None:
+            raise failure
+        return out
+
+    def _table(self) -> RateTable:
+        count = len(self._groups.param_groups)
+        if count not in self._tables:
+            self._tables[count] = self._step.groups.table(self._lengths[-1])
+        return self._tables[count]
+
+    def _rates_ahead(self, parts: int, table: RateTable, entries: list[dict[str, Any]]) -> list[Rates]:
+        """Step the scheduler ahead, and write the learning rates of the windows to the table.
+
+        Args:
+            parts: how many windows.
+            table: for their rates.
+            entries: of the param groups now.
+
+        Returns:
+            The rates of the param groups, by window: fewer than `parts` if the scheduler changes more than rates. Then
+            it was stepped as often as there are rates.
+        """
+        groups = self._groups.param_groups
+        table.begin()
+        if self._schedule is None:
+            table.add([group.get("lr") for group in groups], parts)
+            table.write()
+            return [()] * parts
+        rates: list[Rates] = []
+        while len(rates) < parts and all(map(_only_rate_differs, entries, groups)):
+            now = [group.get("lr") for group in groups]
+            table.add(now)
+            # A scheduler changes a tensor in place.
+            rates.append([rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in now])
+            self._schedule.step()
+        table.write()
+        return rates
+
+    def _with_rates(self, rates: list[Rates], entries: list[dict[str, Any]], stack: Stack, start: int) -> Outputs:
+        """Do windows one by one that the scheduler was stepped ahead of, with these rates and other entries."""
+        outs = []
+        groups = self._groups.param_groups
+        with self._window.unscheduled(), Undo() as undo:
+            for group in groups:
+                undo.note(group.update, dict(group))
+            for window, of_groups in enumerate(rates):
+                for group, values, rate in zip(groups, entries, of_groups, strict=True):
+                    group.update(values)
+                    group.update({"lr": rate} if "lr" in group else {})
+                begin = start + window * self._size
+                outs += [self._slices.call(stack, begin + place) for place in range(self._size)]
+        return stacked(outs)
+
+
+_RATE = ("lr", "initial_lr")
+
+
+def _entries(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a param group, with copies of lists of numbers, which may change in place."""
+    lists = {key: [*value] for key, value in group.items() if type(value) is list and key != "params"}
+    return {**group, **lists}
+
+
+def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:
+    """Return whether a param group has the entries that it had, learning rates aside."""
+    if [*before] != [*group]:
+        return False
+    changed = [
+        key for key, same in zip(group, map(operator.is_, before.values(), group.values()), strict=True) if not same
+    ]
+    return all(key in _RATE or _is_equal(before[key], group[key]) for key in changed)
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Return whether two values are equal constants. To compare tensors would wait for the device."""
+    if type(value) in (list, tuple) and type(value) is type(other) and len(value) == len(other):
+        return all(map(_is_equal, value, other))
+    return value is other or (not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other))

@@ -1,0 +1,91 @@
+"""The calls of a stack: one by one, or as a graph records them; and which phases the calls of a window have."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..._capture.engine.series import Noting
+from ..._capture.keys.inputs import Spec
+from ..._torch.tensors.tree import TreeSpec, tree_unflatten
+from ..training_step import PartOfStep, Phase, StepOutput
+from ..window import Window
+from .stack import Stack, sliced
+
+
+class Slices:
+    """Makes the calls of stacks one by one, and learns by that which phases they have.
+
+    Args:
+        window: of these calls.
+        size: how many micro-batches a window has.
+    """
+
+    def __init__(self, window: Window, size: int) -> None:
+        self._window = window
+        self._size = size
+        self._phases: dict[tuple[Spec, bool], tuple[Phase, ...]] = {}
+        self._seen: list[Phase] = []  # in the window that the calls are in
+
+    def call(self, stack: Stack, i: int) -> StepOutput:
+        """Make call i of a stack."""
+        leaves: list[Any] = [leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
+        args, kwargs = tree_unflatten(leaves, stack.tree)
+        place, phase = self._window.count, self._phase()
+        out = self._window.run(args, kwargs)
+        self._note(stack.spec, place, phase)
+        return out
+
+    def _phase(self) -> Phase:
+        """Return the phase of the next call."""
+        return Phase(self._window.count + 1 == self._size, self._window.accumulated, self._window.observes())
+
+    def _note(self, spec: Spec, place: int, phase: Phase) -> None:
+        if place == 0:
+            self._seen = []
+        if place == len(self._seen):
+            self._seen.append(phase)
+        if place + 1 == self._size == len(self._seen):
+            if len(self._phases) == _MAX_SPECS:
+                self._phases.clear()
+            self._phases[spec, phase.observed] = tuple(self._seen)
+
+    def phases(self, spec: Spec, observed: bool = False) -> tuple[Phase, ...] | None:
+        """Return the phases of the calls of a window, by which their graphs are found. None if they are not known.
+
+        Args:
+            spec: the layout of the inputs of each call.
+            observed: whether the observer measures in them.
+        """
+        return (Phase(True, (), observed),) if self._size == 1 else self._phases.get((spec, observed))
+
+
+_MAX_SPECS = 256
+
+
+def micro_batches(
+    call: Callable[..., PartOfStep],
+    leaves: Sequence[Any],
+    tree: TreeSpec,
+    places: range,
+    noting: Noting,
+    observed: bool = False,
+) -> list[PartOfStep]:
+    """Do a window of micro-batches, and return what `call` returned for each.
+
+    Args:
+        call: does one micro-batch.
+        leaves: of a stack.
+        tree: of the stack.
+        places: the slices to take.
+        noting: the context of each call.
+        observed: whether the observer measures in them.
+    """
+    done: list[PartOfStep] = []
+    accumulated: tuple[int, ...] = ()
+    for i in places:
+        given, named = sliced(leaves, tree, i)
+        with noting():
+            done.append(call(Phase(i == places[-1], accumulated, observed), *given, **named))
+        accumulated = done[-1].accumulated or ()
+    return done

@@ -1,0 +1,238 @@
+"""Inputs and outputs of several calls, stacked along dimension 0: checked, sliced, put together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._batches.buckets import Buckets, pad_stack
+from ..._capture.keys.inputs import Constant, Spec, TensorSpec, check_plain, flatten, path, read_batch
+from ..._errors import InputMismatch
+from ..._text import dtype_name
+from ..._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
+from ..training_step import StepOutput
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
+
+
+class Words(NamedTuple):
+    """What messages call a method and its calls.
+
+    Attributes:
+        method: its name.
+        one: one of the calls.
+        many: several of them.
+    """
+
+    method: str
+    one: str
+    many: str
+
+
+SCAN = Words("scan", "step", "steps")
+
+
+class Stack:
+    """Inputs of several calls.
+
+    Args:
+        args: trees of tensors with equal dimension 0, and of constants that all calls get.
+        kwargs: trees of the same kinds.
+        device: where the tensors must be.
+        words: for messages.
+        buckets: what the inputs of each call are padded to; None if they are not padded.
+
+    Attributes:
+        words: as given.
+        shown: the first tensor and its shape, in words.
+        count: how many calls there are.
+        leaves: tensors and constants.
+        tree: the structure of the inputs.
+        spec: the layout of the inputs of one call.
+
+    Raises:
+        InputMismatch: a tensor has no dimension 0, or another size there than the first one; there is no tensor, or no
+            call; or a leaf cannot be an argument, see `read_batch`.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        words: Words,
+        buckets: Buckets | None = None,
+    ) -> None:
+        self.words = words
+        self.leaves, self.tree = flatten(args, kwargs)
+        place = _first_tensor(self.leaves, self.tree, words)
+        self.count: int = len(self.leaves[place])
+        self.shown: str = f"{path(self.tree, place)} has shape {tuple(self.leaves[place].shape)}"
+        if buckets is not None:
+            self.leaves, self.tree = flatten(*pad_stack(buckets, args, kwargs, self.count))
+        first, named = sliced(self.leaves, self.tree, 0)
+        self.spec, _ = read_batch(first, named, device)
+
+    def rows(self, start: int, stop: int) -> list[Any]:
+        """Return the leaves, of these calls alone. Aliasing: views of the stack."""
+        return [leaf[start:stop] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+
+    def spec_of(self, calls: int) -> Spec:
+        """Return the layout of a stack of this many calls."""
+        specs: list[TensorSpec | Constant] = [
+            spec._replace(shape=(calls, *spec.shape), stride=(leaf.stride(0), *spec.stride))
+            if isinstance(spec, TensorSpec)
+            else spec
+            for leaf, spec in zip(self.leaves, self.spec.leaves, strict=True)
+        ]
+        return Spec(self.spec.structure, tuple(specs))
+
+
+def sliced(leaves: Sequence[Any], tree: TreeSpec, i: int) -> Batch:
+    """Return the inputs of call i of a stack. Aliasing: views."""
+    args, kwargs = tree_unflatten([leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+    return args, kwargs
+
+
+def _first_tensor(leaves: Sequence[Any], tree: TreeSpec, words: Words) -> int:
+    """Return which leaf of a stack is its first tensor. Raise an `InputMismatch` if it is no stack."""
+    first = -1
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        check_plain(leaf, tree, i)
+        if not leaf.dim() or (first >= 0 and len(leaf) != len(leaves[first])):
+            raise InputMismatch(_unequal(leaves, tree, i, first, words))
+        first = i if first < 0 else first
+    if first < 0:
+        raise InputMismatch(
+            f"{words.method}: the inputs have no tensor, and the number of {words.many} is the leading dimension of "
+            "the tensors. Pass tensors made by torch.stack, or call the step itself."
+        )
+    if not len(leaves[first]):
+        shape = tuple(leaves[first].shape)
+        raise InputMismatch(
+            f"{words.method}: {path(tree, first)} has shape {shape}, which is for 0 {words.many}. Pass at least one."
+        )
+    return first
+
+
+def _unequal(leaves: Sequence[Any], tree: TreeSpec, i: int, first: int, words: Words) -> str:
+    where, shape = path(tree, i), tuple(leaves[i].shape)
+    if not shape:
+        return (
+            f"{words.method}: {where} has shape (), and needs a leading dimension, with one entry per {words.one}. "
+            f"Pass {where}.expand(K) for K {words.many} with the same value, or torch.stack of K values."
+        )
+    return (
+        f"{words.method}: {where} has shape {shape}, which is for {shape[0]} {words.many}, but {path(tree, first)} has "
+        f"shape {tuple(leaves[first].shape)}, which is for {len(leaves[first])}. Stack one entry per {words.one} in "
+        f"each tensor. What all {words.many} share, pass as {where}.expand({len(leaves[first])}, *{where}.shape)."
+    )
+
+
+class Outputs(NamedTuple):
+    """Outputs of several calls in a row, each tensor with the calls along dimension 0.
+
+    Attributes:
+        loss: see `StepOutput`.
+        aux: see `StepOutput`.
+        grad_norms: one per optimizer step; None if none was computed.
+        skipped: see `StepOutput`.
+    """
+
+    loss: Tensor
+    aux: Any
+    grad_norms: Tensor | None
+    skipped: Tensor
+
+
+def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> Outputs:
+    """Return the outputs of calls as one.
+
+    Args:
+        outs: of the calls.
+        views: whether the result may be views of these tensors, because it is copied later.
+
+    Raises:
+        ValueError: their aux do not fit together.
+    """
+    norms = [out.grad_norm for out in outs if out.grad_norm is not None]
+    flags = [out.skipped for out in outs]
+    # Without a loss scale a step returns the same constant each time.
+    is_constant = views and all(flag is flags[0] for flag in flags)
+    loss, aux = losses_and_aux(outs, SCAN)
+    return Outputs(
+        loss,
+        aux,
+        torch.stack(norms) if norms else None,
+        flags[0].expand(len(flags)) if is_constant else torch.stack(flags),
+    )
+
+
+def losses_and_aux(outs: Sequence[StepOutput], words: Words) -> tuple[Tensor, Any]:
+    """Return the losses of calls as one tensor, and their aux as one tree, in tensors of their own.
+
+    Args:
+        outs: of the calls.
+        words: for messages.
+
+    Raises:
+        ValueError: their aux do not fit together.
+    """
+    aux = _joined([out.aux for out in outs], torch.stack, 0, words)
+    return torch.stack([out.loss for out in outs]), aux
+
+
+def concatenated(pieces: Sequence[Outputs]) -> StepOutput:
+    """Return the outputs of several calls each as one.
+
+    Raises:
+        ValueError: their aux do not fit together.
+    """
+    if len(pieces) == 1:
+        return StepOutput(*pieces[0])
+    norms = [piece.grad_norms for piece in pieces if piece.grad_norms is not None]
+    return StepOutput(
+        torch.cat([piece.loss for piece in pieces]),
+        _joined([piece.aux for piece in pieces], torch.cat, 1, SCAN),
+        torch.cat(norms) if norms else None,
+        torch.cat([piece.skipped for piece in pieces]),
+    )
+
+
+def _joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: int, words: Words) -> Any:
+    """Return one tree, in which the tensors at each place of the trees are joined.
+
+    Args:
+        trees: of tensors and None.
+        join: makes one tensor of several.
+        begin: the first dimension in which their shapes must be equal.
+        words: for messages.
+    """
+    flat = [tree_flatten(tree) for tree in trees]
+    leaves, tree = flat[0]
+    for others, other in flat:
+        for one, two in zip(leaves, others, strict=False):
+            if _layout(one, begin) != _layout(two, begin):
+                raise ValueError(_different(words, _shown(one, begin), _shown(two, begin)))
+        if other != tree:
+            raise ValueError(_different(words, f"a tree of {len(leaves)} leaves", f"another one of {len(others)}"))
+    columns = zip(*(others for others, _ in flat), strict=True)
+    return tree_unflatten([None if column[0] is None else join([*column]) for column in columns], tree)
+
+
+def _different(words: Words, one: str, other: str) -> str:
+    return (
+        f"{words.method}: the {words.many} were done, but what loss_fn returned in aux cannot be stacked: {one} in one "
+        f"{words.one}, {other} in another. Return tensors of one shape and dtype, or call the step itself."
+    )
+
+
+def _layout(leaf: Tensor | None, begin: int) -> Any:
+    return None if leaf is None else (leaf.dtype, leaf.shape[begin:])
+
+
+def _shown(leaf: Tensor | None, begin: int) -> str:
+    return "None" if leaf is None else f"{dtype_name(leaf.dtype)} of shape {tuple(leaf.shape[begin:])}"

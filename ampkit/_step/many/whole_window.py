@@ -1,0 +1,173 @@
+"""All micro-batches of an optimizer step per call: one graph of the whole window, or its calls one by one."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..._batches.buckets import Buckets
+from ..._capture.engine.engine import Engine
+from ..._capture.engine.fallback import StepDoneError
+from ..._capture.engine.series import Noting
+from ..._capture.graph.cache import Captured
+from ..._capture.graph.capture_query import captures
+from ..._capture.keys.inputs import flatten
+from ..._capture.keys.key import Key
+from ..._capture.ranks.ranks import Together
+from ..._errors import AmpkitError
+from ..._undo import Undo
+from ..training_step import PartOfStep, Phase, StepOutput, TrainingStep
+from ..window import Place, Window
+from .slices import Slices, micro_batches
+from .stack import Stack, Words, losses_and_aux
+
+WORDS = Words("window", "micro-batch", "micro-batches")
+SHORT = "flush of a short window"
+_ONE = range(1, 2)  # the lengths of series that there are
+
+
+class OneWindow:
+    """Does the micro-batches of one window. This is what a graph records.
+
+    Args:
+        call: does one micro-batch.
+        size: how many there are.
+        observed: whether the observer measures in them.
+    """
+
+    def __init__(self, call: Callable[..., PartOfStep], size: int, observed: bool) -> None:
+        self._call = call
+        self._size = size
+        self._observed = observed
+
+    def __call__(self, parts: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartOfStep:
+        """Do the window. Return what its last call has returned, with the outputs of all of them."""
+        done = micro_batches(self._call, *flatten(args, kwargs), range(self._size), noting, self._observed)
+        loss, aux = losses_and_aux([part.output for part in done], WORDS)
+        return done[-1]._replace(output=done[-1].output._replace(loss=loss, aux=aux))
+
+
+class _Found(NamedTuple):
+    """What a window is found by.
+
+    Attributes:
+        key: of its graph.
+        singles: the keys of its calls.
+        observed: whether the observer measures in it.
+    """
+
+    key: Key
+    singles: tuple[Key, ...]
+    observed: bool
+
+
+class WholeWindow:
+    """Does the calls of a window that it is given as a stack.
+
+    Args:
+        engine: of the single calls.
+        step: what these do.
+        window: of the single calls.
+        slices: makes these, too.
+        size: how many micro-batches a window has.
+        buckets: to pad each micro-batch to; None if they are not padded.
+    """
+
+    def __init__(
+        self, engine: Engine, step: TrainingStep, window: Window, slices: Slices, size: int, buckets: Buckets | None
+    ) -> None:
+        self._engine = engine
+        self._step = step
+        self._window = window
+        self._slices = slices
+        self._size = size
+        self._buckets = buckets
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
+        """Do the micro-batches of a stack and the optimizer step behind them; return the outputs as one."""
+        if self._window.count:
+            done, size = self._window.count, self._size
+            raise AmpkitError(
+                f"window: {done} of {size} micro-batches of an optimizer step were given to step(...) already. Give it "
+                f"the other {size - done}, or call step.flush(), before step.window(...)."
+            )
+        stack = Stack(args, kwargs, self._step.device, WORDS, self._buckets)
+        if stack.count > self._size:
+            raise ValueError(
+                f"window: {stack.shown}, which is for {stack.count} micro-batches, but an optimizer step has "
+                f"accumulate={self._size}. Pass at most {self._size}, make the step with accumulate={stack.count}, or "
+                "call step.scan, which does several optimizer steps."
+            )
+        with Undo() as undo:
+            undo.note(self._window.drop)  # an error or an interrupt ends the window
+            out = self._launched(stack) if stack.count == self._size > 1 else self._one_by_one(stack)
+            undo.forget()
+        return out
+
+    # ---------------------------------------------------------------------------------------------------- one by one
+
+    def _one_by_one(self, stack: Stack) -> StepOutput:
+        """Do the micro-batches in a call each, and flush the window if it is short."""
+        outs: list[StepOutput] = []
+        failure: StepDoneError | None = None
+        for i in range(stack.count):
+            try:
+                outs.append(self._slices.call(stack, i))
+            except StepDoneError as error:
+                failure = error  # this micro-batch was done; so are the others
+            except Exception as error:
+                if i and hasattr(error, "add_note"):  # since Python 3.11
+                    error.add_note(f"window: its first {i} of {stack.count} micro-batches were done, and are dropped.")
+                raise
+        flushed = self._window.flush(SHORT)
+        if failure is not None:
+            raise failure
+        norm, skipped = (outs[-1].grad_norm, outs[-1].skipped) if flushed is None else flushed
+        return StepOutput(*losses_and_aux(outs, WORDS), norm, skipped)
+
+    # ------------------------------------------------------------------------------------------------ several at once
+
+    def _launched(self, stack: Stack) -> StepOutput:
+        """Do a whole window by one launch, or one by one if there is no graph."""
+        self._step.gather()
+        found = self._find(stack)
+        way = self._decide(found)
+        if found is not None and way in (Together.LAUNCH, Together.CAPTURE):
+            fn = OneWindow(self._step.captured, self._size, found.observed)
+            may_capture = way is Together.CAPTURE
+            series = self._engine.series
+            graph = series.graph(found.key, 1, _ONE, self._size, fn, found.singles, may_capture)
+            if graph is not None:
+                return self._launch(found, graph, stack)
+        if way in (Together.CALLS, Together.CALLS_ALONE):
+            with self._step.ranks.voting(always=way is Together.CALLS):
+                return self._one_by_one(stack)
+        return self._one_by_one(stack)
+
+    def _find(self, stack: Stack) -> _Found | None:
+        """Return what the graph of this window is found by. None if there can be none, or its phases are not known."""
+        number = self._engine.settings()
+        observed = self._window.observes()
+        phases: tuple[Phase, ...] | None = self._slices.phases(stack.spec, observed)
+        if number is None or phases is None:
+            return None
+        singles = tuple(Key(stack.spec, phase, number) for phase in phases)
+        # The name keeps its graphs apart from those of a scan, which read the learning rate elsewhere.
+        return _Found(Key(stack.spec_of(self._size), (WORDS.method, *phases), number), singles, observed)
+
+    def _decide(self, found: _Found | None) -> Together | None:
+        """Return what to do with this window. None: make its calls, as if they were not known to be a window."""
+        ranks, series = self._step.ranks, self._engine.series
+        if ranks.several and (not ranks.captured or series.given_up or captures.recorded):
+            return None
+        has = found is not None and series.has(found.key, 1)
+        ready = found is not None and not has and series.is_ready(found.key, found.singles)
+        return ranks.decide_together(has, ready, settled=has or bool(self._engine.fallback.refused))
+
+    def _launch(self, found: _Found, graph: Captured, stack: Stack) -> StepOutput:
+        eager = OneWindow(self._step, self._size, found.observed)
+
+        def launch(args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> PartOfStep:
+            graph.inputs.refuse_shared(stack.leaves)  # before the launch is counted
+            part: PartOfStep = self._engine.series.launch(found.key, 1, stack.leaves, eager, self._engine.verified)
+            return part
+
+        return self._window.run((), {}, Place(first=False, last=True, parts=()), launch)

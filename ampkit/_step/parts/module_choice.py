@@ -1,0 +1,91 @@
+"""Which modules of a step are captured by themselves, as two surveys of it show."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from ..._callables.passes import CONSTANTS
+from ..._capture.keys.inputs import Constant
+from .module_survey import ModuleCall, Survey, advice_on
+
+
+class Choice(NamedTuple):
+    """What a step in parts captures.
+
+    Attributes:
+        calls: the calls to capture, by the module and the number of its call. Calls within these are not counted.
+        reasons: why modules that the loss function calls are not captured as a whole, by their paths.
+    """
+
+    calls: dict[nn.Module, dict[int, ModuleCall]]
+    reasons: dict[str, str]
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of the modules to capture."""
+        return list(dict.fromkeys(call.name for calls in self.calls.values() for call in calls.values()))
+
+
+def chosen(first: Survey, second: Survey, fewest: int, failed: dict[ModuleCall, str]) -> Choice:
+    """Return the largest calls that can be captured, as two steps with the same layout of the batch have shown.
+
+    Args:
+        first: of one step.
+        second: of a later one.
+        fewest: how many kernels a call must have.
+        failed: why calls of the second step could not be captured, as far as that was tried.
+    """
+    known = {key: call for key, call in _numbered(first.calls)}
+    captured: set[ModuleCall] = set()
+    reasons: dict[str, str] = {}
+    outer = []  # the calls that are made when those that are captured are replayed
+    for key, call in _numbered(second.calls):
+        if any(above in captured for above in call.chain()):
+            continue
+        outer.append(call)
+        why = failed.get(call) or _why_not(known.get(key), call, fewest)
+        if why:
+            reasons.setdefault(call.name, why)
+        else:
+            captured.add(call)
+    modules = dict.fromkeys(call.module for call in outer if call in captured)
+    numbered = _numbered(call for call in outer if call.module in modules)
+    calls: dict[nn.Module, dict[int, ModuleCall]] = {module: {} for module in modules}
+    for (module, number), call in numbered:
+        if call in captured:
+            calls[module][number] = call
+    return Choice(calls, reasons)
+
+
+def _why_not(before: ModuleCall | None, call: ModuleCall, fewest: int) -> str:
+    for each in filter(None, (before, call)):
+        if each.lines:
+            return next(iter(each.lines))
+        if each.problems:
+            return next(iter(each.problems))
+    if before is None or not before.is_like(call):
+        return _new_object(before, call) or "it does something else in each step"
+    if call.layout is None:
+        return "its input cannot be copied"
+    return f"it has fewer than {fewest} kernels" if call.kernels < fewest else ""
+
+
+def _new_object(before: ModuleCall | None, call: ModuleCall) -> str:
+    """Return which object in the input is another one in each step, "" if there is none."""
+    if before is None or before.layout is None or call.layout is None:
+        return ""
+    for old, new in zip(before.layout.spec.leaves, call.layout.spec.leaves, strict=False):
+        if not isinstance(old, Constant) or not isinstance(new, Constant) or new.kind in CONSTANTS:
+            continue
+        if old.kind is new.kind and old != new:
+            return f"it gets another {new.kind.__name__} in each step{advice_on(new.value)}"
+    return ""
+
+
+def _numbered(calls: Iterable[ModuleCall]) -> Iterator[tuple[tuple[nn.Module, int], ModuleCall]]:
+    counts: Counter[nn.Module] = Counter()
+    for call in calls:
+        yield (call.module, counts[call.module]), call
+        counts[call.module] += 1

@@ -1,0 +1,139 @@
+"""Neighbours in an `nn.Sequential` that are captured together, where the whole of it cannot be."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..._callables.passes import replace_forward
+from ..._torch.tensors.modules import hook_tables, module_tables
+from ..._undo import Undo
+from .module_survey import OUTPUT_SHARES, WRITES, ModuleCall
+
+
+class ModuleRun(nn.Sequential):
+    """Neighbours in an `nn.Sequential`, as a module of its own. Only its `forward` is called."""
+
+
+class ModuleRuns:
+    """The runs of neighbours in modules of a model. While they are installed, each run is called as one module.
+
+    Args:
+        units: for each `nn.Sequential`, what it calls one after the other: runs, and children that are in none.
+        names: the paths of the `nn.Sequential` modules.
+    """
+
+    def __init__(self, units: dict[nn.Sequential, list[nn.Module]], names: dict[nn.Sequential, str]) -> None:
+        self._units = units
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def named(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the runs, each with a name that reads like a slice of its `nn.Sequential`."""
+        for module, units in self._units.items():
+            start = 0
+            for unit in units:
+                length = len(unit) if isinstance(unit, ModuleRun) else 1
+                if isinstance(unit, ModuleRun):
+                    yield f"{self._names[module]}[{start}:{start + length}]", unit
+                start += length
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which the `nn.Sequential` modules call the runs."""
+        with Undo() as undo:
+            for module, units in self._units.items():
+                if "forward" not in vars(module):  # else somebody has replaced it since
+                    replace_forward(undo, module, _calling(module, units))
+            yield
+
+    def owners(self) -> Sequence[nn.Module]:
+        """Return the `nn.Sequential` modules."""
+        return list(self._units)
+
+
+NO_RUNS = ModuleRuns({}, {})
+
+
+def _calling(module: nn.Sequential, units: list[nn.Module]) -> Callable[..., Any]:
+    """Return a `forward` that does what that of the module does, and calls runs as modules."""
+    original: Any = module.forward
+    children = [child for unit in units for child in (unit if isinstance(unit, ModuleRun) else [unit])]
+
+    def forward(input: Any) -> Any:
+        if list(module_tables(module)[2].values()) != children:  # modules are equal if they are the same
+            return original(input)
+        for unit in units:
+            # A run has no hooks of its own, but those on all modules would be called for it.
+            call: Any = unit.forward if isinstance(unit, ModuleRun) else unit
+            input = call(input)
+        return input
+
+    return forward
+
+
+def runs_in(calls: Sequence[ModuleCall], fewest: int) -> ModuleRuns:
+    """Return the runs that are worth a try, as one step has shown.
+
+    They are in each `nn.Sequential` that cannot be captured whole: neighbours without an uncapturable line that have
+    enough kernels together. Whether a run can be captured is for a survey to find out that watches it as a module.
+
+    Args:
+        calls: of modules, in the order in which they began.
+        fewest: how many kernels a run must have.
+    """
+    children: dict[ModuleCall, list[ModuleCall]] = defaultdict(list)
+    by_module: dict[nn.Sequential, list[ModuleCall]] = defaultdict(list)
+    captured: set[ModuleCall] = set()
+    for call in calls:
+        if any(above in captured for above in call.chain()):
+            continue
+        if not call.lines and not call.problems and call.kernels >= fewest:
+            captured.add(call)
+        elif isinstance(call.module, nn.Sequential) and _is_plain(call.module):
+            by_module[call.module].append(call)
+        if call.parent is not None:
+            children[call.parent].append(call)
+    units = {module: _units(module, [children[call] for call in own], fewest) for module, own in by_module.items()}
+    found = {module: parts for module, parts in units.items() if any(isinstance(part, ModuleRun) for part in parts)}
+    return ModuleRuns(found, {module: by_module[module][0].name for module in found})
+
+
+def _is_plain(module: nn.Sequential) -> bool:
+    """Return whether it calls its children one after the other, and does nothing else."""
+    kind = type(module)
+    own = "forward" in vars(module)
+    return not own and kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__
+
+
+def _units(module: nn.Sequential, calls: list[list[ModuleCall]], fewest: int) -> list[nn.Module]:
+    """Return what to call one after the other in a module, which has called its children in these calls."""
+    modules = list(module)
+    if any([call.module for call in each] != modules for each in calls):
+        return modules  # a line of a child calls another one
+    units: list[nn.Module] = []
+    start = 0
+    while start < len(modules):
+        end = start
+        while end < len(modules) and all(_may_join(each[end], first=end == start) for each in calls):
+            end += 1
+        kernels = min(sum(call.kernels for call in each[start:end]) for each in calls)
+        if 1 < end - start < len(modules) and kernels >= fewest:
+            units.append(ModuleRun(*modules[start:end]))
+            start = end
+        else:
+            units.append(modules[start])
+            start += 1
+    return units
+
+
+def _may_join(call: ModuleCall, *, first: bool) -> bool:
+    """Return whether a call may be a part of a run, or the first one in it."""
+    if call.lines or any(hook_tables(call.module)):
+        return False
+    # Within a run, a module may change the output of the one before it in place, or return a view of that.
+    return not call.problems if first else call.problems.keys() <= {OUTPUT_SHARES, WRITES}

@@ -1,0 +1,433 @@
+"""A survey of a training step: how each module is called in it, and why the call cannot be captured by itself."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from ..._callables.input_leaves import Wants, detached, places_of, wanted_by
+from ..._callables.passes import CONSTANTS, replace_forward
+from ..._capture.keys.containers import holds_tensors
+from ..._capture.keys.inputs import Spec, flatten, is_plain, read_batch
+from ..._capture.keys.placement import is_dense, place_of
+from ..._capture.preflight.preflight import Preflight
+from ..._errors import InputMismatch
+from ..._torch.autograd.autograd import (
+    ENGINE_ENTRIES,
+    current_node,
+    graph_nodes,
+    in_backward,
+    newest_sequence_number,
+    packs_saved_tensors,
+    sequence_number,
+)
+from ..._torch.tensors.modules import has_global_hooks, hook_tables, module_tables
+from ..._torch.tensors.operators import LIFT_FRESH, written_arguments
+from ..._torch.tensors.tensors import storage_address
+from ..._torch.tensors.tree import tensors_in, tree_flatten
+from ..._undo import Undo, replace
+from ..._user_line import wraps_operations
+
+wraps_operations(__file__)
+
+OUTPUT_SHARES = "an output shares memory with another one, or with an input, a parameter or a buffer"
+WRITES = "it writes to a tensor that is no buffer of it"
+_KEPT_CAST = "a leaf that requires grad is passed to it under autocast, which keeps a cast of it"
+_Edge = tuple[int, int]  # what stands for an autograd node, and which of its outputs
+
+
+class Layout(NamedTuple):
+    """The layout of the input of a call.
+
+    Attributes:
+        spec: of the input.
+        wants_grad: what each leaf wants.
+        places: where each leaf begins.
+        grad_mode: whether autograd records the call.
+    """
+
+    spec: Spec
+    wants_grad: tuple[Wants, ...]
+    places: tuple[int, ...]
+    grad_mode: bool
+
+
+class GradientLayout(NamedTuple):
+    """The layout of the gradient of an output."""
+
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    place: int
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """A call of a module in the forward of a step.
+
+    Attributes:
+        module: what was called.
+        name: its path in the model.
+        parent: the call in which it was called; None if it was called by the loss function.
+        first, last: the numbers of the autograd nodes that it made lie between these two.
+        layout: of its input; None if a graph cannot take it.
+        problems: why it cannot be captured by itself, [] if it can.
+        lines: the lines in it, or in its backward, that cannot be captured.
+        operations: what ran in it, in order, with shapes and numbers.
+        kernels: how many of these operations computed something.
+        gradients: of each output that requires grad, the layout of its gradient; None if it got none.
+    """
+
+    module: nn.Module
+    name: str
+    parent: "ModuleCall | None"
+    first: int
+    last: int = -1
+    layout: Layout | None = None
+    problems: dict[str, None] = field(default_factory=dict)
+    lines: dict[str, None] = field(default_factory=dict)
+    operations: list[Any] = field(default_factory=list)
+    kernels: int = 0
+    gradients: list[GradientLayout | None] = field(default_factory=list)
+    _own: set[int] = field(default_factory=set)  # the memory of its inputs, parameters and buffers
+    _buffers: set[int] = field(default_factory=set)
+    _returned: set[int] = field(default_factory=set)
+    _edges_in: set[_Edge] = field(default_factory=set)
+    _edges_out: set[_Edge] = field(default_factory=set)
+
+    def chain(self) -> "Iterator[ModuleCall]":
+        """Yield this call, the call in which it was made, and so on."""
+        call: ModuleCall | None = self
+        while call is not None:
+            yield call
+            call = call.parent
+
+    def is_like(self, other: "ModuleCall") -> bool:
+        """Return whether two calls, of two steps, have done the same."""
+        return (
+            self.module is other.module
+            and self.layout == other.layout
+            and self.gradients == other.gradients
+            and self.operations == other.operations
+        )
+
+
+class Survey:
+    """Watches one training step, and finds out which calls of modules can be captured as a forward and a backward.
+
+    Such a call gets all tensors as arguments, parameters or buffers, and gives all of them as outputs; it changes
+    nothing but its buffers, in place; and no line of it, or of its backward, is one that a graph cannot contain.
+
+    Args:
+        modules: those to look at, by name, each once.
+        device: where they compute.
+        generators: see `Preflight`.
+        eager: classes of modules that are not to be captured, and why.
+
+    Attributes:
+        calls: the calls of modules, in the order in which they began. Calls within a backward are left out.
+        lines: the lines that cannot be captured, with what happens there, and the paths of the modules that they ran
+            in; an empty path stands for the loss function.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+        eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
+    ) -> None:
+        self._modules = list(modules)
+        self._device, self._eager = device, eager
+        self._generators = generators
+        self._preflight: Preflight | None = None
+        self.calls: list[ModuleCall] = []
+        self.lines: dict[str, dict[str, None]] = {}
+        self._running: list[ModuleCall] = []
+        self._looking = False  # whether operations are those of the survey itself
+        self._made: dict[int, ModuleCall | None] = {}  # the call that made the tensor at an address
+        self._trees: dict[nn.Module, list[nn.Module]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context for a step, which computes the same bits in it. It may call backward several times."""
+        self._preflight = Preflight(
+            self._device, self._generators, observer=self._on_operation, located=self._on_finding
+        )
+        with Undo() as undo:
+            for name, module in self._modules:
+                replace_forward(undo, module, self._watched(module, name, module.forward))
+            for owner, name in ENGINE_ENTRIES:
+                replace(undo, owner, name, self._looking_at(getattr(owner, name)))
+            with self._preflight:
+                yield
+
+    # ---------------------------------------------------------------------------------------------- calls of modules
+
+    def _watched(self, module: nn.Module, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if in_backward():  # checkpointing calls it again
+                return original(*args, **kwargs)
+            self._looking = True
+            call = self._begin(module, name, args, kwargs)
+            before = self._attributes(module)
+            self._looking = False
+            try:
+                outputs = original(*args, **kwargs)
+            finally:
+                self._look_for_draws()
+                self._running.pop()
+            call.last = newest_sequence_number()
+            if self._attributes(module) != before:
+                call.problems["its forward changes attributes"] = None
+            self._looking = True
+            self._look_at_outputs(call, outputs)
+            self._looking = False
+            return outputs
+
+        return forward
+
+    def _begin(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> ModuleCall:
+        self._look_for_draws()
+        parent = self._running[-1] if self._running else None
+        call = ModuleCall(module, name, parent, newest_sequence_number())
+        self.calls.append(call)
+        self._running.append(call)
+        tree = self._tree(module)
+        call.problems |= {why: None for kind, why in self._eager.items() if isinstance(module, kind)}
+        if torch.is_inference_mode_enabled():
+            call.problems["it is called in inference mode. Use torch.no_grad()"] = None
+        if packs_saved_tensors():
+            call.problems["it is called while hooks pack saved tensors (checkpointing)"] = None
+        if has_global_hooks() or any(map(any, chain.from_iterable(map(hook_tables, tree[1:])))):
+            call.problems["there are hooks on a module in it"] = None
+        buffers = [found for each in tree for found in module_tables(each)[1].values() if found is not None]
+        params = [found for each in tree for found in module_tables(each)[0].values() if found is not None]
+        if any(type(tensor.data) is not Tensor or tensor.device != self._device for tensor in (*params, *buffers)):
+            call.problems["a parameter or buffer is no plain tensor on the device of the model"] = None
+        self._look_at_inputs(call, args, kwargs, params)
+        call._buffers = set(map(storage_address, buffers))
+        call._own |= call._buffers | set(map(storage_address, params))
+        return call
+
+    def _look_at_inputs(self, call: ModuleCall, args: Any, kwargs: Any, params: list[Any]) -> None:
+        try:
+            leaves, tree = flatten(args, kwargs)
+            spec, _ = read_batch(*detached(leaves, tree), self._device)
+            call.layout = Layout(spec, wanted_by(leaves), places_of(leaves), torch.is_grad_enabled())
+            if Wants.GRADIENT_AND_CAST in call.layout.wants_grad:
+                call.problems[_KEPT_CAST] = None
+        except InputMismatch as error:
+            leaves = tree_flatten((args, kwargs))[0]
+            call.problems[_hidden(leaves) or f"its input: {error}"] = None
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        call._own = set(map(storage_address, tensors))
+        edges = [_edge(get_gradient_edge(tensor)) for tensor in tensors if tensor.requires_grad]
+        edges += [(id(param), 0) for param in dict.fromkeys(params) if param.requires_grad]
+        call._edges_in = set(edges)
+        if len(call._edges_in) < len(edges):
+            # Their gradients would be added in another order than without a graph.
+            call.problems["a tensor that requires grad is passed to it twice"] = None
+
+    def _look_at_outputs(self, call: ModuleCall, outputs: Any) -> None:
+        leaves = tree_flatten(outputs)[0]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if not is_plain(leaf) or leaf.device != self._device or not is_dense(leaf):
+                    call.problems["an output is no dense tensor on the device"] = None
+            elif type(leaf) not in CONSTANTS:
+                call.problems[f"it returns a {type(leaf).__name__}"] = None
+        if not tensors:
+            call.problems["it returns no tensor"] = None
+        addresses = list(filter(None, map(storage_address, tensors)))
+        call._returned = set(addresses)
+        if len(call._returned) < len(addresses) or call._returned & call._own:
+            call.problems[OUTPUT_SHARES] = None
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.is_leaf:
+                call.problems["an output is a leaf that requires grad"] = None
+            elif tensor.requires_grad:
+                call._edges_out.add(_edge(get_gradient_edge(tensor)))
+                self._note_gradient(call, tensor)
+
+    def _note_gradient(self, call: ModuleCall, output: Tensor) -> None:
+        number = len(call.gradients)
+        call.gradients.append(None)
+
+        def note(gradient: Tensor) -> None:
+            if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+                call.problems["the gradient of an output is no plain tensor"] = None
+                return
+            call.gradients[number] = GradientLayout(gradient.stride(), gradient.dtype, place_of(gradient))
+
+        output.register_hook(note)
+
+    def _tree(self, module: nn.Module) -> list[nn.Module]:
+        if module not in self._trees:
+            self._trees[module] = list(module.modules())
+        return self._trees[module]
+
+    def _attributes(self, module: nn.Module) -> list[Any]:
+        """Return what stands for the attributes of a module and of those in it. Writing to a tensor changes nothing."""
+        tables = chain.from_iterable((vars(each), *module_tables(each)[:2]) for each in self._tree(module))
+        return [(key, _identity(value)) for table in tables for key, value in table.items()]
+
+    # -------------------------------------------------------------------------------------------------- operations
+
+    def _look_for_draws(self) -> None:
+        assert self._preflight is not None  # set by watching
+        self._preflight.look_for_draws()
+
+    def _on_operation(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._looking:
+            return
+        backward = in_backward()
+        if backward and torch.is_grad_enabled():
+            for call in self._owners(current_node()):
+                call.problems["its backward is checkpointed, or differentiated"] = None
+        given = tensors_in((args, kwargs))
+        addresses = set(map(storage_address, given)) - {0}
+        made = [tensor for tensor in tensors_in(result) if storage_address(tensor) not in addresses]
+        if op is LIFT_FRESH:
+            made, addresses = given, set()
+        written = list(written_arguments(op, args, kwargs))
+        if self._running or not backward:
+            self._follow_data(addresses, written)
+        packed = packs_saved_tensors()
+        entry = _entry(op, args, kwargs)
+        for call in self._running:
+            call.operations.append(entry)
+            call.kernels += bool(made or written)
+            if packed:
+                call.problems["it packs saved tensors (checkpointing)"] = None
+        owner = self._running[-1] if self._running else None
+        for tensor in made:
+            self._made[storage_address(tensor)] = owner
+
+    def _follow_data(self, addresses: set[int], written: Iterable[Tensor]) -> None:
+        """Find calls whose tensors come or leave in another way than as arguments, parameters, buffers and outputs."""
+        running = set(self._running)
+        for address in addresses:
+            maker = self._made.get(address)
+            makers = set() if maker is None else set(maker.chain())
+            for call in running - makers:
+                if address not in call._own:
+                    call.problems["it reads a tensor that is no input, parameter or buffer of it"] = None
+            for call in makers - running:
+                if address not in call._returned:
+                    call.problems["a tensor that it makes, and does not return, is used outside of it"] = None
+        for tensor in written:
+            address = storage_address(tensor)
+            maker = self._made.get(address)
+            for call in running.difference(() if maker is None else maker.chain()):
+                if address not in call._buffers:
+                    call.problems[WRITES] = None
+
+    def _on_finding(self, line: str, what: str, node: Any) -> None:
+        backward = in_backward() and not self._running
+        node = current_node() if backward and node is None else node
+        calls = list(self._owners(node)) if backward else self._running[::-1]
+        text = f"{line} - {what}" if line else what
+        self.lines.setdefault(text, {})[calls[0].name if calls else ""] = None
+        for call in calls:
+            call.lines[text] = None
+
+    def _owners(self, node: Any) -> Iterator[ModuleCall]:
+        """Yield the calls in whose forward an autograd node was made, the innermost first."""
+        if node is None or _is_leaf(node):
+            return
+        number = sequence_number(node)
+        for call in reversed(self.calls):
+            if call.first < number <= call.last:
+                yield call
+
+    # ----------------------------------------------------------------------------------------------- autograd graph
+
+    def _looking_at(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs autograd's engine, and looks at each autograd graph before that."""
+        thread = threading.get_ident()
+
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread and not in_backward():  # checkpointing runs it in a backward
+                self._look_at_graph(outputs)
+            return engine(outputs, *args, **kwargs)
+
+        return run
+
+    def _look_at_graph(self, outputs: Sequence[Any]) -> None:
+        """Look at how gradients get into the calls and out of them in a backward that begins with these outputs."""
+        nodes = {_key(node): node for node in graph_nodes(outputs)}
+        owners = {key: set(self._owners(node)) for key, node in nodes.items()}
+        for key, node in nodes.items():
+            for following, output in node.next_functions:
+                if following is None:
+                    continue
+                edge = (_key(following), output)
+                before, after = owners[edge[0]], owners[key]
+                for call in after - before:
+                    if edge not in call._edges_in:
+                        call.problems["a gradient leaves it to a tensor that is no input or parameter of it"] = None
+                for call in before - after:
+                    if edge not in call._edges_out:
+                        call.problems["a gradient gets into it through a tensor that is no output of it"] = None
+
+
+def _hidden(leaves: Iterable[Any]) -> str:
+    """Return which object in an input has tensors in it, "" if none has."""
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, nn.Module)) and holds_tensors(leaf):
+            kind = type(leaf).__name__
+            return f"it gets a {kind}, in which a graph does not see the tensors{advice_on(leaf)}"
+    return ""
+
+
+def advice_on(thing: object) -> str:
+    """Return what to write in order not to pass a certain object to modules, "" if that is not known."""
+    # transformers makes a cache of keys and values in each forward, in training too, unless it is told not to.
+    is_cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(thing).__mro__)
+    return ". Pass use_cache=False to the model: training needs no cache" if is_cache else ""
+
+
+# -------------------------------------------------------------------------------------------------------- what is equal
+
+
+def _is_leaf(node: Any) -> bool:
+    return bool(node.name() == "torch::autograd::AccumulateGrad")
+
+
+def _key(node: Any) -> int:
+    """Return a key for an autograd node: its own number, or the identity of the parameter if it accumulates one."""
+    return id(node.variable) if _is_leaf(node) else -1 - sequence_number(node)
+
+
+def _edge(edge: Any) -> _Edge:
+    return _key(edge.node), edge.output_nr
+
+
+def _entry(op: Any, args: Any, kwargs: Any) -> Any:
+    """Return what stands for an operation, with the layouts of tensors and the values of numbers."""
+    return str(op), tuple(map(_entry_of, tree_flatten((args, kwargs))[0]))
+
+
+def _entry_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else None
+    return (type(leaf), str(leaf)) if isinstance(leaf, CONSTANTS) else type(leaf)
+
+
+def _identity(value: Any) -> Any:
+    """Return what stands for an attribute: a number or text by its value, a container by what is in it."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return type(value), str(value)
+    if isinstance(value, dict):
+        return id(value), [(id(key), id(each)) for key, each in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return id(value), [id(each) for each in value]
+    return id(value)

@@ -1,0 +1,288 @@
+"""One call of a module in a step, as a forward and a backward graph that leave the bits of the eager call."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._callables.autograd_node import GraphedPasses
+from ..._callables.input_leaves import Wants
+from ..._callables.passes import Passes
+from ..._callables.shared_memory import SharedMemory
+from ..._capture.graph.graph import CudaGraph, Graph, Pool, capture_stream
+from ..._capture.graph.timing import Shares
+from ..._capture.keys.inputs import StaticInputs
+from ..._capture.keys.placement import empty_like, once, place_of
+from ..._errors import CaptureError
+from ..._torch.autograd.autograd import graph_nodes
+from ..._torch.tensors.tensors import version
+from ..._undo import Undo
+from .module_survey import GradientLayout
+
+
+class PartMemory(SharedMemory):
+    """The pools of the parts of one step.
+
+    Args:
+        device: where they compute.
+        emulated: whether graphs are emulated.
+        generators: CUDA generators beside the default one that the parts draw from.
+
+    Attributes:
+        shares: measures how much of the time of the present call each part takes; None if that is not measured.
+    """
+
+    def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
+        super().__init__(device, emulated)
+        self._generators = tuple(generators)
+        self._backward_pool = Pool()
+        self._forward_pools: list[Pool] = []
+        self.shares: Shares | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools. It reads the allocator and does not wait for the device."""
+        return sum(pool.nbytes for pool in (self._backward_pool, *self._forward_pools))
+
+    def measured(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a replay of a part of this name."""
+        return _NOT_MEASURED if self.shares is None else self.shares.measured(name)
+
+    def graphs(self) -> tuple[Graph, Graph]:
+        """Return a forward and a backward graph to capture."""
+        if self.emulated:
+            return super().graphs()
+        stream, pool = capture_stream(self.device, self.use), Pool()
+        self._forward_pools.append(pool)
+        backward = CudaGraph(stream, self._backward_pool, self._generators)
+        return CudaGraph(stream, pool, self._generators), backward
+
+
+_NOT_MEASURED: AbstractContextManager[None] = nullcontext()
+
+
+class PartPasses(Passes):
+    """A module's forward and backward pass, in which every addition of gradients is in the order of the eager step.
+
+    Where an input or a parameter is used more than once, the eager step adds its gradients one by one, together with
+    those of uses outside of the module. So the gradient of each use is given out by itself, and autograd adds them.
+
+    The autograd graph of the capture is kept. If gradients come in with another layout than those that were seen, the
+    backward pass runs on it eagerly.
+
+    Autograd's leaves are made anew for each forward pass, so that autocast finds no casts of them in its cache.
+
+    Args:
+        function: the module's forward.
+        module: its parameters are used.
+        inputs: see `Passes`.
+        wants_grad: see `Passes`.
+        device: see `Passes`.
+        gradients: the layout of each differentiable output's gradient, None if it gets none.
+        grad_mode: whether autograd records the calls. Otherwise there is no backward pass.
+
+    Attributes:
+        static: the gradients of the differentiable outputs, which backward starts from; None for those without.
+        slots: the number of the source of each gradient that backward gives out; see `Passes.grads` for the sources.
+    """
+
+    empties_autocast_cache = False  # the eager parts of the step go on with what it has
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        inputs: StaticInputs,
+        wants_grad: tuple[Wants, ...],
+        device: torch.device,
+        gradients: Sequence[GradientLayout | None],
+        *,
+        grad_mode: bool = True,
+    ) -> None:
+        self.grad_mode = grad_mode
+        modules = list(module.modules())
+        tensors = list(dict.fromkeys(chain(module.parameters(), module.buffers())))
+        super().__init__(function, modules, tensors, inputs, wants_grad, device, told=False)
+        self._static_leaves = list(self._leaves)
+        self._gradients = gradients
+        self.static: list[Tensor | None] = []
+        self._edges: list[list[tuple[Any, int]]] = []  # by source: the nodes that use it, and the number of the input
+        self.slots: list[int] = []
+
+    # ------------------------------------------------------------------------------------------------------- passes
+
+    def forward(self) -> None:
+        """Run the module; keep its outputs with their autograd graph."""
+        # A copy into the buffer does not change the version of `.data`, which autograd saves.
+        self._leaves = self._as_inputs([x.data if isinstance(x, Tensor) else x for x in self._static_leaves])
+        self._sources = self._make_sources()
+        super().forward()
+        self._find_edges()
+
+    def backward(self) -> None:
+        """Run the backward pass of the last forward pass on the static gradients; keep the gradients."""
+        self.grads = self.gradients_for(self.static)
+
+    def gradients_for(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the slots, computed eagerly for these gradients of the differentiable outputs."""
+        results = [result for result in self.results if result.requires_grad]
+        pairs = [(result, grad) for result, grad in zip(results, given, strict=True) if grad is not None]
+        used = [j for j, edges in enumerate(self._edges) if edges]
+        each: dict[int, list[Tensor]] = {j: [] for j in used}
+        if not (pairs and used):
+            return [None] * len(self.slots)
+        with self._aliased(), self._noting(each), torch.autocast(self._device.type, enabled=False):
+            sums = torch.autograd.grad(
+                [result for result, _ in pairs],
+                [self._sources[j] for j in used],
+                [grad for _, grad in pairs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        for j, found in zip(used, sums, strict=True):
+            if found is not None and len(self._edges[j]) == 1:
+                each[j] = [found]
+        fresh = {j: iter(found) for j, found in each.items()}
+        return [next(fresh[j], None) for j in self.slots]
+
+    @contextmanager
+    def _noting(self, each: dict[int, list[Tensor]]) -> Iterator[None]:
+        """Context for a backward pass, which notes the gradient of each use of sources that are used several times."""
+        by_node: dict[Any, list[tuple[int, int]]] = {}
+        for j, edges in enumerate(self._edges):
+            for node, place in edges if len(edges) > 1 else ():
+                by_node.setdefault(node, []).append((place, j))
+
+        def noter(places: list[tuple[int, int]]) -> Callable[..., None]:
+            def note(grads: Sequence[Tensor | None], _: object) -> None:
+                for place, j in sorted(places):
+                    grad = grads[place]
+                    if grad is not None:
+                        each[j].append(grad)
+
+            return note
+
+        with Undo() as undo:
+            for node, places in by_node.items():
+                undo.note(node.register_hook(noter(places)).remove)
+            yield
+
+    def _find_edges(self) -> None:
+        numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}
+        edges: list[list[tuple[Any, int]]] = [[] for _ in self._sources]
+        for node in graph_nodes([result for result in self.results if result.requires_grad]):
+            for place, (following, _) in enumerate(node.next_functions):
+                if following is None or following.name() != "torch::autograd::AccumulateGrad":
+                    continue
+                if id(following.variable) not in numbers:
+                    raise CaptureError("it uses a tensor that requires grad and is no input or parameter of it.")
+                edges[numbers[id(following.variable)]].append((node, place))
+        self._edges = edges
+        self.slots = [j for j, uses in enumerate(edges) for _ in uses]
+
+    # ------------------------------------------------------------------------------------------------------ capture
+
+    def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool = True) -> tuple[Graph, Graph]:
+        """Warm up and capture both passes. Waits for the device. Raises a `CaptureError` if that cannot be done."""
+        return self._capture_both(shared, warmup, allow_unused)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is a backward pass."""
+        return any(static is not None for static in self.static)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._edges = []
+
+    def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
+        known, slots = self._first_forward(), self.slots
+        if sum(self.differentiable) != len(self._gradients):
+            raise CaptureError("it returned other outputs than before.")
+        layouts = iter(self._gradients)
+        self.static = [_static(result, next(layouts)) for result in self.results if result.requires_grad]
+        for _ in range(passes):
+            self.forward()
+            self._check_same(known)
+            if slots != self.slots:
+                raise CaptureError("it used its inputs and parameters in another way each time.")
+            self.backward()
+        self._check_gradients()
+        leaves = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+        if any(version(leaf) for leaf in leaves):
+            raise CaptureError("it writes into its input, which a replay would not.")
+        return known
+
+    def _check_gradients(self) -> None:
+        for j, grad in zip(self.slots, self.grads, strict=True):
+            # The gradient of a parameter gets the parameter's strides in any case.
+            if grad is not None and j < len(self.grad_inputs) and torch.empty_like(grad).stride() != grad.stride():
+                raise CaptureError("the gradient of an input has a layout that a copy would not have.")
+
+
+class GraphedPart(GraphedPasses):
+    """The two graphs of one call of a module in a step.
+
+    Args:
+        memory: the pools of the parts.
+        passes: see `GraphedPasses`.
+        forward: see `GraphedPasses`.
+        backward: see `GraphedPasses`.
+        name: what the time that they take is added to.
+
+    Attributes:
+        unlike: how many backward passes were eager, because gradients came with another layout than at the capture.
+    """
+
+    def __init__(self, memory: PartMemory, passes: PartPasses, forward: Graph, backward: Graph, name: str) -> None:
+        super().__init__(memory, passes, forward, backward)
+        self._memory, self._part, self._name = memory, passes, name
+        self.unlike = 0
+
+    def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Replay, see `GraphedPasses.forward`."""
+        with self._memory.measured(self._name):
+            return super().forward(leaves)
+
+    def sources(self, leaves: list[Any]) -> list[Tensor]:
+        """Return the inputs and parameters that `backward` returns gradients of: one as often as it is used."""
+        sources = super().sources(leaves)
+        return [sources[j] for j in self._part.slots]
+
+    def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
+        """Replay, or run eagerly; return the gradients that are wanted, by number."""
+        with self._memory.measured(self._name):
+            return self._gradients(given, wanted)
+
+    def _gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
+        part = self._part
+        if all(map(_fits, part.static, given)):
+            for static, grad in zip(part.static, given, strict=True):
+                if static is not None and grad is not None:
+                    once(static).copy_(once(grad), non_blocking=True)
+            self._backward.replay()
+            found = part.grads
+        else:
+            self.unlike += 1
+            with self._shared.aside():  # the stream of the nodes that the capture has made
+                found = part.gradients_for(given)
+        return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
+
+
+def _static(result: Tensor, layout: GradientLayout | None) -> Tensor | None:
+    """Return memory for the gradient of an output; None if it gets no gradient."""
+    if layout is None:
+        return None
+    stride, dtype, place = layout
+    static = empty_like(torch.empty_strided(result.shape, stride, dtype=dtype, device=result.device), place)
+    once(static).zero_()
+    return static
+
+
+def _fits(static: Tensor | None, grad: Tensor | None) -> bool:
+    if static is None or grad is None:
+        return static is grad
+    return static.stride() == grad.stride() and static.dtype is grad.dtype and place_of(static) == place_of(grad)

@@ -1,0 +1,269 @@
+"""The modules of a step that are captured one by one: which graph a call replays, or why it is eager."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..._callables.autograd_node import PENDING
+from ..._callables.input_leaves import detached, places_of, static_inputs, wanted_by
+from ..._callables.passes import Passes, replace_forward, undone
+from ..._capture.graph.graph import describe_failure
+from ..._capture.graph.timing import Shares
+from ..._capture.keys.inputs import BatchReader, flatten
+from ..._capture.state.walk import Walk
+from ..._capture.state.watch import autocast
+from ..._errors import CaptureError, InputMismatch
+from ..._torch.autograd.autograd import in_backward, packs_saved_tensors
+from ..._torch.tensors.modes import function_modes, modes
+from ..._torch.tensors.modules import has_global_hooks, hook_tables
+from ..._torch.tensors.settings import settings
+from ..._undo import Undo
+from .module_choice import Choice
+from .module_runs import ModuleRuns
+from .module_survey import Layout, ModuleCall
+from .part_passes import GraphedPart, PartMemory, PartPasses
+
+_WARM_UP = 2  # passes before a capture
+
+
+class PartReport(NamedTuple):
+    """One module of a step that is captured by itself, as it is called once in the step.
+
+    Attributes:
+        module: its path in the model; "" is the model itself.
+        number: of this call of the module in the step, counted from 0.
+        kernels: operations of its forward that compute something.
+        replays: how often its graphs were replayed.
+        eager: its other calls, by reason.
+    """
+
+    module: str
+    number: int
+    kernels: int
+    replays: int
+    eager: dict[str, int]
+
+
+class Parts:
+    """The modules of a step that are captured one by one. Within `installed`, their calls replay graphs.
+
+    Args:
+        choice: which calls are captured.
+        device: where they compute.
+        generators: CUDA generators beside the default one that they draw from.
+        runs: neighbours that are called as one module, some of which are chosen.
+        emulated: whether graphs are emulated.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+        runs: ModuleRuns,
+        *,
+        emulated: bool,
+    ) -> None:
+        self._memory = PartMemory(device, emulated, generators)
+        self._generators = tuple(generators)
+        self._modules = {
+            module: {number: _Part(call, self._memory, self._generators) for number, call in calls.items()}
+            for module, calls in choice.calls.items()
+        }
+        self._runs = runs
+        self._tables: list[dict[Any, Any]] = [vars(module) for module in runs.owners()]
+        for module in self._modules:
+            for each in module.modules():
+                self._tables += hook_tables(each) if each is not module else ()
+                self._tables.append(vars(each))
+        self._hosted = self._host_state()
+
+    def why_not_now(self) -> str:
+        """Return why no graph may be replayed in the step that begins now, "" if there is no reason."""
+        if packs_saved_tensors():
+            return "hooks pack saved tensors"
+        if has_global_hooks():  # a replay would not call them for the modules inside of a captured one
+            return "there are hooks on all modules"
+        return "" if self._host_state() == self._hosted else CHANGED
+
+    def _host_state(self) -> list[Any]:
+        """Return the hooks on modules inside of those that are captured, and the `forward` that modules were given."""
+        hooks = [id(hook) for table in self._tables if "training" not in table for hook in table.values()]
+        return hooks + [id(table.get("forward")) for table in self._tables if "training" in table]
+
+    @contextmanager
+    def installed(self, shares: Shares | None = None) -> Iterator[None]:
+        """Context for the forward and backward of one step. With `shares`, the time of each part is measured."""
+        with self._runs.installed(), Undo() as undo:
+            undo.note(setattr, self._memory, "shares", None)
+            self._memory.shares = shares
+            for module, parts in self._modules.items():
+                replace_forward(undo, module, _calls(module.forward, parts))
+            yield
+
+    def reports(self) -> list[PartReport]:
+        """Return what happened to the calls."""
+        return [part.report(number) for parts in self._modules.values() for number, part in parts.items()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs' pools take."""
+        return self._memory.nbytes
+
+    def failures(self) -> dict[ModuleCall, str]:
+        """Return why some calls could not be captured."""
+        return {part.call: part.failure for part in self._all() if part.failure}
+
+    def _all(self) -> "Iterator[_Part]":
+        return chain.from_iterable(parts.values() for parts in self._modules.values())
+
+    def reset(self) -> None:
+        """Free the graphs. Waits for the device."""
+        for part in self._all():
+            part.reset()
+
+
+def _calls(original: Callable[..., Any], parts: "dict[int, _Part]") -> Callable[..., Any]:
+    """Return a `forward` that replays the graphs of these parts, by the number of the call."""
+    count = 0
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        # Inside of another part, or computed again by checkpointing.
+        if Passes.recording or in_backward():
+            return original(*args, **kwargs)
+        part = parts.get(count)
+        count += 1
+        return original(*args, **kwargs) if part is None else part(original, args, kwargs)
+
+    return forward
+
+
+class _Part:
+    """One call of a module in a step.
+
+    Attributes:
+        call: as a survey saw it.
+        failure: why it could not be captured, "" if it could, or may be.
+    """
+
+    def __init__(self, call: ModuleCall, memory: PartMemory, generators: tuple[torch.Generator, ...]) -> None:
+        assert call.layout is not None  # or it is not chosen
+        self.call = call
+        self._layout: Layout = call.layout
+        self._memory = memory
+        self._generators = generators
+        self._reader = BatchReader(memory.device)
+        self._graphs: GraphedPart | None = None
+        self._context: Any = None
+        self._state: _ModuleState | None = None
+        self._replays = 0
+        self._eager: Counter[str] = Counter()
+        self.failure = ""
+
+    def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module: replay its graph, or call `original`."""
+        leaves, tree = flatten(args, kwargs)
+        reason = self.failure or self._why_eager(leaves, tree)
+        if not reason and self._graphs is None:
+            self._capture(original, leaves)
+            reason = self.failure
+        if not reason:
+            assert self._graphs is not None  # just captured, or before
+            results = self._graphs(leaves)
+            if results is not PENDING:
+                self._replays += 1
+                return results
+            reason = "its last call has yet to be backpropagated"
+        self._eager[reason] += 1
+        return original(*args, **kwargs)
+
+    def _why_eager(self, leaves: list[Any], tree: Any) -> str:
+        try:
+            spec, _ = self._reader.read(*detached(leaves, tree))
+        except InputMismatch as error:
+            return str(error)
+        now = Layout(spec, wanted_by(leaves), places_of(leaves), torch.is_grad_enabled())
+        if now[:-1] != self._layout[:-1]:
+            return "its input has another layout"
+        if now != self._layout:
+            return "it is called with gradients in some steps, and without in others"
+        if self._graphs is None:
+            return ""
+        assert self._state is not None  # noted with the graphs
+        if _context() != self._context:
+            return "settings of torch have changed"
+        return "" if self._state.is_current() else _OTHER_STATE
+
+    def _capture(self, original: Callable[..., Any], leaves: list[Any]) -> None:
+        """Capture both passes. Modules and random numbers are as before afterwards. Set `failure` if that fails."""
+        with Undo() as undo:
+            undo.note(modes())
+            try:
+                with _generators_put_back(self._generators):
+                    self._graphs = self._record(original, leaves)
+                    self._context, self._state = _context(), _ModuleState(self.call.module)
+            except Exception as error:  # whatever the user's code raises when it is called once more
+                self.failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
+            undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
+
+    def _record(self, original: Callable[..., Any], leaves: list[Any]) -> GraphedPart:
+        layout, inputs = self._layout, static_inputs(self._layout.spec, leaves)
+        given = original, self.call.module, inputs, layout.wants_grad, self._memory.device, self.call.gradients
+        passes = PartPasses(*given, grad_mode=layout.grad_mode)
+        with undone(list(self.call.module.modules()), self._memory.device) as rebound:
+            graphs = passes.capture(self._memory, _WARM_UP)
+            if names := rebound():
+                raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
+        return GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")
+
+    def report(self, number: int) -> PartReport:
+        """Return what happened to the calls."""
+        return PartReport(self.call.name, number, self.call.kernels, self._replays, dict(self._eager))
+
+    def reset(self) -> None:
+        """Free the graphs."""
+        if self._graphs is not None:
+            self._graphs.reset()
+            self._graphs = None
+
+
+class _ModuleState:
+    """What the graphs of a module hold of it. A line of the step may have changed that since the call began.
+
+    Args:
+        module: as it is now.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._walk = Walk({"": module})
+        self._seen = self._look()
+
+    def is_current(self) -> bool:
+        """Return whether its tensors lie where and as they did, with the same `requires_grad`, in the same modes."""
+        return self._walk.is_current() and self._look() == self._seen
+
+    def _look(self) -> tuple[list[Any], ...]:
+        return self._walk.addresses(), self._walk.layouts(), self._walk.flags()
+
+
+_OTHER_STATE = "it has other parameters, strides, modes or requires_grad than when it was captured"
+CHANGED = "a hook was registered in a captured module, or removed, or a module was given another forward"
+
+
+def _context() -> tuple[Any, ...]:
+    """Return what decides which kernels a module runs, beside its input and its own state."""
+    return autocast(), settings(), tuple(map(type, function_modes()))
+
+
+@contextmanager
+def _generators_put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    with Undo() as undo:
+        for generator in generators:
+            undo.note(generator.set_state, generator.get_state())
+        yield

@@ -1,0 +1,413 @@
+"""A training step in parts: which modules are captured, when, and whether that is faster than an eager step."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..._capture.engine.engine import Engine
+from ..._capture.engine.layouts import Layout
+from ..._capture.engine.options import Options
+from ..._capture.engine.splitting import IN_PARTS
+from ..._capture.graph.capture_query import captures
+from ..._capture.graph.timing import Clock, Durations, Shares
+from ..._capture.keys.key import Key
+from ..._capture.ranks.ranks import Ranks
+from ..._errors import CaptureError
+from ..._torch.tensors.modes import modes
+from ..._undo import Undo
+from ..training_step import Phase
+from .module_choice import Choice, chosen
+from .module_runs import NO_RUNS, ModuleRuns, runs_in
+from .module_survey import ModuleCall, Survey
+from .parts import CHANGED, PartReport, Parts
+from .split_update import Update
+
+_FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
+_TIMED = 5  # calls of each kind, to find out which is faster
+_SHOWN = 4  # reasons
+_SURVEYED = "looking for modules to capture"
+_NO_MODULE = "no module can be captured by itself, and this micro-batch does not end its window"
+NamedModules = Callable[[], Iterable[tuple[str, nn.Module]]]
+
+
+class Divided(Protocol):
+    """What is done in parts: a training step, or a function of the user's."""
+
+    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
+        """Do it."""
+
+    def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
+        """Do what comes before the update of the parameters, if that is a part of its own."""
+
+
+class StepSplitter:
+    """Does the steps in parts whose layout cannot be captured as a whole.
+
+    Args:
+        step: the step.
+        modules: returns the modules that may be captured, by name, each once.
+        update: the update of the parameters.
+        options: see `Options`.
+        ranks: the processes that train together.
+        device: where they compute.
+        why_never: why nothing is ever done in parts, if that is known already; else "".
+        eager: classes of modules that are not to be captured, and why.
+    """
+
+    def __init__(
+        self,
+        step: Divided,
+        modules: NamedModules,
+        update: Update,
+        options: Options,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        why_never: str = "",
+        eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
+    ) -> None:
+        self._step, self._modules, self._update, self._eager = step, modules, update, eager
+        self._options, self._device = options, device
+        wanted = options.on_failure == "parts" and options.graph != "off"
+        if options.memory_budget is not None:
+            why_never = "memory_budget= is for graphs of whole steps"
+        if ranks.several:
+            why_never = "several processes train together (DistributedDataParallel, fully_shard)"
+        self._why_never = why_never if wanted else "unwanted"
+        self._why_not: dict[str, None] = {}
+        # The layouts keep them, so that they end with these.
+        self._splits: weakref.WeakValueDictionary[Any, Split] = weakref.WeakValueDictionary()
+        self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
+
+    # ------------------------------------------------------------------------------------------------- the protocol
+
+    def takes(self, key: Key, layout: Layout) -> bool:
+        """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
+        if self._why_never == "unwanted" or not layout.problem:
+            return False
+        reason = self._why_never or self._why_not_now(layout)
+        kind = key.spec, key.settings, key.phase.others
+        split = self._splits.get(kind)
+        if split is None and not reason and len(self._splits) >= self._options.max_graphs:
+            reason = f"max_graphs={self._options.max_graphs} layouts are done in parts already"
+        if not reason and split is not None:
+            reason = split.refusal
+        if reason:
+            self._why_not[reason] = None
+            return False
+        if split is None:
+            split = Split(self._step, self._modules, self._update, self._device, self._options, self._eager)
+            self._splits[kind] = split
+        self._by_layout[layout] = split
+        layout.refuse(IN_PARTS)
+        return True
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether some layout is done in parts, or may be."""
+        return any(not split.refusal for split in self._splits.values())
+
+    def _why_not_now(self, layout: Layout) -> str:
+        if layout.unreadable:
+            return "it cannot be told what the modules read"
+        if layout.told:
+            return "the code is told that it is being captured (capturing=True)"
+        if torch.is_autocast_enabled(self._device.type):
+            return "autocast is on around the step. Pass a policy instead"
+        if not layout.rehearsal.numbers:
+            return "torch.compile has compiled a part of the step, or is at work in it"
+        return ""
+
+    def call(self, engine: Engine, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call of a layout that is done in parts."""
+        split = self._by_layout[layout]
+        if not split.refusal and not captures.recorded:
+            outputs = split.call(engine, phase, args, kwargs)
+            if words := split.first_words():
+                engine.fallback.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
+            if split.refusal:
+                self._why_not[split.refusal] = None
+                engine.give_up(layout, "cannot be captured", CaptureError(split.text(layout.problem)))
+            return outputs
+        layout.refuse("cannot be captured")
+        return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the report that say what is captured."""
+        splits = list(self._splits.values())
+        parts = [part for split in splits for part in split.reports()]
+        words = [line for split in splits for line in split.captured_words()]
+        updates, shares = 0, {}
+        if words:
+            updates = self._update.graphs
+            words += self._update.words()
+            words += [line for split in splits for line in split.eager_words()]
+            shares = max(splits, key=lambda split: split.calls).shares()
+        words += [f"not in parts: {reason}" for reason in self._why_not]
+        return {
+            "parts": tuple(parts),
+            "updates": updates,
+            "shares": shares,
+            "split": tuple(dict.fromkeys(words)),
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs take."""
+        return self._update.nbytes + sum(split.nbytes for split in self._splits.values())
+
+    def close(self) -> None:
+        """Release what is captured."""
+        for split in list(self._splits.values()):
+            split.reset()
+        self._update.close()
+
+
+class Split:
+    """The parts of one layout of the batch.
+
+    Its first two calls are watched by a `Survey`, or three if there are neighbours in an `nn.Sequential` that may be
+    captured together: the first one finds these. The next ones are eager, and timed. Then modules are captured, and
+    calls in parts are timed. Where no module can be captured, the update of the parameters still is.
+
+    Args:
+        step: the step.
+        modules: see `StepSplitter`.
+        update: see `StepSplitter`.
+        device: where they compute.
+        options: see `Options`.
+        eager: classes of modules that are not to be captured, and why.
+
+    Attributes:
+        calls: how many calls were done in parts.
+        refusal: why its calls are eager, "" if they are done in parts, or may be.
+        clock: takes the times.
+        is_timed: whether a split that is slower than eager steps is given up. An emulated graph saves no time.
+    """
+
+    def __init__(
+        self,
+        step: Divided,
+        modules: NamedModules,
+        update: Update,
+        device: torch.device,
+        options: Options,
+        eager: Mapping[type[nn.Module], str],
+    ) -> None:
+        self._step, self._modules, self._update = step, modules, update
+        self._device, self._options, self._left = device, options, eager
+        self.is_timed = is_timed(options)
+        self.clock = Clock(device if device.type == "cuda" else None)
+        self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
+        self._surveys: list[Survey] = []  # kept until all modules are captured
+        self._failed: dict[ModuleCall, str] = {}
+        self._lines: dict[str, None] = {}
+        self._runs: ModuleRuns | None = None  # before the first survey
+        self._choice: Choice | None = None
+        self._parts: Parts | None = None
+        self.calls = 0
+        self._shares = Shares(self.clock)
+        self._said = False
+        self.refusal = ""
+
+    def call(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call."""
+        why = self._why_eager(phase)
+        if not why and self._parts is None and len(self._surveys) < 2:  # first, for often there is nothing to capture
+            return self._survey(engine, phase, args, kwargs)
+        if why or (self.is_timed and self._eager.wanted):
+            start = self.clock.now()
+            outputs = engine.run(why or _SURVEYED, lambda: self._step(phase, *args, **kwargs))
+            if not why and phase.last:
+                self._eager.add(start, self.clock.now())
+            return outputs
+        return self._call_in_parts(engine, phase, args, kwargs)
+
+    def _call_in_parts(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._parts is not None  # made behind the last survey, or the split has been refused
+        assert self._choice is not None  # made with the parts
+        how = IN_PARTS if self._choice.calls or phase.last else _NO_MODULE
+        settled = phase.last and self._is_settled()
+        timed = settled and self.is_timed and self._in_parts.wanted
+        # Where the parts are not given up. The marks inside of a call would lengthen it.
+        shares = self._shares if settled and not timed and self._shares.wanted else None
+        start = self.clock.now() if timed else None
+        if shares is not None:
+            shares.begin()
+        with self._parts.installed(shares):
+            outputs = engine.run(how, lambda: self._step.in_parts(phase, *args, **kwargs))
+        with nullcontext() if shares is None or not self._update.name else shares.measured(self._update.name):
+            outputs = self._update.done(phase, outputs)
+        if self._surveys:
+            self._settle()
+        self.calls += 1
+        self._check_that_something_is_captured()
+        if shares is not None:
+            shares.end()
+        if timed and not self.refusal:
+            self._in_parts.add(start, self.clock.now())
+            self._compare()
+        return outputs
+
+    def _is_settled(self) -> bool:
+        """Return whether modules and update are captured, as far as they can be."""
+        return not self._surveys and self._update.is_settled
+
+    def _why_eager(self, phase: Phase) -> str:
+        if phase.observed:
+            return "numerics are measured"
+        why = "" if self._parts is None else self._parts.why_not_now()
+        if why == CHANGED:
+            self._give_up(f"{why}. Register hooks before the first step")
+        return why
+
+    def _survey(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runs = NO_RUNS if self._runs is None else self._runs
+        named = [*self._modules(), *runs.named()]
+        survey = Survey(named, self._device, self._options.generators, self._left)
+
+        def step() -> Any:
+            with Undo() as undo:
+                undo.note(modes())
+                with runs.installed(), survey.watching():
+                    outputs = self._step.in_parts(phase, *args, **kwargs)
+                undo.forget()
+            return outputs
+
+        outputs = self._update.done(phase, engine.run(_SURVEYED, step))
+        self._lines |= dict.fromkeys(survey.lines)
+        if self._runs is None:
+            self._runs = runs_in(survey.calls, _FEWEST)
+            if self._runs:  # two more calls are to show how they are called as modules
+                return outputs
+        self._surveys.append(survey)
+        if len(self._surveys) == 2:
+            self._choose()
+            self._check_that_something_is_captured()
+        return outputs
+
+    def _settle(self) -> None:
+        """Try the modules inside of those that could not be captured, behind the first call in parts."""
+        assert self._parts is not None  # as in `call`
+        failed = self._parts.failures()
+        if failed:
+            self._failed |= failed
+            self.reset()
+            self._choose()
+        else:
+            self._surveys.clear()
+
+    def _choose(self) -> None:
+        first, second = self._surveys
+        self._choice = chosen(first, second, _FEWEST, self._failed)
+        emulated = self._options.graph == "emulate"
+        assert self._runs is not None  # known behind the first survey
+        self._parts = Parts(self._choice, self._device, self._options.generators, self._runs, emulated=emulated)
+
+    def _check_that_something_is_captured(self) -> None:
+        """Give the split up if there is neither a module to capture nor the update."""
+        if self.refusal or self._choice is None or self._choice.calls:
+            return
+        if why := self._update.why_eager:
+            self._give_up(f"{self._no_module()}, {why}.")
+
+    def _no_module(self) -> str:
+        assert self._choice is not None  # or nothing is known
+        reasons = [f"{_shown(name)}: {why}" for name, why in self._choice.reasons.items()]
+        more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+        return f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})"
+
+    def _compare(self) -> None:
+        """Give the split up if calls in parts are slower than eager ones. Sync: waits for these calls, once."""
+        if self._in_parts.wanted:
+            return
+        eager, in_parts = self._eager.median_ms(), self._in_parts.median_ms()
+        if eager is not None and in_parts is not None and in_parts > eager:
+            self._give_up(f"in parts a step takes {in_parts:.3g} ms, and an eager one {eager:.3g} ms")
+
+    def _give_up(self, why: str) -> None:
+        self.refusal = why
+        self.reset()
+
+    def reset(self) -> None:
+        """Free the graphs."""
+        if self._parts is not None:
+            self._parts.reset()
+            self._parts = None
+
+    # ------------------------------------------------------------------------------------------------------ reports
+
+    def text(self, problem: str) -> str:
+        """Return why the step is not captured."""
+        return f"{problem}\nNor is it done in parts: {self.refusal}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs of the modules take."""
+        return 0 if self._parts is None else self._parts.nbytes
+
+    def first_words(self) -> str:
+        """Return in words what is to be captured, once, as soon as that is known; else ""."""
+        if self._said or self._parts is None or self._choice is None:
+            return ""
+        self._said = True
+        named = [*map(_shown, self._choice.names), *filter(None, [self._update.name])]
+        if len(named) == 1:
+            what = f"{named[0]} gets graphs of its own"
+        else:
+            what = f"{', and '.join([', '.join(named[:-1]), named[-1]])} each get graphs of their own"
+        why = "" if self._choice.calls else f": {self._no_module()}"
+        return f"{what}, and the rest stays eager{why}. report() says what was captured."
+
+    def reports(self) -> Sequence[PartReport]:
+        """Return what happened to the calls of the captured modules."""
+        return () if self._parts is None else self._parts.reports()
+
+    def shares(self) -> dict[str, float]:
+        """Return how the time of a call is shared, see `Report`. Sync: waits for the calls that were measured."""
+        return {} if self._parts is None else self._shares.by_part("eager")
+
+    def captured_words(self) -> list[str]:
+        """Return in words what is captured."""
+        if self._parts is None or self._choice is None:
+            return []
+        calls = Counter(part.module for part in self._parts.reports())
+        names = [_shown(name) + f" ({count} calls in a step)" * (count > 1) for name, count in calls.items()]
+        return [f"captured by itself: {', '.join(names) or 'no module'}"]
+
+    def eager_words(self) -> list[str]:
+        """Return in words what is not captured, and which calls of captured modules were not replayed."""
+        if self._parts is None or self._choice is None:
+            return []
+        reasons = self._choice.reasons
+        within = [_shown(name) for name, why in reasons.items() if why in self._lines]
+        words = [f"cannot be captured: {line}" for line in self._lines]
+        if within:
+            who = "it contains" if len(within) == 1 else "they contain"
+            words.append(f"eager: {', '.join(within)}: {who} such a line")
+        words += [f"eager: {_shown(name)}: {why}" for name, why in reasons.items() if why not in self._lines]
+        unlike = (
+            (part.module, reason, count) for part in self._parts.reports() for reason, count in part.eager.items()
+        )
+        return words + [f"eager x{count}: {_shown(name)}: {reason}" for name, reason, count in unlike]
+
+
+def why_not_compiled_in_parts(compile: str | None) -> str:
+    """Return why a step that is compiled is not done in parts; "" if nothing is to be compiled."""
+    return "" if compile is None else "compile= compiles forward and backward"
+
+
+def is_timed(options: Options) -> bool:
+    """Return whether calls are timed. Those with emulated graphs are slower than eager ones."""
+    return options.graph == "auto"
+
+
+def _shown(path: str) -> str:
+    """Return how messages call the module at a path."""
+    return path or "the model"

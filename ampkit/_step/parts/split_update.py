@@ -1,0 +1,155 @@
+"""The update of the parameters, where a training step is done in parts: a graph of its own."""
+
+from typing import Any, Protocol
+
+import torch
+
+from ..._capture.engine.engine import Engine
+from ..._capture.engine.options import Options
+from ..._capture.ranks.ranks import Ranks
+from ..._capture.state.state import TrainingState
+from ..training_step import PartOfStep, Phase, TrainingStep
+
+UPDATE = "the update of the parameters"
+
+
+class Update(Protocol):
+    """What comes behind the modules in a step that is done in parts.
+
+    Attributes:
+        name: what messages call it; "" if it is no part of its own.
+        is_settled: whether it is captured, or will not be.
+        why_eager: why it is not captured, as a clause; "" if it is, or may be.
+        graphs: how many graphs it has.
+        nbytes: bytes of device memory that they take.
+    """
+
+    name: str
+
+    @property
+    def is_settled(self) -> bool: ...
+
+    @property
+    def why_eager(self) -> str: ...
+
+    @property
+    def graphs(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def done(self, phase: Phase, outputs: Any) -> Any:
+        """Update the parameters, if the call does that. Return the outputs of the call."""
+
+    def words(self) -> list[str]:
+        """Return in words what is captured of it."""
+
+    def close(self) -> None:
+        """Release what is captured."""
+
+
+class WithinFunction:
+    """The updates of a function that calls its optimizers itself."""
+
+    name, is_settled, graphs, nbytes = "", True, 0, 0
+    why_eager = "and the optimizers that a function calls are not captured by themselves"
+
+    def done(self, phase: Phase, outputs: Any) -> Any:
+        return outputs
+
+    def words(self) -> list[str]:
+        return ["eager: all that the function does itself, such as the steps of its optimizers"]
+
+    def close(self) -> None:
+        pass
+
+
+class CapturedUpdate:
+    """Unscaling, norm, clipping, the optimizer, the loss scale and `after_step`, captured by an engine of their own.
+
+    Args:
+        step: the step.
+        state: what it changes.
+        options: see `Options`.
+        ranks: the processes that train together.
+        device: where they compute.
+        owner: what messages call the step.
+    """
+
+    name = UPDATE
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        state: TrainingState,
+        options: Options,
+        ranks: Ranks,
+        device: torch.device,
+        owner: str,
+    ) -> None:
+        self._step, self._state, self._ranks, self._device, self._owner = step, state, ranks, device, owner
+        self._options = options._replace(on_failure="eager", verify=0, capturing=False)
+        self._engine: Engine | None = None  # made when a step is first done in parts
+
+    def done(self, phase: Phase, outputs: PartOfStep) -> PartOfStep:
+        """Step the optimizer, if the call does that. Return the outputs of the call."""
+        accumulated = outputs.accumulated
+        if accumulated is None or not phase.last or self._step.steps_behind:
+            return outputs
+        engine = self._engine = self._engine or self._made()
+        norm, skipped = engine((), {}, Phase(last=True, accumulated=accumulated))
+        return PartOfStep(outputs.output._replace(grad_norm=norm, skipped=skipped), None)
+
+    def _made(self) -> Engine:
+        step = self._step
+
+        def update(phase: Phase) -> Any:
+            return step.finish(phase.accumulated, phase.observed)
+
+        return Engine(
+            update,
+            self._state,
+            device=self._device,
+            options=self._options,
+            ranks=self._ranks,
+            blocker="",
+            name=f"{self._owner}, {UPDATE}",
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is captured, or will not be."""
+        engine = self._engine
+        return self._step.steps_behind or (engine is not None and bool(engine.replays or engine.fallback.refused))
+
+    @property
+    def why_eager(self) -> str:
+        """Why it is not captured, as a clause; "" if it is, or may be."""
+        if self._step.steps_behind:
+            return "and the optimizer steps behind the graphs"
+        refused = self._engine is not None and self._engine.fallback.refused
+        return f"nor can {UPDATE}: {self._engine.fallback.failure}" if self._engine is not None and refused else ""
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs it has."""
+        return 0 if self._engine is None else self._engine.report().graphs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that they take."""
+        return 0 if self._engine is None else self._engine.report().bytes
+
+    def words(self) -> list[str]:
+        """Return in words what is captured of it."""
+        if self._engine is None:
+            return []
+        report = self._engine.report()
+        if report.graphs:
+            return [f"{UPDATE} is one graph"]
+        return [f"{UPDATE} is eager{f': {report.failure}' if report.failure else ''}"]
+
+    def close(self) -> None:
+        """Release the graphs."""
+        if self._engine is not None:
+            self._engine.close()

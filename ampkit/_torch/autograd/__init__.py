@@ -1,0 +1,1 @@
+"""The autograd engine and its nodes."""

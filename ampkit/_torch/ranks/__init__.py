@@ -1,0 +1,1 @@
+"""Process groups, DistributedDataParallel and `fully_shard`."""

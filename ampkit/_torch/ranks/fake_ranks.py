@@ -1,0 +1,146 @@
+"""One rank of several, without the others and without a device: its process group, and what `fully_shard` asks for."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch.overrides import TorchFunctionMode
+
+from ..._undo import Undo, replace
+from ..guard import private
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
+_ASKS_FOR_DEVICE = ("_fsdp_init", "_fsdp_state", "_fsdp_param_group", "_fsdp_collectives")  # its modules that do
+
+
+@contextmanager
+def fake_rank(ranks: int, device_type: str) -> Iterator[None]:
+    """Context in which this process is the first of so many ranks. Collectives change nothing, and wait for nobody.
+
+    `fully_shard` takes its CUDA streams and events from stand-ins, so that it needs no device. They are put in place
+    for the whole process. No process group may be initialized when the context is entered.
+
+    Args:
+        ranks: how many there are.
+        device_type: "cpu" or "cuda", where the shards are.
+    """
+    with Undo() as undo:
+        undo.note(setattr, sys, "excepthook", sys.excepthook)  # torch replaces it, to put the rank before each line
+        undo.note(_end_process_group)
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+        distributed: Any = torch.distributed
+        distributed.init_process_group("fake", rank=0, world_size=ranks)
+        # Without a mesh, fully_shard makes one of the accelerator. The machine may have another one, or none.
+        private(torch._C, "_get_accelerator")
+        replace(undo, torch._C, "_get_accelerator", lambda *_: torch.device(device_type))
+        if device_type == "cuda":
+            for name in _ASKS_FOR_DEVICE:
+                module = importlib.import_module(f"{_FULLY_SHARD}.{name}")
+                handle = partial(_device_handle, private(module, "_get_device_handle"))
+                replace(undo, module, "_get_device_handle", handle)
+            replace(undo, torch.accelerator, "current_stream", _NoDevice.current_stream)
+        yield
+
+
+def _end_process_group() -> None:
+    distributed: Any = torch.distributed
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    # DTensor keeps results by their meshes, and a mesh of other ranks that come later could be equal to one of these.
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    private(debug, "_clear_sharding_prop_cache")()
+
+
+@contextmanager
+def real_values() -> Iterator[None]:
+    """Context within that of a mode of fake tensors, in which new tensors on the CPU have values, as meshes need them.
+
+    New tensors on CUDA, and all that is computed from fake ones, are fake.
+    """
+    with private(fake_tensor, "unset_fake_temporarily")() as mode:
+        assert mode is not None  # it is called within the mode
+        with _CudaIsFake(mode):
+            yield
+
+
+class _CudaIsFake(TorchFunctionMode):
+    """Runs what makes a tensor on CUDA within a mode of fake tensors."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        on_cuda = func is Tensor.cuda or any(map(_is_cuda, (*args, *kwargs.values())))
+        with self._mode if on_cuda else nullcontext():
+            return func(*args, **kwargs)
+
+
+def _is_cuda(value: object) -> bool:
+    """Return whether an argument names a CUDA device."""
+    return isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda"
+
+
+class _Event:
+    """Stands for a CUDA event."""
+
+    def record(self, stream: object = None) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+
+class _Stream:
+    """Stands for the default stream of CUDA device 0."""
+
+    stream_id = 0
+    device_index = 0
+    device_type = 1  # CUDA, in torch's enumeration of device types (torch/headeronly/core/DeviceType.h)
+
+    def __init__(self, priority: int = 0) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        """Do nothing."""
+
+    def wait_event(self, event: object) -> None:
+        """Do nothing."""
+
+    def record_event(self, event: object = None) -> _Event:
+        """Return an event."""
+        return _Event()
+
+
+class _NoDevice:
+    """Stands for the module `torch.cuda`, with what `fully_shard` calls of it."""
+
+    Event = _Event
+    Stream = _Stream
+
+    @staticmethod
+    def current_device() -> int:
+        """Return the index that fake tensors have."""
+        return 0
+
+    @staticmethod
+    def current_stream(device: object = None) -> _Stream:
+        """Return a stream."""
+        return _Stream()
+
+    @staticmethod
+    def stream(stream: object) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+
+def _device_handle(otherwise: Any, device_type: str = "cuda") -> Any:
+    """Return the module of a device type, as `torch.distributed.device_mesh._get_device_handle` does."""
+    return _NoDevice if device_type == "cuda" else otherwise(device_type)

@@ -1,0 +1,179 @@
+"""The C++ `Reducer` of a `DistributedDataParallel` model, which averages gradients: making it anew, and its clocks."""
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..autograd.gradient_nodes import node_notes
+from ..guard import private
+
+_MARK = "ampkit: the Reducer"  # a key of the metadata of autograd nodes
+_BUILT_IN = "BuiltinCommHookType."  # begins what the log has of a hook that is written in C++
+
+
+def peculiarity(ddp: DistributedDataParallel) -> str:
+    """Return what no graph can hold of how this model averages gradients, by argument or function; "" if nothing."""
+    params = private(ddp, "_module_parameters")
+    if private(ddp, "_delay_all_reduce_params"):
+        return "delay_all_reduce_named_params"
+    if ddp.mixed_precision is not None:
+        return "mixed_precision"
+    if private(ddp, "_use_python_reducer"):
+        return "python_reducer"
+    if private(ddp, "_join_config").enable:
+        return "join"
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        return "find_unused_parameters"
+    # See `_setup_in_backward_optimizers` in torch/nn/parallel/distributed.py.
+    return "optimizer_in_backward" if any(hasattr(param, "_in_backward_optimizers") for param in params) else ""
+
+
+def communication_hook(ddp: DistributedDataParallel) -> tuple[str, Any, Any]:
+    """Return name, function and state of the hook that exchanges gradients. The name is "" if there is no hook.
+
+    The function is None if the hook is written in C++, or if the model does not know how it was registered.
+    """
+    name = str(private(ddp, "_get_ddp_logging_data")().get("comm_hook", ""))
+    hook, state = (private(ddp, "_comm_hooks") or [(None, None)])[-1]
+    return name, hook, state
+
+
+def is_registrable(ddp: DistributedDataParallel) -> bool:
+    """Return whether the communication hook of a model, if any, could be registered again."""
+    name, hook, _ = communication_hook(ddp)
+    known = name == hook.__qualname__ if hook is not None else name.startswith(_BUILT_IN) or not name
+    return known and len(private(ddp, "_comm_hooks")) < 2
+
+
+def manages_all(ddp: DistributedDataParallel) -> bool:
+    """Return whether the Reducer averages the gradients of just those parameters that require one now."""
+    params, _ = private(ddp, "_build_params_for_reducer")()
+    managed = private(ddp, "_get_ddp_logging_data")().get("num_parameter_tensors")
+    return bool(managed == len(params))
+
+
+def is_rebuilt(ddp: DistributedDataParallel) -> bool:
+    """Return whether `rebuild` has made the Reducer of this model."""
+    return all(node_notes(param).get(_MARK) == "new" for param in _managed(ddp))
+
+
+def rebuild(ddp: DistributedDataParallel) -> list[str]:
+    """Make the Reducer of a model anew, so that it belongs to the current stream. To be called by all ranks at a time.
+
+    A Reducer keeps the nodes alive that accumulate gradients, and each node runs on the stream that was current when it
+    was made (InputMetadata in torch/csrc/autograd/input_metadata.cpp). A new Reducer gets new nodes, if nothing else
+    has kept the old ones. Its settings and hooks are those of the old one. Its buckets are laid out in the next two
+    steps, as those of a new model.
+
+    `DistributedDataParallel.__setstate__` does the same for a model that was pickled.
+
+    Returns:
+        The names of parameters whose nodes something else has kept, so that they still belong to the old stream.
+
+    Sync: waits for the device.
+    """
+    params, sparse = private(ddp, "_build_params_for_reducer")()
+    names = private(ddp, "_build_debug_param_to_name_mapping")(params)
+    name, hook, state = communication_hook(ddp)
+    for param in params:
+        node_notes(param)[_MARK] = "old"
+    del ddp.reducer, ddp.logger  # a node ends with the last reference to it
+    if any(node_notes(param) for param in params):
+        gc.collect()  # a loss in a cycle may have kept them
+    kept = [names[i] for i, param in enumerate(params) if node_notes(param).get(_MARK) == "old"]
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the old buckets, which have the size of all gradients
+    private(ddp, "_ddp_init_helper")(params, sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        _logger(ddp)._set_static_graph()
+    if name:
+        _register(ddp, name, hook, state)
+    for param in params:
+        node_notes(param)[_MARK] = "new"
+    return kept
+
+
+def _managed(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    params: list[nn.Parameter] = private(ddp, "_build_params_for_reducer")()[0]
+    return params
+
+
+def _logger(ddp: DistributedDataParallel) -> Any:
+    return ddp.logger
+
+
+def _register(ddp: DistributedDataParallel, name: str, hook: Any, state: Any) -> None:
+    """Register the communication hook of the old Reducer, which `_comm_hooks` has already."""
+    _logger(ddp)._set_comm_hook_name(name)
+    if hook is not None:
+        private(torch.distributed, "_register_comm_hook")(ddp.reducer, state, hook)
+    else:
+        kind = private(torch.distributed, "BuiltinCommHookType").__members__[name.removeprefix(_BUILT_IN)]
+        private(torch.distributed, "_register_builtin_comm_hook")(ddp.reducer, kind)
+
+
+def gradient_calls(ddp: DistributedDataParallel) -> dict[nn.Parameter, Callable[[], None]]:
+    """Return, by parameter, what tells the Reducer within a backward that the parameter has its gradient.
+
+    Autograd calls it where a parameter is in the graph. DDP's own `mixed_precision` calls it as this does.
+    """
+    call = private(ddp.reducer, "_autograd_hook")
+    return {param: functools.partial(call, i) for i, param in enumerate(_managed(ddp))}
+
+
+def bucket_bytes(ddp: DistributedDataParallel, share: float) -> int:
+    """Return `bucket_bytes_cap` as torch.compile needs it to split a module where a bucket of gradients is complete.
+
+    It counts the bytes of the parameters that it sees, and asserts that the cap is not below that of the first bucket
+    (torch/_dynamo/backends/distributed.py).
+
+    Args:
+        ddp: the model.
+        share: the size of these parameters, as a share of those that the buckets have.
+    """
+    first: int = private(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES")
+    return max(first, int(private(ddp, "bucket_bytes_cap") * share))
+
+
+def is_idle(ddp: DistributedDataParallel) -> bool:
+    """Return whether the last backward has averaged all gradients. After one that has raised, no forward can run."""
+    try:
+        private(ddp.reducer, "_check_reducer_finalized")()
+    except RuntimeError:  # "Expected to have finished reduction in the prior iteration"
+        return False
+    return True
+
+
+def reset(ddp: DistributedDataParallel) -> None:
+    """Let the next forward run though a backward has raised. To be called by all ranks at a time.
+
+    The Reducer lays out new buckets in the two steps to come, so that graphs must not be replayed any more.
+    """
+    private(ddp.reducer, "_reset_state")()
+    ddp._has_rebuilt_buckets = False
+
+
+def stop_clocks(ddp: DistributedDataParallel) -> None:
+    """Have the Reducer measure no more times, which it does with CUDA events that it waits for. To be called eagerly.
+
+    It measures in the first ten steps, and in every hundredth later (`should_collect_runtime_stats` in
+    torch/csrc/distributed/c10d/reducer.cpp). A capture must not wait. So its count of steps is moved on, which the
+    Reducer uses for nothing else, but to know the first step of a static graph.
+    """
+    reducer = ddp.reducer
+    private(reducer, "_set_ddp_runtime_logging_sample_rate")(_NEVER)
+    if not ddp.static_graph or private(ddp, "_static_graph_delay_allreduce_enqueued"):
+        for _ in range(_MEASURED + 1):
+            reducer.prepare_for_forward()
+
+
+_MEASURED = 10  # steps, in reducer.cpp
+_NEVER = 2**31 - 1  # the largest int of C++

@@ -1,0 +1,1 @@
+"""Tensors, modules, operators and modes."""

@@ -1,0 +1,54 @@
+"""Fake tensors, which have no data, and autocast for CUDA without a CUDA device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+
+from ..._undo import Undo
+from ..guard import private
+
+
+def fake_tensor_mode(**kwargs: Any) -> Any:
+    """Return a new `torch._subclasses.FakeTensorMode`: tensors that are made within it have no data."""
+    return private(fake_tensor, "FakeTensorMode")(**kwargs)
+
+
+_LIMITS = tuple(
+    private(fake_tensor, name)
+    for name in (
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "UnsupportedFakeTensorException",
+        "UnsupportedOperatorException",
+    )
+)
+# Words in the messages of errors that kernels raise when there is no device or no data.
+_NO_DEVICE = ("NVIDIA", "CUDA", "cuda devices", "hasPrimaryContext", "data pointer", "storage")
+
+
+def is_limit_of_fake_tensors(error: Exception) -> bool:
+    """Return whether an error came because there is no data or no device, and not because the code is wrong."""
+    if isinstance(error, _LIMITS):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_DEVICE)
+
+
+@contextmanager
+def autocast_without_cuda() -> Iterator[None]:
+    """Context in which `torch.autocast("cuda")` works without a CUDA device. Outside it switches itself off there."""
+    common = private(torch.cuda.amp, "common")
+    before = private(common, "amp_definitely_not_available"), torch.cuda.is_bf16_supported
+    with Undo() as undo:
+        undo.note(setattr, common, "amp_definitely_not_available", before[0])
+        undo.note(setattr, torch.cuda, "is_bf16_supported", before[1])
+        common.amp_definitely_not_available = lambda: False
+        torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+        yield
+
+
+def is_fake(kind: type) -> bool:
+    """Return whether tensors of this class are fake, that is without data."""
+    return issubclass(kind, private(fake_tensor, "FakeTensor"))

@@ -1,0 +1,95 @@
+"""The dictionaries in which a module keeps its parameters, buffers, children and hooks, and a tensor its hooks."""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..guard import private
+
+# A module gets them when it is made, so the class alone cannot be asked for them.
+_MODULE = nn.Module()
+for _name in (
+    *("_parameters", "_buffers", "_modules", "_is_full_backward_hook"),
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+):
+    private(_MODULE, _name)
+
+MODULE_CALL = private(nn.Module, "_call_impl").__code__  # of the function that calls `forward`
+
+
+def is_module(value: object) -> TypeGuard[nn.Module]:
+    """Return whether this is a module with parts, which it has once `nn.Module.__init__` was called.
+
+    `isinstance` is not used, as it may have a lazy proxy make its object, and asks a weak one for an object that may be
+    gone.
+    """
+    return issubclass(type(value), nn.Module) and "_modules" in vars(value)
+
+
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all modules inside, whatever a class of the user's makes of `modules`."""
+    return nn.Module.modules(module)
+
+
+def module_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a module's own dictionaries of parameters, buffers and children. Faster than the iterators."""
+    return module._parameters, module._buffers, module._modules
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return a module's own dictionaries of hooks that run in a call of it: before, after and in backward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def has_legacy_backward_hooks(module: nn.Module) -> bool:
+    """Return whether the module has hooks of `register_backward_hook`."""
+    return module._is_full_backward_hook is False and bool(module._backward_hooks)
+
+
+# The dictionaries of hooks that run in the calls of all modules.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    private(torch.nn.modules.module, name)
+    for name in (
+        *("_global_forward_pre_hooks", "_global_forward_hooks"),
+        *("_global_backward_pre_hooks", "_global_backward_hooks"),
+    )
+)
+
+
+private(RemovableHandle, "next_id")
+# hooks_made(): how many hooks of modules, tensors and optimizers were ever registered in this process.
+hooks_made: Callable[[], int] = functools.partial(getattr, RemovableHandle, "next_id")
+
+
+def tables_with_hooks(modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -> list[dict[int, Any]]:
+    """Return the dictionaries of hooks that run in a call of these modules or in a backward to these tensors.
+
+    Those that are empty, or have hooks of torch and ampkit only, are left out.
+    """
+    tables = [*GLOBAL_HOOKS, *(table for module in modules for table in hook_tables(module))]
+    tables += [table for tensor in tensors for read in _HOOKS_OF_TENSORS if (table := read(tensor)) is not None]
+    return [table for table in tables if table and not all(map(is_of_torch, table.values()))]
+
+
+def is_of_torch(hook: Any) -> bool:
+    """Return whether a hook belongs to torch or to ampkit."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampkit")
+
+
+_HOOKS_OF_TENSORS: tuple[Callable[[Tensor], dict[int, Any] | None], ...] = tuple(
+    map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
+)
+for _name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    private(Tensor, _name)
+
+
+def has_global_hooks() -> bool:
+    """Return whether there are hooks that run in the calls of all modules of this process."""
+    return any(GLOBAL_HOOKS)

@@ -1,0 +1,122 @@
+"""Operations of ATen: their names, schemas and kernels, and the Python functions that call them or copy without one."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..guard import private
+from .tree import tree_flatten
+
+# The builtins below torch.nn.functional. torch.compile traces some of its Python functions down to them.
+_nn_builtins = private(torch._C, "_nn")
+
+
+def nn_builtin(name: str) -> Callable[..., Any] | None:
+    """Return the builtin of this name below torch.nn.functional, or None if there is none."""
+    found: Callable[..., Any] | None = getattr(_nn_builtins, name, None)
+    return found
+
+
+# Operations that ask for a property of a tensor, not for values. A dispatch mode sees them for some fake tensors only.
+METADATA_OPS: frozenset[Any] = frozenset({private(torch.ops.prim, "device").default})
+# The operation by which autocast and `Tensor.to` cast a tensor to another dtype or copy it to another device.
+TO_COPY: Any = private(torch.ops.aten, "_to_copy").default
+# The operation that a dispatch mode sees when `torch.tensor(data)` is called.
+LIFT_FRESH: Any = private(torch.ops.aten, "lift_fresh").default
+
+
+@contextmanager
+def kernels(functions: Mapping[str, Callable[..., Any]], dispatch_keys: Sequence[str]) -> Iterator[None]:
+    """Context in which operations of ATen run these functions, in every thread.
+
+    Args:
+        functions: a function for each operation, by name: `name.overload`, or `name` for the default overload.
+        dispatch_keys: the dispatch keys whose kernel is replaced.
+    """
+    with private(torch.library, "_scoped_library")("aten", "IMPL") as library:
+        for name, function in functions.items():
+            for key in dispatch_keys:
+                library.impl(name, function, key)
+        yield
+
+
+# has_kernel(name, dispatch key): whether an operation, as "aten::sum.dim_IntList", has a kernel of its own for the key.
+has_kernel: Callable[[str, str], bool] = private(torch._C, "_dispatch_has_kernel_for_dispatch_key")
+
+
+def ops_with_kernel(dispatch_key: str) -> list[str]:
+    """Return the names (`aten::sum.dim_IntList`) of all operations with a kernel of their own for a dispatch key."""
+    return sorted(name for name in private(torch._C, "_dispatch_get_all_op_names")() if has_kernel(name, dispatch_key))
+
+
+def op_overload(name: str) -> Any:
+    """Return the operation that has this name, written as `ops_with_kernel` writes it."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def op_schema(op: Any) -> Any:
+    """Return an overload's schema: `.name`, `.arguments` with `.name`, `.type`, `.kwarg_only`, `.N` and defaults."""
+    return private(op, "_schema")
+
+
+def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the arguments that an operation writes to, as its schema says."""
+    for i, argument in enumerate(op_schema(op).arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
+        yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+# `Tensor.__repr__` looks this function up: owner and name. It switches dispatch modes off before it reads the tensor.
+PRINT_ENTRY = (private(torch, "_tensor_str"), "_str")
+private(*PRINT_ENTRY)
+# call_from_binding(function, types, args, kwargs) calls function(*args, **kwargs) as a C++ binding would. A warning of
+# C++ code inside is shown when this returns. Otherwise it is shown when the outermost binding returns: for a backward,
+# at the end of all of it.
+call_from_binding: Callable[..., Any] = private(torch._C, "_disabled_torch_function_impl")
+
+
+def op_builtin(op: Any) -> Any:
+    """Return the C++ function that an operation calls.
+
+    From torch 2.15 on, a warning that is issued inside names the Python line that called this function.
+    """
+    return private(op, "_op")
+
+
+def host_waits() -> Iterator[tuple[str, Any, str]]:
+    """Yield the functions that wait for a CUDA device without an operation: how users write the call, owner and name.
+
+    Callers look the name up on the owner. The sync debug mode sees a stream's alone, and only when the wait is over.
+    """
+    for call, name in (
+        ("torch.cuda.synchronize()", "_cuda_synchronize"),
+        ("torch.accelerator.synchronize()", "_accelerator_synchronizeDevice"),
+    ):
+        private(torch._C, name)
+        yield call, torch._C, name
+    yield "event.synchronize()", torch.cuda.Event, "synchronize"
+    yield "stream.synchronize()", torch.cuda.Stream, "synchronize"
+
+
+# Methods that copy the values of a CPU tensor without an operation: owner and name.
+HOST_COPIES: tuple[tuple[Any, str], ...] = ((Tensor, "tolist"), (Tensor, "numpy"))
+# Functions that read tensors inside a list, which no dispatch mode sees: owner, name, position of the list.
+LIST_READS: tuple[tuple[Any, str, int], ...] = (
+    (torch, "tensor", 0),
+    (torch, "as_tensor", 0),
+    (torch, "asarray", 0),
+    (Tensor, "new_tensor", 1),
+)
+# The operation by which `Tensor.item` reads the value.
+READ: Any = private(torch.ops.aten, "_local_scalar_dense").default
+# Operations of fused optimizers. They change their arguments in place, and have no kernel for fake tensors.
+IN_PLACE_WITHOUT_META: tuple[Any, ...] = tuple(
+    private(torch.ops.aten, name) for name in ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
+)

@@ -1,0 +1,165 @@
+"""What torch tells of a tensor under private names only, and arithmetic on many tensors in one kernel."""
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _foreach_utils
+
+from ..guard import private
+
+# foreach_norm(tensors, ord, dtype): the norms of many tensors by one kernel. torch.nn.utils.clip_grad_norm_ calls it.
+foreach_norm: Callable[..., list[Tensor]] = private(torch, "_foreach_norm")
+# Arithmetic in place on many tensors. It takes one kernel if they have one device and one dtype.
+foreach_add_: Callable[..., None] = private(torch, "_foreach_add_")
+foreach_sub_: Callable[..., None] = private(torch, "_foreach_sub_")
+foreach_mul_: Callable[..., None] = private(torch, "_foreach_mul_")
+foreach_copy_: Callable[..., None] = private(torch, "_foreach_copy_")
+foreach_maximum_: Callable[..., None] = private(torch, "_foreach_maximum_")  # the larger of two numbers each
+
+private(Tensor, "_version")
+_version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+def version(tensor: Tensor) -> int:
+    """Return a counter that rises whenever the tensor is changed in place. A replayed graph does not raise it."""
+    return int(private(tensor, "_version"))
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the `version` of each tensor, at less cost: no Python code runs for each of them."""
+    return list(map(_version_of, tensors))
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Return whether this is a tensor. `isinstance` asks a weak proxy for its object, which may be gone."""
+    return issubclass(type(value), Tensor)
+
+
+def sharded_class() -> Any:
+    """Return the class DTensor, () if nobody has imported it. Both can be the second argument of `isinstance`."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this process's part of a DTensor, and any other tensor as it is. Aliasing: the part itself, no copy."""
+    return _local(tensor) if isinstance(tensor, sharded_class()) else tensor
+
+
+_local: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the memory that a tensor lies in, of a DTensor that of its part; None if it has none."""
+    try:
+        return local_shard(tensor).untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor lies in, 0 if it has none (empty, sparse, fake)."""
+    try:
+        storage = storage_of(tensor)
+        return 0 if storage is None else storage.data_ptr()
+    except RuntimeError:  # a fake tensor has a storage without an address
+        return 0
+
+
+class Remembered:
+    """A tensor as it was, and the means to put that back. It does not keep the tensor's memory alive.
+
+    Args:
+        tensor: it has a storage. Of a DTensor, this process's part is remembered.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor = local_shard(tensor)
+        self.value = tensor.clone()
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing refers to the memory any more."""
+        return bool(self._storage.expired())
+
+    def put_back(self) -> None:
+        """Give the memory the values that it had, if it is there still."""
+        if not self.is_gone:
+            storage = private(torch.UntypedStorage, "_new_with_weak_ptr")(self._storage.cdata)
+            with torch.no_grad():
+                self.value.new_empty(0).set_(storage, *self._place).copy_(self.value)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor's class holds other tensors and computes on them (DTensor, MaskedTensor)."""
+    handler = private(type(tensor), "__torch_dispatch__")
+    return handler is not private(torch.Tensor, "__torch_dispatch__")
+
+
+def _untracked_keys() -> Any:
+    """Return the keys of the kernels that have autograd and version counters follow a view."""
+    kinds = private(torch._C, "DispatchKey")
+    found = private(torch._C, "DispatchKeySet")(private(kinds, "ADInplaceOrView"))
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther"):
+        found |= private(torch._C, "DispatchKeySet")(private(kinds, key))
+    return found
+
+
+# untracked(): a context in which a view of a tensor is a tensor of its own in the same memory, as from `.data`. It has
+# a version counter of its own, and autograd does not take it for a view. To be used for views alone.
+untracked: Callable[[], AbstractContextManager[None]] = functools.partial(
+    private(torch._C, "_ExcludeDispatchKeyGuard"), _untracked_keys()
+)
+
+# torch.optim.swa_utils groups tensors by the first, and uses foreach kernels on the device types that the second lists.
+grouped_by_device_and_dtype: Callable[
+    [list[list[Tensor]]], dict[tuple[torch.device, torch.dtype], tuple[list[list[Tensor]], list[int]]]
+] = private(_foreach_utils, "_group_tensors_by_device_and_dtype")
+devices_with_foreach: Callable[[], list[str]] = private(_foreach_utils, "_get_foreach_kernels_supported_devices")
+
+
+def is_same_generator(left: torch.Generator, right: torch.Generator) -> bool:
+    """Return whether two Python objects are one generator. A dispatch mode gets another object than the caller has."""
+    return bool(private(left, "_cdata") == private(right, "_cdata"))
+
+
+def use_count(tensor: Tensor) -> int:
+    """Return how many references to this tensor C++ counts. All references of Python are one."""
+    return int(private(tensor, "_use_count")())
+
+
+def shares_storage_with_none(tensor: Tensor) -> bool:
+    """Return whether no other tensor lies in the same memory."""
+    storage = tensor.untyped_storage()  # itself the second user of the memory, beside the tensor
+    return bool(private(torch._C, "_storage_Use_Count")(private(storage, "_cdata")) <= 2)
+
+
+# is_functorch_wrapped(tensor): whether it stands for other tensors within torch.func (vmap, grad), and has no memory.
+is_functorch_wrapped: Callable[[Tensor], bool] = private(torch._C._functorch, "is_functorch_wrapped_tensor")
+
+
+_guards: Any = getattr(torch._C._dynamo, "guards", None)  # of torch.compile; another torch may lack it
+
+
+def layout_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Return a function that takes as many tensors and returns whether their layouts are those of the given ones.
+
+    It compares classes, shapes, strides, dtypes, devices, dispatch keys and `requires_grad` in one call of C. It may
+    return False for equal layouts too: if two tensors are one object, or if torch dispatches in another way, as in
+    inference mode. None if this version of torch has no such function.
+    """
+    try:
+        check: Callable[..., bool] = _guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+        return check if check(*tensors) else None
+    except (AttributeError, TypeError, RuntimeError):
+        return None

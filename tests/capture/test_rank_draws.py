@@ -5,7 +5,7 @@ What trains runs in processes of its own, one per rank (rank_draws.py). One star
 
 import pytest
 import rank_draws
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, Rows, cases_of
 
 from ampkit._capture.ranks import WARMUP_DDP
 
@@ -46,7 +46,7 @@ def check(name: str, rows: Rows, device: str = "cpu") -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
-def test_ranks_that_draw(on_cpu: dict[str, Rows], name: str) -> None:
+def test_ranks_that_draw(on_cpu: Cases, name: str) -> None:
     """R3, L4: each rank draws from its own generator; losses, weights and generator after each call are eager's."""
     check(name, on_cpu[name])
 
@@ -54,13 +54,13 @@ def test_ranks_that_draw(on_cpu: dict[str, Rows], name: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_ranks_that_draw_otherwise(others_on_cpu: dict[str, Rows], name: str) -> None:
+def test_ranks_that_draw_otherwise(others_on_cpu: Cases, name: str) -> None:
     """R3, L4: the same outcomes on all ranks, rare ones, windows, batches of another size, a rate that changes."""
     check(name, others_on_cpu[name])
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("name", rank_draws.CASES)
-def test_ranks_that_draw_on_gpus(on_gpus: dict[str, Rows], name: str) -> None:
+def test_ranks_that_draw_on_gpus(on_gpus: Cases, name: str) -> None:
     """R3, L4: all cases with NCCL in the graphs."""
     check(name, on_gpus[name], "cuda")

@@ -5,6 +5,8 @@ the test run.
 """
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,8 +180,44 @@ def test_a_job_that_fails_or_hangs_is_seen() -> None:
     """The tests above would notice a rank that ends with an error, and one that does not end in time."""
     with pytest.raises(ddp_train.JobError, match=r"(?s)rank 0: exit 1\n.*Policy.*rank 1: exit 1\n"):
         launch("--policy", "float8")
-    with pytest.raises(ddp_train.JobError, match="rank 0: exit -9"):
+    with pytest.raises(ddp_train.JobError, match="rank 0: late"):
         launch(timeout=0.1, forked=False)
+
+
+LATE = """
+import os, time, ddp_train, rank_script, torch.distributed as dist
+
+def sleeps_for_ever():
+    time.sleep(1000)
+
+def row(name):
+    if name == "late" and dist.get_rank() == 1:
+        sleeps_for_ever()
+    dist.barrier()
+    return {"rank": dist.get_rank()}
+
+ddp_train.join("cpu")
+rank_script.rows_of(["early", "late"], row)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forked", [False, True], ids=["processes", "forks"])
+def test_where_ranks_are_late_their_stacks_are_shown(tmp_path: Path, forked: bool) -> None:
+    """R10: where one waits and where the other sleeps; the case before has its rows, and a later one is not tried."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    folders = Path(ddp_train.__file__).parent, Path(ampkit.__file__).parents[1]
+    path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    with ddp_train.Started(script=str(script), timeout=30, forked=forked, more=path) as started:
+        assert started["early"] == [{"rank": 0}, {"rank": 1}]
+        started.end_by(time.monotonic() + 1)
+        with pytest.raises(
+            ddp_train.JobError, match=r"(?s)rank 0: late.* in barrier.*rank 1: late.* in sleeps_for_ever"
+        ):
+            started["late"]
+        with pytest.raises(ddp_train.JobError, match="the ranks ended before"):
+            started["later"]
 
 
 # ------------------------------------------------------------------------------------------------------- on two GPUs

@@ -13,7 +13,7 @@ import ddp_train
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, Rows, cases_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -64,7 +64,7 @@ def check(name: str, rows: Rows, device: str = "cpu") -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
-def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> None:
+def test_ranks_train_the_bits_of_eager(on_cpu: Cases, case: str) -> None:
     """L4: parameters, optimizer state, buffers, losses, norms and scale under DDP are those of eager, and of torch."""
     check(case, on_cpu[case])
 
@@ -72,7 +72,7 @@ def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> No
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
-def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
+def test_more_cases(others_on_cpu: Cases, case: str) -> None:
     """L4: arguments of DDP, communication hooks, policies, a model that was trained before, one that is evaluated."""
     check(case, others_on_cpu[case])
 
@@ -81,7 +81,7 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.multigpu
 @pytest.mark.slow
 @pytest.mark.parametrize("case", UNCOMPILED)
-def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
+def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """L4: the same with NCCL in the graph, for models that were made on the default stream."""
     check(case, on_gpus[case], "cuda")
 
@@ -107,7 +107,7 @@ def check_compiled(name: str, rows: Rows, device: str = "cpu") -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED_ON_CPU)
-def test_compiled(compiled_on_cpu: dict[str, Rows], case: str) -> None:
+def test_compiled(compiled_on_cpu: Cases, case: str) -> None:
     """R11, L4: the bits of the compiled step under DDP, whose buckets are exchanged within the compiled backward."""
     check_compiled(case, compiled_on_cpu[case])
 
@@ -116,7 +116,7 @@ def test_compiled(compiled_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.multigpu
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED)
-def test_compiled_on_two_gpus(compiled_on_gpus: dict[str, Rows], case: str) -> None:
+def test_compiled_on_two_gpus(compiled_on_gpus: Cases, case: str) -> None:
     """R11, L4: the same by Inductor, with NCCL in the graph."""
     check_compiled(case, compiled_on_gpus[case], "cuda")
 

@@ -5,7 +5,7 @@ What trains runs in processes of its own, one per rank (lightning_fsdp.py). One 
 
 import lightning_fsdp
 import pytest
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, Rows, cases_of
 
 pytestmark = pytest.mark.slow
 
@@ -42,13 +42,13 @@ def check(case: str, rows: Rows) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", OTHERS)
-def test_ranks_train_the_bits_of_lightning(on_cpu: dict[str, Rows], case: str) -> None:
+def test_ranks_train_the_bits_of_lightning(on_cpu: Cases, case: str) -> None:
     """R12: parameters, moments, metrics, hooks and scale of a sharded model are those without graphs."""
     check(case, on_cpu[case])
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_checkpoints_go_both_ways(resumed_on_cpu: dict[str, Rows], case: str) -> None:
+def test_checkpoints_go_both_ways(resumed_on_cpu: Cases, case: str) -> None:
     """R12: one with a file for each rank, or one file with whole tensors, written and read with and without ampkit."""
     check(case, resumed_on_cpu[case])
 
@@ -56,6 +56,6 @@ def test_checkpoints_go_both_ways(resumed_on_cpu: dict[str, Rows], case: str) ->
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.parametrize("case", lightning_fsdp.CASES)
-def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
+def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """R12: the same with NCCL's collectives in the graph."""
     check(case, on_gpus[case])

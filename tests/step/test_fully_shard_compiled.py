@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import marked_line
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, Rows, cases_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,7 +94,7 @@ def check_failed(event: str, rank: int, row: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
-def test_captured_as_uncaptured(on_cpu: dict[str, Rows], case: str) -> None:
+def test_captured_as_uncaptured(on_cpu: Cases, case: str) -> None:
     """R11, R12: parameters, optimizer state, losses, norms and scale are those of the compiled step without a graph."""
     check(case, on_cpu[case])
 
@@ -102,7 +102,7 @@ def test_captured_as_uncaptured(on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in ON_CPU if name not in FAST])
-def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
+def test_more_cases(others_on_cpu: Cases, case: str) -> None:
     """R11, R12: policies, resharding, checkpoints of activations, graph breaks, and a compiler that fails on a rank."""
     check(case, others_on_cpu[case])
 
@@ -111,7 +111,7 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.multigpu
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FIRST_HALF)
-def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
+def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """R11, R12: the same by Inductor, with NCCL's collectives in the graph."""
     check(case, on_gpus[case])
 
@@ -120,7 +120,7 @@ def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
 @pytest.mark.multigpu
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SECOND_HALF)
-def test_more_on_two_gpus(others_on_gpus: dict[str, Rows], case: str) -> None:
+def test_more_on_two_gpus(others_on_gpus: Cases, case: str) -> None:
     """R11, R12: the other half of the cases."""
     check(case, others_on_gpus[case])
 

@@ -13,7 +13,7 @@ RESUMED = ("resume", "resume whole by Lightning")
 OTHERS = tuple(name for name in lightning_fsdp.CASES if name not in RESUMED)
 on_cpu = cases_of(lightning_fsdp.__file__, "cpu", OTHERS, 500)
 resumed_on_cpu = cases_of(lightning_fsdp.__file__, "cpu", RESUMED, 300)
-on_gpus = cases_of(lightning_fsdp.__file__, "cuda", lightning_fsdp.CASES, 500)
+on_gpus = cases_of(lightning_fsdp.__file__, "cuda", lightning_fsdp.ON_GPUS, 240)
 
 
 def check(case: str, rows: Rows) -> None:
@@ -55,7 +55,7 @@ def test_checkpoints_go_both_ways(resumed_on_cpu: Cases, case: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.multigpu
-@pytest.mark.parametrize("case", lightning_fsdp.CASES)
+@pytest.mark.parametrize("case", lightning_fsdp.ON_GPUS)
 def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """R12: the same with NCCL's collectives in the graph."""
     check(case, on_gpus[case])

@@ -40,8 +40,7 @@ on_cpu = cases_of(fsdp_train.__file__, "cpu", FAST, 180)
 others_on_cpu = cases_of(fsdp_train.__file__, "cpu", OTHERS, 400)
 looked_at_on_cpu = cases_of(fsdp_train.__file__, "cpu", LOOKED_AT, 300)
 four_on_cpu = cases_of(fsdp_train.__file__, "cpu", fsdp_train.FOUR_RANKS, 400, ranks=4)
-on_gpus = cases_of(fsdp_train.__file__, "cuda", (*FAST, *OTHERS), 400)
-looked_at_on_gpus = cases_of(fsdp_train.__file__, "cuda", LOOKED_AT, 300)
+on_gpus = cases_of(fsdp_train.__file__, "cuda", fsdp_train.ON_GPUS, 240)
 four_on_gpus = cases_of(fsdp_train.__file__, "cuda", fsdp_train.FOUR_RANKS, 240, ranks=4)
 
 
@@ -141,19 +140,10 @@ def test_on_four_gpus(four_on_gpus: Cases, case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*FAST, *OTHERS])
+@pytest.mark.parametrize("case", fsdp_train.ON_GPUS)
 def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """R12: the same with NCCL's collectives in the graph."""
     check(case, on_gpus[case], "cuda")
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LOOKED_AT)
-def test_what_looks_at_steps_on_two_gpus(looked_at_on_gpus: Cases, case: str) -> None:
-    """R12: the same with NCCL's collectives in the graph."""
-    check(case, looked_at_on_gpus[case], "cuda")
 
 
 def check_other_ranks(folder: Path, device: str, others: tuple[int, ...]) -> None:
@@ -192,18 +182,6 @@ def test_a_job_ends(how: str) -> None:
     """R12: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
     rows = ddp_train.launch(
         "--device", "cpu", "--cases", "float32", "--end", how, timeout=90, script=fsdp_train.__file__
-    )
-    assert [row["float32"]["replays"] for row in rows] == [fsdp_train.CALLS - 3] * 2
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ddp_train.ENDS)
-def test_a_job_on_two_gpus_ends(how: str) -> None:
-    """R12: with a graph that holds NCCL's work, both ranks exit with 0, whatever the user forgets."""
-    rows = ddp_train.launch(
-        "--device", "cuda", "--cases", "float32", "--end", how, timeout=90, script=fsdp_train.__file__
     )
     assert [row["float32"]["replays"] for row in rows] == [fsdp_train.CALLS - 3] * 2
 

@@ -241,6 +241,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "resnet50": (resnet50, 224),
 }
 
+RESNET = ["--model", "resnet50", "--batch", "32", "--calls", "20", "--policy", "float16", "--max-norm", "1.0"]
+WINDOWS = ["--windows", "--accumulate", "2", "--calls", "100", "--policy", "float16", "--max-norm", "0.5"]
+WINDOWS += ["--overflows", "3", "51"]
+ON_GPUS = {
+    "resnet50, overflows": [*RESNET, "--overflows", "1", "15"],
+    "resnet50, accumulate": [*RESNET, "--accumulate", "2", "--calls", "32"],
+    "windows": WINDOWS,
+    "windows of another size": [*WINDOWS, "--odd-calls", "80", "81"],
+    "blocks on one rank": ["--failing-rank", "1", "--failure", "item"],
+    "raises on one rank": ["--failing-rank", "1", "--failure", "capture"],
+    "another size in the warm-up": ["--calls", "30", "--odd-calls", "3"],
+    "another size after the capture": ["--calls", "30", "--odd-calls", "14"],
+}
+
 
 def wrapped(model: nn.Module, device: torch.device) -> DistributedDataParallel:
     """Return the model under DDP, as people write it."""
@@ -356,6 +370,18 @@ def train_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     return {graph: train(args, device, graph) for graph in args.graph}
+
+
+def train_cases(names: Sequence[str], device: torch.device) -> int:
+    """Train with the options of these cases, and write a row of each."""
+    from rank_script import rows_of  # which imports this file
+
+    def row(name: str) -> dict[str, Any]:
+        return train_all(parse_args(["--graph", "auto", "off", *ON_GPUS[name]]), device)
+
+    print(json.dumps(rows_of(names, row, hidden=["auto", "off"])), flush=True)
+    end("close")
+    return 0
 
 
 def train(args: argparse.Namespace, device: torch.device, graph: str) -> dict[str, Any]:
@@ -576,6 +602,7 @@ def probe_all(args: argparse.Namespace) -> None:
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cases", nargs="*", choices=ON_GPUS, help="train these instead, one after another")
     parser.add_argument("--model", choices=MODELS, default="net")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--calls", type=int, default=18)
@@ -593,6 +620,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--failure", choices=["item", "capture"], default="item")
     parser.add_argument("--end", choices=[*ENDS, "all"], default="close")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds, for one job")
     parser.add_argument("--time", action="store_true", help="time the steps instead")
     parser.add_argument("--loop", type=int, help="this many jobs, one after another")
     parser.add_argument("--fsdp-probe", action="store_true")
@@ -604,8 +632,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
     if "RANK" in os.environ:
-        work = probe if args.fsdp_probe else timed if args.time else train_all
         device = join(args.device)
+        if args.cases:
+            return train_cases(args.cases, device)
+        work = probe if args.fsdp_probe else timed if args.time else train_all
         try:
             row = work(args, device)
         except Exception:
@@ -623,7 +653,7 @@ def main(argv: Sequence[str]) -> int:
     elif args.fsdp_probe:
         probe_all(args)
     else:
-        for row in launch(*argv, ranks=args.ranks, timeout=300):
+        for row in launch(*argv, ranks=args.ranks, timeout=args.timeout):
             print(json.dumps(row), flush=True)
     return 0
 

@@ -142,6 +142,12 @@ FOUR_RANKS = {
     ),
     "two copies waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits", copies=2),
 }
+# On GPUs: what NCCL, streams and fused kernels may change. The rest is the same code, which gloo shows on a CPU.
+ON_GPUS = (
+    *("float32", "bfloat16", "bfloat16, resharded", "policy", "float16", "float16 weights", "accumulate float16"),
+    *("behind", "tied", "compiled blocks", "evaluation", "resume float16", "exception", "scan", "windows float16"),
+    *("other size", "waits", "raises", "verify", "verify, differs", "numerics", "graphed float16", "copies float16"),
+)
 GIVES_UP = ("waits", "raises", "differs", "undeclared", "average")  # events in which rank 1 cannot capture
 
 

@@ -116,13 +116,22 @@ class Started:
             time.sleep(0.1)
         return [row for row in rows if row is not None]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, follow: Callable[[str], object] = lambda line: None) -> list[dict[str, Any]]:
         """Return the JSON row that each rank printed last, in order, an empty one if it printed none.
+
+        Args:
+            follow: called with each line that rank 0 prints, as soon as it is there.
 
         Raises:
             JobError: a rank did not exit with 0, or none of it did in time; with the end of what they wrote.
         """
-        while self._go_on():
+        followed, goes_on = 0, True
+        while goes_on:
+            goes_on = self._go_on()
+            *lines, _ = self._written(0, "out").split("\n")
+            for line in lines[followed:]:
+                follow(line)
+            followed = len(lines)
             time.sleep(0.05)
         self._end()
         printed = [self._written(rank, "out").splitlines() for rank in range(len(self._processes))]

@@ -251,6 +251,15 @@ def test_windows_on_two_gpus(on_gpus: Cases, case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["another size in the warm-up", "another size after the capture"])
+def test_a_batch_of_another_size_on_one_gpu(on_gpus: Cases, case: str) -> None:
+    """L4: a short batch on rank 1 alone neither hangs nor changes a bit: a replay and an eager step exchange alike."""
+    assert all(run["replays"] > 0 for run in assert_equal_runs(on_gpus[case], "auto"))
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["blocks on one rank", "raises on one rank"])
 def test_one_gpu_cannot_capture(on_gpus: Cases, case: str) -> None:
     """L4: a line of rank 1 that blocks, or raises in the capture alone, keeps both eager, with the bits of eager."""
@@ -261,15 +270,6 @@ def test_one_gpu_cannot_capture(on_gpus: Cases, case: str) -> None:
     assert first["eager"] == second["eager"]
     assert ["another rank" in message for message in first["messages"]] == [True]
     assert ["ddp_train.py:" in message for message in second["messages"]] == [True]
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["another size in the warm-up", "another size after the capture"])
-def test_a_batch_of_another_size_on_one_gpu(on_gpus: Cases, case: str) -> None:
-    """L4: a short batch on rank 1 alone neither hangs nor changes a bit: a replay and an eager step exchange alike."""
-    assert all(run["replays"] > 0 for run in assert_equal_runs(on_gpus[case], "auto"))
 
 
 # ------------------------------------------------------------------------------------------------------- fully_shard

@@ -258,10 +258,10 @@ ON_GPUS = {
     "resnet50, accumulate": [*RESNET, "--accumulate", "2", "--calls", "32"],
     "windows": WINDOWS,
     "windows of another size": [*WINDOWS, "--odd-calls", "80", "81"],
-    "blocks on one rank": ["--failing-rank", "1", "--failure", "item"],
-    "raises on one rank": ["--failing-rank", "1", "--failure", "capture"],
     "another size in the warm-up": ["--calls", "30", "--odd-calls", "3"],
     "another size after the capture": ["--calls", "30", "--odd-calls", "14"],
+    "blocks on one rank": ["--failing-rank", "1", "--failure", "item"],
+    "raises on one rank": ["--failing-rank", "1", "--failure", "capture"],
 }
 
 
@@ -386,10 +386,13 @@ def train_cases(names: Sequence[str], device: torch.device) -> int:
     from rank_script import rows_of  # which imports this file
 
     def row(name: str) -> dict[str, Any]:
-        return train_all(parse_args(["--graph", "auto", "off", *ON_GPUS[name]]), device)
+        found = train_all(parse_args(["--graph", "auto", "off", *ON_GPUS[name]]), device)
+        while KEPT:
+            KEPT.pop().close()
+        return found
 
     print(json.dumps(rows_of(names, row, hidden=["auto", "off"])), flush=True)
-    end("close")
+    end("destroy")
     return 0
 
 

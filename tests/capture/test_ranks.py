@@ -31,6 +31,7 @@ def launch(*options: str, forked: bool = True, timeout: float = 120) -> Rows:
 
 def runs(rows: Rows, graph: str) -> Rows:
     """Return the results of each rank in a run of this kind. Assert that all ranks have the same weights."""
+    assert all("error" not in row for row in rows), rows
     found = [row[graph] for row in rows]
     assert all(run["parameters"] == found[0]["parameters"] for run in found), "the ranks have different weights"
     assert found[0]["losses"] != found[1]["losses"]  # of batches of their own

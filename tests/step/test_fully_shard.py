@@ -137,15 +137,6 @@ def test_on_four_gpus(four_on_gpus: Cases, case: str) -> None:
     check(case, four_on_gpus[case], "cuda")
 
 
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("case", fsdp_train.ON_GPUS)
-def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
-    """R12: the same with NCCL's collectives in the graph."""
-    check(case, on_gpus[case], "cuda")
-
-
 def check_other_ranks(folder: Path, device: str, others: tuple[int, ...]) -> None:
     """Assert that what two ranks have saved is, whole, what other numbers of ranks load, and that these train on."""
     options = ("--device", device, "--cases", "bfloat16", "float16", "--timeout", "200")
@@ -171,9 +162,18 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> Non
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-def test_a_checkpoint_of_two_gpus_is_loaded_by_one(tmp_path: Path) -> None:
-    """R12: the same with NCCL."""
+def test_a_checkpoint_of_two_gpus_is_loaded_by_one(on_gpus: Cases, tmp_path: Path) -> None:
+    """R12: the same with NCCL, while the cases below train, for the time."""
     check_other_ranks(tmp_path, "cuda", (1, 4) if torch.cuda.device_count() >= 4 else (1,))
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("case", fsdp_train.ON_GPUS)
+def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
+    """R12: the same with NCCL's collectives in the graph."""
+    check(case, on_gpus[case], "cuda")
 
 
 @pytest.mark.slow

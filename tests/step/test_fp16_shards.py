@@ -1,4 +1,4 @@
-"""float16 under fully_shard: 100 overflows on single ranks, each of which all ranks skip, with the bits of torch's loop.
+"""float16 under fully_shard: 100 overflows on single ranks, which all ranks skip, with the bits of torch's loop.
 
 What trains runs in processes of its own, one per rank (fp16_shards.py).
 """

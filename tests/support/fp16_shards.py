@@ -45,7 +45,7 @@ class Case(NamedTuple):
     Attributes:
         max_norm: of the step.
         policy: of the step; None if MixedPrecisionPolicy casts.
-        graphed: whether the user's own function is captured, which calls scaler, clipping and optimizer as torch's does.
+        graphed: whether a function of the user's is captured, which calls scaler, clipping and optimizer as with torch.
         torch: whether torch's own loop has the same bits.
     """
 

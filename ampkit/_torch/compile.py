@@ -79,6 +79,11 @@ def original_code(code: CodeType) -> CodeType | None:
     return made
 
 
+def is_compiling() -> bool:
+    """Return whether torch.compile is at work in this thread."""
+    return private(private(torch, "_guards"), "CompileContext").current_compile_id() is not None
+
+
 def fail_on_recompile(undo: Undo) -> None:
     """Have torch.compile raise an error instead of compiling, which no capture may contain, until that is undone."""
     if _nothing_was_compiled():

@@ -24,7 +24,11 @@ Columns:
     nccl ms   the time per step in which kernels of NCCL run, from a profile; also those that wait for the other rank
     exposed   the part of that in which no other kernel runs
     bits      whether losses and weights of ten captured steps have the bits of graph="off", with deterministic
-              algorithms. Ways with compiled code are compared on the small models: each comparison compiles twice
+              algorithms; not of one-gpu. Ways with compiled code are compared on the small models: each comparison
+              compiles twice
+
+Each row is printed when it is measured, and before it what is being measured, with seconds from the start. The table at
+the end has the profiles, too. A run that is cut, by SIGTERM, SIGALRM or Ctrl-C, ends its ranks and prints that table.
 
 The line below each model has the captured step on two ranks less that on one GPU. Under fully_shard that is no measure
 of NCCL alone: a rank updates half of the weights, and one GPU all of them, and their casts differ too.
@@ -34,13 +38,15 @@ import argparse
 import functools
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +59,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # ranks are started by path, and have only this folder
 
-from ddp_train import JobError, join, launch
+from ddp_train import JobError, Started, join
 from many_gpus_models import MODELS, SMALL, Model, loss_fn
 from models import repeatable
 
@@ -316,6 +322,7 @@ class Rank:
                     with caches.of(name, way):
                         self.rows.append(self._row(name, way))
                     self._save()
+                    self._say(table_line(self.rows[-1]))
             for row in self.rows if self.device.type == "cuda" else ():
                 if row["way"] in self.args.profiled and "error" not in row:
                     with caches.of(row["model"], row["way"]):
@@ -325,7 +332,7 @@ class Rank:
     def _row(self, name: str, way: str) -> Row:
         row: Row = {"model": name, "way": way}
         self._try(row, measure, self.models[name], way, self.plan)
-        if "error" not in row and way not in ("torch", "torch-compile"):
+        if "error" not in row and way not in ("torch", "torch-compile", "one-gpu"):
             models = SMALL if way in COMPILED else self.models
             self._try(row, bits, models[name], way)
             row["bits_of"] = "small" if way in COMPILED else "the same"
@@ -334,6 +341,7 @@ class Rank:
     def _try(self, row: Row, call: Callable[..., Row], model: Model, way: str, *args: Any) -> None:
         """Fill in a row. What all ranks raise alike becomes its error; otherwise the others wait, until the timeout."""
         start = time.monotonic()
+        self._say(f"{start - self.started:6.1f} s: {call.__name__} {row['model']} {way}")
         try:
             row.update(call(model, way, self.device, self.graph, *args))
         except NotImplementedError as error:
@@ -343,6 +351,10 @@ class Rank:
             row["error"] = f"{call.__name__}: {type(error).__name__}: {error}"
         clean_up(self.device)
         row["seconds"] = round(row.get("seconds", 0) + time.monotonic() - start, 1)
+
+    def _say(self, line: str) -> None:
+        if dist.get_rank() == 0:
+            print(line, flush=True)
 
     def _save(self) -> None:
         """Write all rows so far, so that they are there if a later one ends the job."""
@@ -364,12 +376,15 @@ class Rank:
 # ---------------------------------------------------------------------------------------------------------------- table
 
 
+HEAD = (
+    f"{'model':<12} {'way':<16} {'ms':>8} {'(fastest to slowest)':>20} {'MiB':>7} {'set-up s':>8} {'nccl ms':>8} "
+    f"{'exposed':>8}  bits"
+)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as lines, with a line below each model that compares two ranks with one GPU."""
-    lines = [
-        f"{'model':<12} {'way':<16} {'ms':>8} {'(fastest to slowest)':>20} {'MiB':>7} {'set-up s':>8} {'nccl ms':>8} "
-        f"{'exposed':>8}  bits"
-    ]
+    lines = [HEAD]
     for name in dict.fromkeys(row["model"] for row in rows):
         of_model = [row for row in rows if row["model"] == name]
         lines += map(table_line, of_model)
@@ -410,20 +425,39 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@contextmanager
+def cut_by_signals() -> Iterator[None]:
+    """Context in which SIGTERM and SIGALRM interrupt this process as Ctrl-C does."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGALRM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def start(argv: Sequence[str], args: argparse.Namespace) -> int:
-    """Start the ranks, and print what they have measured, also if one of them fails."""
+    """Start the ranks, and print what they measure as they do, also if one of them fails or this process is to end."""
+    print(HEAD, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(args.json or f"{folder}/rows.json").absolute()
-        problem = None
+        file.unlink(missing_ok=True)
+        problem: BaseException | None = None
+        options = (*argv, "--json", str(file))
         try:
-            launch(*argv, "--json", str(file), ranks=args.ranks, timeout=args.timeout, script=__file__)
-        except JobError as error:
+            with cut_by_signals(), Started(*options, ranks=args.ranks, timeout=args.timeout, script=__file__) as job:
+                job.rows(follow=lambda line: line.startswith("{") or print(line, flush=True))
+        except (JobError, KeyboardInterrupt) as error:
             problem = error
         measured = json.loads(file.read_text()) if file.exists() else {"rows": []}
     rows = measured.pop("rows")
-    print(table(rows), "", json.dumps(measured), sep="\n", flush=True)
+    print("", table(rows), "", json.dumps(measured), sep="\n", flush=True)
     if problem is not None:
-        print(problem, file=sys.stderr)
+        print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
     return 1 if problem or any("error" in row and not row["error"].startswith("refused") for row in rows) else 0
 
 

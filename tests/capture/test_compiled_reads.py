@@ -8,8 +8,10 @@ import pytest
 import torch
 from families import few
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import ampkit
+from ampkit._torch import compile as torch_compile
 
 # Each test sets these anew.
 ALPHA = BETA = 1.0
@@ -125,6 +127,35 @@ def test_code_that_was_compiled_before() -> None:
     with pytest.warns(ampkit.CaptureWarning, match=r"CONFIG\.inner\.scale changed from 1\.0 to 2\.0"):
         train(step, 5)
     assert (step.captures, step.replays) == (2, 7)
+
+
+class Trainer:
+    """Keeps the results of its calls, and an average behind each step."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.outputs = model, list[Any]()
+        self.average = [param.detach().clone() for param in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        self.step = ampkit.graphed_step(
+            loss_fn, model, optimizer, after_step=self.after_step, compile="default", graph="emulate"
+        )
+
+    def __call__(self) -> None:
+        self.outputs.append(self.step(torch.ones(2, 4)))
+
+    def after_step(self, model: nn.Module) -> None:
+        torch._foreach_lerp_(self.average, list(model.parameters()), 0.1)
+
+
+def test_a_method_behind_the_step_is_no_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W2: what other methods of its object read, such as a list that grows, is no matter to the compiled loss."""
+    monkeypatch.setattr(
+        torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
+    )
+    trainer = Trainer(Model())
+    for _ in range(10):
+        trainer()
+    assert (trainer.step.captures, trainer.step.replays) == (1, 7)
 
 
 def test_a_counter_of_a_compiled_module() -> None:

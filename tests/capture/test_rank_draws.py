@@ -5,7 +5,7 @@ What trains runs in processes of its own, one per rank (rank_draws.py). One star
 
 import pytest
 import rank_draws
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, Rows, cases_of
 
 from ampkit._capture.ranks.ranks import WARMUP_DDP
 
@@ -13,7 +13,7 @@ FAST = ("own", "dropped alike, fsdp", "rare layerdrop")
 OTHERS = tuple(name for name in rank_draws.CASES if name not in FAST)
 on_cpu = cases_of(rank_draws.__file__, "cpu", FAST, 240)
 others_on_cpu = cases_of(rank_draws.__file__, "cpu", OTHERS, 500)
-on_gpus = cases_of(rank_draws.__file__, "cuda", rank_draws.CASES, 400)
+on_gpus = cases_of(rank_draws.__file__, "cuda", rank_draws.ON_GPUS, 240)
 
 
 def check(name: str, rows: Rows, device: str = "cpu") -> None:
@@ -46,7 +46,7 @@ def check(name: str, rows: Rows, device: str = "cpu") -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
-def test_ranks_that_draw(on_cpu: dict[str, Rows], name: str) -> None:
+def test_ranks_that_draw(on_cpu: Cases, name: str) -> None:
     """R3, L4: each rank draws from its own generator; losses, weights and generator after each call are eager's."""
     check(name, on_cpu[name])
 
@@ -54,13 +54,13 @@ def test_ranks_that_draw(on_cpu: dict[str, Rows], name: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_ranks_that_draw_otherwise(others_on_cpu: dict[str, Rows], name: str) -> None:
+def test_ranks_that_draw_otherwise(others_on_cpu: Cases, name: str) -> None:
     """R3, L4: the same outcomes on all ranks, rare ones, windows, batches of another size, a rate that changes."""
     check(name, others_on_cpu[name])
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("name", rank_draws.CASES)
-def test_ranks_that_draw_on_gpus(on_gpus: dict[str, Rows], name: str) -> None:
-    """R3, L4: all cases with NCCL in the graphs."""
+@pytest.mark.parametrize("name", rank_draws.ON_GPUS)
+def test_ranks_that_draw_on_gpus(on_gpus: Cases, name: str) -> None:
+    """R3, L4: the same with NCCL in the graphs."""
     check(name, on_gpus[name], "cuda")

@@ -4,10 +4,10 @@ What trains runs in processes of its own, one per rank (ddp_train.py), so that a
 the test run.
 """
 
-import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import ddp_train
 import forks
@@ -15,14 +15,13 @@ import gloo_ends
 import pytest
 import torch
 import torch.distributed as dist
+from rank_cases import Cases, Rows, cases_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ampkit
 from ampkit._capture.ranks.ranks import WARMUP_DDP
-
-Rows = list[dict[str, Any]]  # one per rank
 
 
 def launch(*options: str, forked: bool = True, timeout: float = 120) -> Rows:
@@ -32,6 +31,7 @@ def launch(*options: str, forked: bool = True, timeout: float = 120) -> Rows:
 
 def runs(rows: Rows, graph: str) -> Rows:
     """Return the results of each rank in a run of this kind. Assert that all ranks have the same weights."""
+    assert all("error" not in row for row in rows), rows
     found = [row[graph] for row in rows]
     assert all(run["parameters"] == found[0]["parameters"] for run in found), "the ranks have different weights"
     assert found[0]["losses"] != found[1]["losses"]  # of batches of their own
@@ -178,94 +178,99 @@ def test_a_job_that_fails_or_hangs_is_seen() -> None:
     """The tests above would notice a rank that ends with an error, and one that does not end in time."""
     with pytest.raises(ddp_train.JobError, match=r"(?s)rank 0: exit 1\n.*Policy.*rank 1: exit 1\n"):
         launch("--policy", "float8")
-    with pytest.raises(ddp_train.JobError, match="rank 0: exit -9"):
+    with pytest.raises(ddp_train.JobError, match="rank 0: late"):
         launch(timeout=0.1, forked=False)
+
+
+LATE = """
+import os, time, ddp_train, rank_script, torch.distributed as dist
+
+def sleeps_for_ever():
+    time.sleep(1000)
+
+def row(name):
+    if name == "late" and dist.get_rank() == 1:
+        sleeps_for_ever()
+    dist.barrier()
+    return {"rank": dist.get_rank()}
+
+ddp_train.join("cpu")
+rank_script.rows_of(["early", "late"], row)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forked", [False, True], ids=["processes", "forks"])
+def test_where_ranks_are_late_their_stacks_are_shown(tmp_path: Path, forked: bool) -> None:
+    """R10: where one waits and where the other sleeps; the case before has its rows, and a later one is not tried."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    folders = Path(ddp_train.__file__).parent, Path(ampkit.__file__).parents[1]
+    path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    with ddp_train.Started(script=str(script), timeout=30, forked=forked, more=path) as started:
+        assert started["early"] == [{"rank": 0}, {"rank": 1}]
+        started.end_by(time.monotonic() + 1)
+        with pytest.raises(
+            ddp_train.JobError, match=r"(?s)rank 0: late.* in barrier.*rank 1: late.* in sleeps_for_ever"
+        ):
+            started["late"]
+        with pytest.raises(ddp_train.JobError, match="the ranks ended before"):
+            started["later"]
 
 
 # ------------------------------------------------------------------------------------------------------- on two GPUs
 
-RESNET = ["--device", "cuda", "--model", "resnet50", "--batch", "32", "--calls", "20"]
-RESNET += ["--policy", "float16", "--max-norm", "1.0"]
+on_gpus = cases_of(ddp_train.__file__, "cuda", ddp_train.ON_GPUS, 240)
 
 
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [[], ["--overflows", "1", "15"], ["--accumulate", "2", "--calls", "32"]],
-    ids=["plain", "overflows", "acc"],
-)
-def test_resnet50_on_two_gpus(options: list[str]) -> None:
+@pytest.mark.parametrize("case", ["resnet50, overflows", "resnet50, accumulate"])
+def test_resnet50_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """L4: a captured float16 step with NCCL, scaler and clip inside has the bits of eager DDP, on both ranks."""
-    rows = ddp_train.launch(*RESNET, *options, "--graph", "auto", "off")
-    for run in assert_equal_runs(rows, "auto"):
+    for run in assert_equal_runs(on_gpus[case], "auto"):
         assert run["failure"] is None
         assert run["messages"] == []
-        assert run["replays"] == (22 if "--accumulate" in options else 15)
+        assert run["replays"] == (22 if "accumulate" in case else 15)
         # The scale starts where the first gradients overflow by themselves; as often as in eager, for `state` has it.
-        assert run["skipped"] >= (2 if "--overflows" in options else 0)
+        assert run["skipped"] >= (2 if "overflows" in case else 0)
 
 
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("odd", [[], ["80", "81"]], ids=["plain", "another size on one rank"])
-def test_windows_on_two_gpus(odd: list[str]) -> None:
+@pytest.mark.parametrize("case", ["windows", "windows of another size"])
+def test_windows_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """R12: `window` is one launch with one reduction in it, while the other rank may make its calls one by one."""
-    options = ["--device", "cuda", "--windows", "--accumulate", "2", "--calls", "100", "--max-norm", "0.5"]
-    options += ["--policy", "float16", "--overflows", "3", "51", *(["--odd-calls", *odd] if odd else [])]
-    first, second = assert_equal_runs(ddp_train.launch(*options, "--graph", "auto", "off"), "auto")
+    first, second = assert_equal_runs(on_gpus[case], "auto")
     assert first["launches"] == 50 - WARMUP_DDP - 1  # one to capture the calls
-    assert second["launches"] == first["launches"] - bool(odd)
+    assert second["launches"] == first["launches"] - (case != "windows")
     assert first["messages"] == second["messages"] == []
 
 
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-def test_speed_on_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints milliseconds per step of ResNet-50, as JSON; asserts only that the graph was used."""
-    row = ddp_train.launch(*RESNET, "--time")[0]
-    with capsys.disabled():
-        print("\n" + json.dumps(row))
-    assert row["replays"] > 40
+@pytest.mark.parametrize("case", ["another size in the warm-up", "another size after the capture"])
+def test_a_batch_of_another_size_on_one_gpu(on_gpus: Cases, case: str) -> None:
+    """L4: a short batch on rank 1 alone neither hangs nor changes a bit: a replay and an eager step exchange alike."""
+    assert all(run["replays"] > 0 for run in assert_equal_runs(on_gpus[case], "auto"))
 
 
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", ["item", "capture"])
-def test_one_gpu_cannot_capture(failure: str) -> None:
+@pytest.mark.parametrize("case", ["blocks on one rank", "raises on one rank"])
+def test_one_gpu_cannot_capture(on_gpus: Cases, case: str) -> None:
     """L4: a line of rank 1 that blocks, or raises in the capture alone, keeps both eager, with the bits of eager."""
-    options = ["--device", "cuda", "--graph", "auto", "off", "--failing-rank", "1", "--failure", failure]
-    first, second = assert_equal_runs(ddp_train.launch(*options), "auto")
+    first, second = assert_equal_runs(on_gpus[case], "auto")
     for run in (first, second):
         assert run["replays"] == run["captures"] == 0
         assert list(run["eager"].values()) == [5, 13]
     assert first["eager"] == second["eager"]
     assert ["another rank" in message for message in first["messages"]] == [True]
     assert ["ddp_train.py:" in message for message in second["messages"]] == [True]
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("calls", [["3"], ["14"]], ids=["in the warm-up", "after the capture"])
-def test_a_batch_of_another_size_on_one_gpu(calls: list[str]) -> None:
-    """L4: a short batch on rank 1 alone neither hangs nor changes a bit: a replay and an eager step exchange alike."""
-    rows = ddp_train.launch("--device", "cuda", "--graph", "auto", "off", "--calls", "30", "--odd-calls", *calls)
-    assert all(run["replays"] > 0 for run in assert_equal_runs(rows, "auto"))
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ddp_train.ENDS)
-def test_a_job_on_two_gpus_ends(how: str) -> None:
-    """L4: with a graph that holds NCCL's work, both ranks exit with 0, whatever the user forgets."""
-    for row in ddp_train.launch("--device", "cuda", "--model", "mlp", "--end", how, timeout=60):
-        assert row["auto"]["replays"] == 13
 
 
 # ------------------------------------------------------------------------------------------------------- fully_shard

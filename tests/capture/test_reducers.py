@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import ddp_cases
-import ddp_train
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, Rows, cases_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -35,8 +34,7 @@ OTHERS = tuple(name for name in UNCOMPILED if not ddp_cases.CASES[name].gpu and 
 on_cpu = cases_of(ddp_cases.__file__, "cpu", FAST, 180)
 others_on_cpu = cases_of(ddp_cases.__file__, "cpu", OTHERS, 300)
 compiled_on_cpu = cases_of(ddp_cases.__file__, "cpu", COMPILED_ON_CPU, 400)
-on_gpus = cases_of(ddp_cases.__file__, "cuda", UNCOMPILED, 300)
-compiled_on_gpus = cases_of(ddp_cases.__file__, "cuda", COMPILED, 500)
+on_gpus = cases_of(ddp_cases.__file__, "cuda", ddp_cases.ON_GPUS, 240)
 
 
 def check(name: str, rows: Rows, device: str = "cpu") -> None:
@@ -64,7 +62,7 @@ def check(name: str, rows: Rows, device: str = "cpu") -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
-def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> None:
+def test_ranks_train_the_bits_of_eager(on_cpu: Cases, case: str) -> None:
     """L4: parameters, optimizer state, buffers, losses, norms and scale under DDP are those of eager, and of torch."""
     check(case, on_cpu[case])
 
@@ -72,7 +70,7 @@ def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> No
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
-def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
+def test_more_cases(others_on_cpu: Cases, case: str) -> None:
     """L4: arguments of DDP, communication hooks, policies, a model that was trained before, one that is evaluated."""
     check(case, others_on_cpu[case])
 
@@ -80,8 +78,8 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("case", UNCOMPILED)
-def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
+@pytest.mark.parametrize("case", [name for name in ddp_cases.ON_GPUS if name in UNCOMPILED])
+def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """L4: the same with NCCL in the graph, for models that were made on the default stream."""
     check(case, on_gpus[case], "cuda")
 
@@ -107,7 +105,7 @@ def check_compiled(name: str, rows: Rows, device: str = "cpu") -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED_ON_CPU)
-def test_compiled(compiled_on_cpu: dict[str, Rows], case: str) -> None:
+def test_compiled(compiled_on_cpu: Cases, case: str) -> None:
     """R11, L4: the bits of the compiled step under DDP, whose buckets are exchanged within the compiled backward."""
     check_compiled(case, compiled_on_cpu[case])
 
@@ -115,21 +113,10 @@ def test_compiled(compiled_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_on_two_gpus(compiled_on_gpus: dict[str, Rows], case: str) -> None:
+@pytest.mark.parametrize("case", [name for name in ddp_cases.ON_GPUS if name in COMPILED])
+def test_compiled_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """R11, L4: the same by Inductor, with NCCL in the graph."""
-    check_compiled(case, compiled_on_gpus[case], "cuda")
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ddp_train.ENDS)
-def test_a_job_on_two_gpus_ends(how: str) -> None:
-    """L4: with a graph that holds NCCL's work of a new Reducer, both ranks exit with 0, whatever the user forgets."""
-    options = ("--device", "cuda", "--cases", "plain", "--end", how)
-    rows = ddp_train.launch(*options, timeout=90, script=ddp_cases.__file__)
-    assert [row["plain"]["replays"] for row in rows] == [ddp_cases.CALLS - WARMUP_DDP] * 2
+    check_compiled(case, on_gpus[case], "cuda")
 
 
 # ---------------------------------------------------------------------------------------------------- in one process

@@ -365,7 +365,7 @@ import threading
 import torch
 from torch.autograd.profiler import record_function
 from ampkit._capture.compare.call_record import OperationRecorder
-from ampkit._torch import execution_trace
+from ampkit._torch.device import execution_trace
 
 entered, leave, left = threading.Event(), threading.Event(), threading.Event()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import every
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, cases_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -107,14 +107,14 @@ def sorted_frees(found: list[Any]) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", fsdp_memory.CASES)
-def test_equals_the_first_of_two_ranks(on_cpu: dict[str, Rows], name: str) -> None:
+def test_equals_the_first_of_two_ranks(on_cpu: Cases, name: str) -> None:
     """P2: what `debug.memory` records with gloo, event by event. What differs is explained, and taken away by name."""
     check(name, on_cpu[name][0], 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", fsdp_memory.FOUR_RANKS)
-def test_equals_the_first_of_four_ranks(four_on_cpu: dict[str, Rows], name: str) -> None:
+def test_equals_the_first_of_four_ranks(four_on_cpu: Cases, name: str) -> None:
     """P2: parameters that are resharded to fewer ranks, and two copies of a split model."""
     check(name, four_on_cpu[name][0], 4)
 
@@ -335,7 +335,7 @@ def on_gpus_as_known() -> list[Any]:
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("name", on_gpus_as_known())
-def test_against_two_gpus(on_gpus: dict[str, Rows], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_against_two_gpus(on_gpus: Cases, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """P2: within 1 % of the peak that `debug.memory` records on the first of two GPUs with NCCL."""
     row = dict(on_gpus[name][0])
     assert "error" not in row, row["error"]

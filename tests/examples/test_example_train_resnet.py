@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -471,8 +472,12 @@ def test_torchrun_on_two_gpus_trains_the_same_bits(tmp_path: Path, strategy: str
     """R12: two GPUs over NCCL, float16: over 80% of the steps are replays, with the weights of a run without the graph,
     whether each GPU has all parameters or a part of them."""
     options = ["--policy", "float16", "--deterministic", "--epochs", "8", "--strategy", strategy]
-    graphed = summary_of(run_script(*options, "--cuda-graph", "on", output=tmp_path / "on", processes=2))
-    eager = summary_of(run_script(*options, "--cuda-graph", "off", output=tmp_path / "off", processes=2))
+
+    def run(graph: str) -> dict[str, Any]:
+        return summary_of(run_script(*options, "--cuda-graph", graph, output=tmp_path / graph, processes=2))
+
+    with ThreadPoolExecutor() as pool:
+        graphed, eager = pool.map(run, ["on", "off"])
     assert graphed["weights_sha256"] == eager["weights_sha256"]
     assert graphed["accuracy"] == eager["accuracy"]
     assert graphed["graph"]["replays"] > 0.8 * 8 * 11

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -176,8 +177,10 @@ def check_two_processes(tmp_path: Path, strategy: str, device: str, graph: str) 
     options = ["--strategy", strategy, "--opt", "adamw", "--lr", str(2.0**-10), "--lr-scheduler", "none"]
     options += ["--device", device, "--epochs", "2"]
     forked = device == "cpu"  # all but one: what differs for those of torchrun is the start
-    off = in_two_processes(*options, output=tmp_path / "off", graph="off", forked=forked)
-    on = in_two_processes(*options, output=tmp_path / "on", graph=graph)
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(in_two_processes, *options, output=tmp_path / "off", graph="off", forked=forked)
+        on = in_two_processes(*options, output=tmp_path / "on", graph=graph)
+        off = pending.result()
     assert on["weights_sha256"] == off["weights_sha256"]
     assert off["graph"]["replays"] == 0
     assert on["graph"]["replays"] > 8

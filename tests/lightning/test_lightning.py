@@ -935,13 +935,15 @@ def test_two_processes_end_after_an_error() -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--accumulate", "3"]], ids=str)
-@pytest.mark.parametrize("kind", ["32-true", "16-mixed"])
+@pytest.mark.parametrize(("kind", "options"), [("32-true", []), ("16-mixed", ["--accumulate", "3"])], ids=str)
 def test_two_gpus(kind: str, options: list[str]) -> None:
     """L4: NCCL. Equal to Lightning without ampkit on every rank, and the job ends."""
     common = ["--device", "cuda", "--epochs", "6", "--kind", kind, *options]
-    plain = lightning_ddp.launch("--graph", "none", *common)
-    ours = lightning_ddp.launch("--graph", "auto", *common)
+    with (
+        lightning_ddp.started("--graph", "none", *common) as without,
+        lightning_ddp.started("--graph", "auto", *common) as graphed,
+    ):
+        plain, ours = without.rows(), graphed.rows()
     assert [row.pop("replays") for row in plain] == [0, 0]
     assert all(row.pop("replays") > 20 for row in ours)
     assert plain == ours

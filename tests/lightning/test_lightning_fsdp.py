@@ -5,7 +5,7 @@ What trains runs in processes of its own, one per rank (lightning_fsdp.py). One 
 
 import lightning_fsdp
 import pytest
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, Rows, cases_of
 
 pytestmark = pytest.mark.slow
 
@@ -13,7 +13,7 @@ RESUMED = ("resume", "resume whole by Lightning")
 OTHERS = tuple(name for name in lightning_fsdp.CASES if name not in RESUMED)
 on_cpu = cases_of(lightning_fsdp.__file__, "cpu", OTHERS, 500)
 resumed_on_cpu = cases_of(lightning_fsdp.__file__, "cpu", RESUMED, 300)
-on_gpus = cases_of(lightning_fsdp.__file__, "cuda", lightning_fsdp.CASES, 500)
+on_gpus = cases_of(lightning_fsdp.__file__, "cuda", lightning_fsdp.ON_GPUS, 240)
 
 
 def check(case: str, rows: Rows) -> None:
@@ -42,20 +42,20 @@ def check(case: str, rows: Rows) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", OTHERS)
-def test_ranks_train_the_bits_of_lightning(on_cpu: dict[str, Rows], case: str) -> None:
+def test_ranks_train_the_bits_of_lightning(on_cpu: Cases, case: str) -> None:
     """R12: parameters, moments, metrics, hooks and scale of a sharded model are those without graphs."""
     check(case, on_cpu[case])
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_checkpoints_go_both_ways(resumed_on_cpu: dict[str, Rows], case: str) -> None:
+def test_checkpoints_go_both_ways(resumed_on_cpu: Cases, case: str) -> None:
     """R12: one with a file for each rank, or one file with whole tensors, written and read with and without ampkit."""
     check(case, resumed_on_cpu[case])
 
 
 @pytest.mark.cuda
 @pytest.mark.multigpu
-@pytest.mark.parametrize("case", lightning_fsdp.CASES)
-def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
+@pytest.mark.parametrize("case", lightning_fsdp.ON_GPUS)
+def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """R12: the same with NCCL's collectives in the graph."""
     check(case, on_gpus[case])

@@ -15,7 +15,7 @@ import fsdp_train
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, Rows, cases_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -40,8 +40,7 @@ on_cpu = cases_of(fsdp_train.__file__, "cpu", FAST, 180)
 others_on_cpu = cases_of(fsdp_train.__file__, "cpu", OTHERS, 400)
 looked_at_on_cpu = cases_of(fsdp_train.__file__, "cpu", LOOKED_AT, 300)
 four_on_cpu = cases_of(fsdp_train.__file__, "cpu", fsdp_train.FOUR_RANKS, 400, ranks=4)
-on_gpus = cases_of(fsdp_train.__file__, "cuda", (*FAST, *OTHERS), 400)
-looked_at_on_gpus = cases_of(fsdp_train.__file__, "cuda", LOOKED_AT, 300)
+on_gpus = cases_of(fsdp_train.__file__, "cuda", fsdp_train.ON_GPUS, 240)
 four_on_gpus = cases_of(fsdp_train.__file__, "cuda", fsdp_train.FOUR_RANKS, 240, ranks=4)
 
 
@@ -99,7 +98,7 @@ def check_found(kind: fsdp_train.Case, rows: Rows) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
-def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> None:
+def test_ranks_train_the_bits_of_eager(on_cpu: Cases, case: str) -> None:
     """R12: parameters, optimizer state, losses, norms, scale and averages of a sharded model are those of eager."""
     check(case, on_cpu[case])
 
@@ -107,7 +106,7 @@ def test_ranks_train_the_bits_of_eager(on_cpu: dict[str, Rows], case: str) -> No
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
-def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
+def test_more_cases(others_on_cpu: Cases, case: str) -> None:
     """R12: policies, resharding, optimizers, tied, frozen and compiled blocks, resume, ranks that disagree."""
     check(case, others_on_cpu[case])
 
@@ -115,7 +114,7 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LOOKED_AT)
-def test_what_looks_at_steps(looked_at_on_cpu: dict[str, Rows], case: str) -> None:
+def test_what_looks_at_steps(looked_at_on_cpu: Cases, case: str) -> None:
     """R12: `verify` finds what a graph would not do, on shards too; `numerics`; functions under `ampkit.graphed`."""
     check(case, looked_at_on_cpu[case])
 
@@ -123,7 +122,7 @@ def test_what_looks_at_steps(looked_at_on_cpu: dict[str, Rows], case: str) -> No
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", fsdp_train.FOUR_RANKS)
-def test_four_ranks(four_on_cpu: dict[str, Rows], case: str) -> None:
+def test_four_ranks(four_on_cpu: Cases, case: str) -> None:
     """R12: `reshard_after_forward=2`, which gathers among two of the ranks in backward; two copies of two shards."""
     check(case, four_on_cpu[case])
 
@@ -133,27 +132,9 @@ def test_four_ranks(four_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 @pytest.mark.parametrize("case", fsdp_train.FOUR_RANKS)
-def test_on_four_gpus(four_on_gpus: dict[str, Rows], case: str) -> None:
+def test_on_four_gpus(four_on_gpus: Cases, case: str) -> None:
     """R12: the same with NCCL's collectives in the graph."""
     check(case, four_on_gpus[case], "cuda")
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*FAST, *OTHERS])
-def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
-    """R12: the same with NCCL's collectives in the graph."""
-    check(case, on_gpus[case], "cuda")
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LOOKED_AT)
-def test_what_looks_at_steps_on_two_gpus(looked_at_on_gpus: dict[str, Rows], case: str) -> None:
-    """R12: the same with NCCL's collectives in the graph."""
-    check(case, looked_at_on_gpus[case], "cuda")
 
 
 def check_other_ranks(folder: Path, device: str, others: tuple[int, ...]) -> None:
@@ -181,9 +162,18 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> Non
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-def test_a_checkpoint_of_two_gpus_is_loaded_by_one(tmp_path: Path) -> None:
-    """R12: the same with NCCL."""
+def test_a_checkpoint_of_two_gpus_is_loaded_by_one(on_gpus: Cases, tmp_path: Path) -> None:
+    """R12: the same with NCCL, while the cases below train, for the time."""
     check_other_ranks(tmp_path, "cuda", (1, 4) if torch.cuda.device_count() >= 4 else (1,))
+
+
+@pytest.mark.cuda
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("case", fsdp_train.ON_GPUS)
+def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
+    """R12: the same with NCCL's collectives in the graph."""
+    check(case, on_gpus[case], "cuda")
 
 
 @pytest.mark.slow
@@ -192,18 +182,6 @@ def test_a_job_ends(how: str) -> None:
     """R12: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
     rows = ddp_train.launch(
         "--device", "cpu", "--cases", "float32", "--end", how, timeout=90, script=fsdp_train.__file__
-    )
-    assert [row["float32"]["replays"] for row in rows] == [fsdp_train.CALLS - 3] * 2
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ddp_train.ENDS)
-def test_a_job_on_two_gpus_ends(how: str) -> None:
-    """R12: with a graph that holds NCCL's work, both ranks exit with 0, whatever the user forgets."""
-    rows = ddp_train.launch(
-        "--device", "cuda", "--cases", "float32", "--end", how, timeout=90, script=fsdp_train.__file__
     )
     assert [row["float32"]["replays"] for row in rows] == [fsdp_train.CALLS - 3] * 2
 
@@ -357,5 +335,5 @@ def test_functions_of_sharded_models(process_group: None) -> None:
 def test_the_script_ends_ranks_that_hang(tmp_path: Path) -> None:
     """The tests above would notice a case that fails on a rank, and ranks that do not end in time."""
     assert os.path.exists(fsdp_train.__file__)
-    with pytest.raises(ddp_train.JobError, match="rank 0: exit -9"):
+    with pytest.raises(ddp_train.JobError, match="rank 0: late"):
         ddp_train.launch("--device", "cpu", timeout=0.1, script=fsdp_train.__file__)

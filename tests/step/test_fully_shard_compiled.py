@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import marked_line
-from rank_cases import Rows, cases_of
+from rank_cases import Cases, Rows, cases_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,15 +27,12 @@ from ampkit._torch import compile as torch_compile
 
 FAST = ("stem", "all fails")
 ON_CPU = tuple(name for name in fsdp_compiled.CASES if name not in fsdp_compiled.ON_GPUS_ALONE)
-# On GPUs Inductor compiles, so that all cases in one start of the ranks would take too long.
-FIRST_HALF, SECOND_HALF = tuple(fsdp_compiled.CASES)[::2], tuple(fsdp_compiled.CASES)[1::2]
 IN_NET = ["stem", "blocks.0", "blocks.1", "blocks.2", "head"]  # what is compiled of fsdp_compiled.Net, beside the loss
 
 
 on_cpu = cases_of(fsdp_compiled.__file__, "cpu", FAST, 240)
 others_on_cpu = cases_of(fsdp_compiled.__file__, "cpu", [name for name in ON_CPU if name not in FAST], 900)
-on_gpus = cases_of(fsdp_compiled.__file__, "cuda", FIRST_HALF, 500)
-others_on_gpus = cases_of(fsdp_compiled.__file__, "cuda", SECOND_HALF, 500)
+on_gpus = cases_of(fsdp_compiled.__file__, "cuda", fsdp_compiled.ON_GPUS, 240)
 
 
 def check(name: str, rows: Rows) -> None:
@@ -94,7 +91,7 @@ def check_failed(event: str, rank: int, row: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
-def test_captured_as_uncaptured(on_cpu: dict[str, Rows], case: str) -> None:
+def test_captured_as_uncaptured(on_cpu: Cases, case: str) -> None:
     """R11, R12: parameters, optimizer state, losses, norms and scale are those of the compiled step without a graph."""
     check(case, on_cpu[case])
 
@@ -102,7 +99,7 @@ def test_captured_as_uncaptured(on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in ON_CPU if name not in FAST])
-def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
+def test_more_cases(others_on_cpu: Cases, case: str) -> None:
     """R11, R12: policies, resharding, checkpoints of activations, graph breaks, and a compiler that fails on a rank."""
     check(case, others_on_cpu[case])
 
@@ -110,19 +107,10 @@ def test_more_cases(others_on_cpu: dict[str, Rows], case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.multigpu
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FIRST_HALF)
-def test_on_two_gpus(on_gpus: dict[str, Rows], case: str) -> None:
+@pytest.mark.parametrize("case", fsdp_compiled.ON_GPUS)
+def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """R11, R12: the same by Inductor, with NCCL's collectives in the graph."""
     check(case, on_gpus[case])
-
-
-@pytest.mark.cuda
-@pytest.mark.multigpu
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SECOND_HALF)
-def test_more_on_two_gpus(others_on_gpus: dict[str, Rows], case: str) -> None:
-    """R11, R12: the other half of the cases."""
-    check(case, others_on_gpus[case])
 
 
 # ------------------------------------------------------------------------------------------------- a process by itself

@@ -122,6 +122,14 @@ CASES = {
     "compiled, fails": Case("wide", SPLIT, max_norm=0.5, event="fails", compile="default"),
     "compiled, max": Case("wide", SPLIT, policy="bfloat16", max_norm=0.5, gpu=True, compile="max"),
 }
+# On GPUs: what NCCL, streams, fused kernels and Inductor may change. The rest is the same code, which gloo shows.
+ON_GPUS = (
+    *("plain", "static, unused, bfloat16", "find unused", "bucket view", "small buckets", "bf16 hook", "wrapped hook"),
+    *("built-in hook", "own hook", "accumulate, bucket view", "float16", "float16 as torch", "float16, accumulate"),
+    *("sync batch norm", "side stream", "trained before, static", "loss kept", "evaluation", "verify"),
+    *("verify, differs", "numerics", "second step", "compiled, bfloat16", "compiled, accumulate", "compiled, float16"),
+    *("compiled, other size", "compiled, unused", "compiled, fails", "compiled, max"),
+)
 ODD_CALLS = (1, 7)  # in which rank 1 has a smaller batch, by "other size"
 
 

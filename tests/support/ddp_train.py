@@ -11,6 +11,8 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,67 +49,159 @@ class JobError(Exception):
     """A rank failed, or the job did not end in time."""
 
 
-def launch(
-    *options: str,
-    ranks: int = 2,
-    timeout: float = 120,
-    script: str = __file__,
-    forked: bool = False,
-    modules: Sequence[str] = (),
-    more: Mapping[str, str] = MappingProxyType({}),
-) -> list[dict[str, Any]]:
-    """Run a script, this one, with `options` once per rank. Return the JSON row that each printed last, in order.
-
-    A rank that printed none has an empty row.
+class Started:
+    """Ranks that run a script. `started[case]` waits for a case of it, `rows()` for their end.
 
     Args:
         options: the arguments of each rank.
         ranks: how many.
-        timeout: seconds until those that have not ended are killed.
-        script: what each runs.
+        timeout: seconds until those that have not ended are ended, with the stacks of their threads in the error.
+        script: what each runs, this one if not given.
         forked: whether ranks are forks of a process that has imported torch, which is no process for a GPU.
         modules: what the process that is forked has imported besides.
         more: what is added to their environment.
-
-    Raises:
-        JobError: a rank did not exit with 0, or none of it did in time; with the end of what they wrote.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        processes: list[subprocess.Popen[bytes] | forks.Fork] = []
+
+    def __init__(
+        self,
+        *options: str,
+        ranks: int = 2,
+        timeout: float = 120,
+        script: str = __file__,
+        forked: bool = False,
+        modules: Sequence[str] = (),
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.options = options
+        self._deadline = time.monotonic() + timeout
+        self._folder = tempfile.mkdtemp()
+        self._processes: list[subprocess.Popen[bytes] | forks.Fork] = []
+        self._has_failed = False
         for rank in range(ranks):
             environment = {
                 **os.environ,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
-                "STORE": f"{folder}/store",
+                "STORE": f"{self._folder}/store",
+                "ROWS": f"{self._folder}/{rank}.rows",
                 "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
                 "PYTHONPATH": str(Path(__file__).parents[2]),
+                "PYTHONFAULTHANDLER": "1",  # SIGABRT has the stacks of all threads printed
                 **more,
             }
-            files = f"{folder}/{rank}.out", f"{folder}/{rank}.err"
+            files = f"{self._folder}/{rank}.out", f"{self._folder}/{rank}.err"
             if forked:
-                processes.append(forks.Fork(forks.Script([script, *options], environment, *files, modules)))
+                self._processes.append(forks.Fork(forks.Script([script, *options], environment, *files, modules)))
                 continue
             with open(files[0], "w") as out, open(files[1], "w") as err:
                 command = [sys.executable, script, *options]
-                processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
-        try:
-            _wait(processes, timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        codes = [process.returncode for process in processes]
-        if any(codes):
-            written = [
-                "".join(Path(f"{folder}/{rank}.{end}").read_text()[-2500:] for end in ("out", "err"))
-                for rank in range(ranks)
-            ]
-            ends = "\n".join(f"--- rank {rank}: exit {codes[rank]}\n{written[rank]}" for rank in range(ranks))
-            raise JobError(f"{' '.join(options)}\n{ends}")
-        printed = [Path(f"{folder}/{rank}.out").read_text().splitlines() for rank in range(ranks)]
+                self._processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
+
+    def __enter__(self) -> "Started":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(self._folder)
+
+    def __getitem__(self, case: str) -> list[dict[str, Any]]:
+        """Return the row of each rank for a case, once all of them have it. See `rank_script.rows_of`."""
+        while None in (rows := [self._row(rank, case) for rank in range(len(self._processes))]):
+            if not self._go_on():
+                self._end()
+                raise JobError(f"{' '.join(self.options)}: no rank failed, and not all have a row of {case!r}")
+            time.sleep(0.1)
+        return [row for row in rows if row is not None]
+
+    def rows(self, follow: Callable[[str], object] = lambda line: None) -> list[dict[str, Any]]:
+        """Return the JSON row that each rank printed last, in order, an empty one if it printed none.
+
+        Args:
+            follow: called with each line that rank 0 prints, as soon as it is there.
+
+        Raises:
+            JobError: a rank did not exit with 0, or none of it did in time; with the end of what they wrote.
+        """
+        followed, goes_on = 0, True
+        while goes_on:
+            goes_on = self._go_on()
+            *lines, _ = self._written(0, "out").split("\n")
+            for line in lines[followed:]:
+                follow(line)
+            followed = len(lines)
+            time.sleep(0.05)
+        self._end()
+        printed = [self._written(rank, "out").splitlines() for rank in range(len(self._processes))]
         return [json.loads(next((line for line in reversed(lines) if line.startswith("{")), "{}")) for lines in printed]
+
+    def end_by(self, deadline: float) -> None:
+        """Have the time be up then, at the latest, by `time.monotonic`."""
+        self._deadline = min(self._deadline, deadline)
+
+    def _row(self, rank: int, case: str) -> dict[str, Any] | None:
+        head = json.dumps(case) + " "
+        lines = self._written(rank, "rows").splitlines(keepends=True)
+        whole = [line for line in lines if line.startswith(head) and line.endswith("\n")]
+        row: dict[str, Any] | None = json.loads(whole[0][len(head) :]) if whole else None
+        return row
+
+    def _written(self, rank: int, kind: str) -> str:
+        file = Path(f"{self._folder}/{rank}.{kind}")
+        return file.read_text() if file.exists() else ""
+
+    def _go_on(self) -> bool:
+        """Return False if all have ended, one has failed (and the others had 15 s to follow), or the time is up."""
+        codes = [process.poll() for process in self._processes]
+        if any(codes):
+            self.end_by(time.monotonic() + 15)
+        return None in codes and time.monotonic() < self._deadline
+
+    def _end(self) -> None:
+        """End those that run. Raise an error if there are any, or if one has failed."""
+        if self._has_failed:
+            raise JobError(f"{' '.join(self.options)}: the ranks ended before; the first error about them says why")
+        late = end_late(self._processes)
+        codes = [process.returncode for process in self._processes]
+        self._has_failed = any(codes)
+        if self._has_failed:
+            ends = []
+            for rank, code in enumerate(codes):
+                said = "late, and ended with the stacks of its threads" if rank in late else f"exit {code}"
+                errors = self._written(rank, "err")
+                errors = errors[max(0, errors.rfind("Fatal Python error") - 2500) :] if rank in late else errors[-2500:]
+                ends.append(f"--- rank {rank}: {said}\n{self._written(rank, 'out')[-2500:]}{errors}")
+            raise JobError("\n".join([" ".join(self.options), *ends]))
+
+
+def end_late(processes: "Sequence[subprocess.Popen[bytes] | forks.Fork]") -> list[int]:
+    """End those that have not ended, which have 10 s to write their stacks; return which these are."""
+    late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    for rank in late:
+        processes[rank].send_signal(signal.SIGABRT)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and None in [process.poll() for process in processes]:
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+        process.wait()
+    return late
+
+
+def launch(*options: str, **how: Any) -> list[dict[str, Any]]:
+    """Run a script, this one, with `options` once per rank. Return the JSON row that each printed last, in order.
+
+    Args:
+        options: the arguments of each rank.
+        how: see `Started`.
+
+    Raises:
+        JobError: see `Started.rows`.
+    """
+    with Started(*options, **how) as started:
+        return started.rows()
 
 
 def as_torchrun() -> dict[str, str]:
@@ -121,24 +215,6 @@ def as_torchrun() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         **{f"TORCHELASTIC_{name}": value for name, value in elastic.items()},
     }
-
-
-def launch_cases(
-    script: str, device: str, cases: Sequence[str], timeout: float, ranks: int = 2
-) -> dict[str, list[dict[str, Any]]]:
-    """Have a script train its cases of these names on so many ranks; return what came of each: a row per rank."""
-    options = ("--device", device, "--timeout", str(timeout), "--cases", *cases)
-    rows = launch(*options, ranks=ranks, timeout=timeout, script=script)
-    return {case: [row[case] for row in rows] for case in cases}
-
-
-def _wait(processes: "list[subprocess.Popen[bytes] | forks.Fork]", timeout: float) -> None:
-    """Wait until all have ended, one has failed (and the others had 15 s to follow), or the time is up."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline and None in (codes := [process.poll() for process in processes]):
-        if any(codes):
-            deadline = min(deadline, time.monotonic() + 15)
-        time.sleep(0.05)
 
 
 def join(device_type: str) -> torch.device:
@@ -172,6 +248,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "net": (Net, 8),
     "mlp": (perceptron, 8),
     "resnet50": (resnet50, 224),
+}
+
+RESNET = ["--model", "resnet50", "--batch", "32", "--calls", "20", "--policy", "float16", "--max-norm", "1.0"]
+WINDOWS = ["--windows", "--accumulate", "2", "--calls", "100", "--policy", "float16", "--max-norm", "0.5"]
+WINDOWS += ["--overflows", "3", "51"]
+ON_GPUS = {
+    "resnet50, overflows": [*RESNET, "--overflows", "1", "15"],
+    "resnet50, accumulate": [*RESNET, "--accumulate", "2", "--calls", "32"],
+    "windows": WINDOWS,
+    "windows of another size": [*WINDOWS, "--odd-calls", "80", "81"],
+    "another size in the warm-up": ["--calls", "30", "--odd-calls", "3"],
+    "another size after the capture": ["--calls", "30", "--odd-calls", "14"],
+    "blocks on one rank": ["--failing-rank", "1", "--failure", "item"],
+    "raises on one rank": ["--failing-rank", "1", "--failure", "capture"],
 }
 
 
@@ -289,6 +379,21 @@ def train_all(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     return {graph: train(args, device, graph) for graph in args.graph}
+
+
+def train_cases(names: Sequence[str], device: torch.device) -> int:
+    """Train with the options of these cases, and write a row of each."""
+    from rank_script import rows_of  # which imports this file
+
+    def row(name: str) -> dict[str, Any]:
+        found = train_all(parse_args(["--graph", "auto", "off", *ON_GPUS[name]]), device)
+        while KEPT:
+            KEPT.pop().close()
+        return found
+
+    print(json.dumps(rows_of(names, row, hidden=["auto", "off"])), flush=True)
+    end("destroy")
+    return 0
 
 
 def train(args: argparse.Namespace, device: torch.device, graph: str) -> dict[str, Any]:
@@ -509,6 +614,7 @@ def probe_all(args: argparse.Namespace) -> None:
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cases", nargs="*", choices=ON_GPUS, help="train these instead, one after another")
     parser.add_argument("--model", choices=MODELS, default="net")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--calls", type=int, default=18)
@@ -526,6 +632,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--failure", choices=["item", "capture"], default="item")
     parser.add_argument("--end", choices=[*ENDS, "all"], default="close")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds, for one job")
     parser.add_argument("--time", action="store_true", help="time the steps instead")
     parser.add_argument("--loop", type=int, help="this many jobs, one after another")
     parser.add_argument("--fsdp-probe", action="store_true")
@@ -537,8 +644,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
     if "RANK" in os.environ:
-        work = probe if args.fsdp_probe else timed if args.time else train_all
         device = join(args.device)
+        if args.cases:
+            return train_cases(args.cases, device)
+        work = probe if args.fsdp_probe else timed if args.time else train_all
         try:
             row = work(args, device)
         except Exception:
@@ -556,7 +665,7 @@ def main(argv: Sequence[str]) -> int:
     elif args.fsdp_probe:
         probe_all(args)
     else:
-        for row in launch(*argv, ranks=args.ranks, timeout=300):
+        for row in launch(*argv, ranks=args.ranks, timeout=args.timeout):
             print(json.dumps(row), flush=True)
     return 0
 

@@ -61,6 +61,10 @@ class Fork:
             self.returncode = self._server.ask("poll", self.pid)
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, which has not ended."""
+        self._server.ask("send_signal", (self.pid, number))
+
     def kill(self) -> None:
         """End the process, if it has not ended."""
         if self.returncode is None:
@@ -96,7 +100,8 @@ class Server:
     """The process that forks. It ends, with all its forks, when this one does."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        path = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}  # in the forks, too
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen([sys.executable, __file__], env=environment, text=True, **pipes)
         atexit.register(self.close)
@@ -155,6 +160,10 @@ class Forks:
     def wait(self, pid: int) -> int | None:
         """Wait for a fork and return its exit code."""
         return self.poll(pid, 0)
+
+    def send_signal(self, to: Sequence[int]) -> None:
+        """Send a signal to a fork, given its process id and the signal."""
+        os.kill(*to)
 
     def kill(self, pid: int) -> int | None:
         """End a fork and return its exit code."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_train import ENDS, KEPT, digest
+from ddp_train import ENDS, KEPT, digest, end_late
 from rank_script import differences, rows_of, run_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -142,6 +142,12 @@ FOUR_RANKS = {
     ),
     "two copies waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits", copies=2),
 }
+# On GPUs: what NCCL, streams and fused kernels may change. The rest is the same code, which gloo shows on a CPU.
+ON_GPUS = (
+    *("float32", "bfloat16", "bfloat16, resharded", "policy", "float16", "float16 weights", "accumulate float16"),
+    *("behind", "tied", "compiled blocks", "evaluation", "resume float16", "exception", "scan", "windows float16"),
+    *("other size", "waits", "raises", "verify", "verify, differs", "numerics", "graphed float16", "copies float16"),
+)
 GIVES_UP = ("waits", "raises", "differs", "undeclared", "average")  # events in which rank 1 cannot capture
 
 
@@ -678,17 +684,15 @@ def start(argv: Sequence[str], ranks: int, timeout: float) -> int:
         for rank in range(ranks):
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "STORE": f"{folder}/store"}
             environment = {**os.environ, **of_rank, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+            environment["PYTHONFAULTHANDLER"] = "1"  # `end_late` has stacks printed
             processes.append(subprocess.Popen([sys.executable, __file__, *argv], env=environment))
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and None in (codes := [process.poll() for process in processes]):
             if any(codes):
                 deadline = min(deadline, time.monotonic() + 15)
             time.sleep(0.05)
-        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
-        for process in processes:
-            process.kill()
-            process.wait()
-        print(f"exit codes {[process.returncode for process in processes]}, ranks that were killed: {late}", flush=True)
+        late = end_late(processes)
+        print(f"exit codes {[process.returncode for process in processes]}, ranks that were ended: {late}", flush=True)
         return next((code for code in (process.returncode for process in processes) if code), 0)
 
 

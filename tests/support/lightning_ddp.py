@@ -29,11 +29,17 @@ def launch(*options: str) -> list[dict[str, Any]]:
     """Run this script with `options` on two ranks, and return the JSON row that each printed last, in order.
 
     Raises:
-        JobError: a rank did not exit with 0, or none of it did in time; with the end of what they wrote.
+        JobError: see `ddp_train.Started.rows`.
     """
+    with started(*options) as job:
+        return job.rows()
+
+
+def started(*options: str) -> ddp_train.Started:
+    """Start this script with `options` on two ranks."""
     more = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     on_cpu = "cuda" not in options
-    return ddp_train.launch(*options, script=__file__, forked=on_cpu, modules=["lightning.pytorch"], more=more)
+    return ddp_train.Started(*options, script=__file__, forked=on_cpu, modules=["lightning.pytorch"], more=more)
 
 
 def checksum(module: torch.nn.Module) -> str:

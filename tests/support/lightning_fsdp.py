@@ -104,6 +104,11 @@ CASES = {
     "resume whole from Lightning": Case(low=True, whole=True, resume=("lightning", "ampkit")),
     "resume whole by Lightning": Case(low=True, whole=True, resume=("ampkit", "lightning")),
 }
+# On GPUs: each precision and way to clip, what measures and validates, one refusal and one checkpoint of each kind.
+ON_GPUS = (
+    *("clip", "bf16-mixed", "16-mixed", "behind", "validation", "verify 16-mixed", "numerics", "counts", "resume"),
+    "resume whole by Lightning",
+)
 
 
 # -------------------------------------------------------------------------------------------------------------- modules

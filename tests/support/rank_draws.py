@@ -67,6 +67,7 @@ CASES = {
     "layerdrop": Case(own=False, drops=True),
     "rare layerdrop": Case(own=False, drops=True, rate=0.05),
 }
+ON_GPUS = ("own", "rare", "own, fsdp", "windows", "another size", "verified", "layerdrop")  # gloo shows the rest
 
 
 class Layers(nn.Module):

@@ -23,7 +23,7 @@ from ampkit._capture.keys.inputs import Spec, StaticInputs
 
 
 class TapedGraph:
-    """Takes the place of `ampkit._graph.EmulatedGraph`."""
+    """Takes the place of `EmulatedGraph`."""
 
     def __init__(self) -> None:
         self._tape: _Tape | None = None

@@ -1,18 +1,22 @@
 """Plain attributes of modules that a step reads, such as the `p` of a dropout. A graph holds them as constants."""
 
+import contextlib
+import functools
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..._user_line import NOT_THE_USERS, TORCH, is_users_file
+from ..._torch.compile import COMPILER, is_compiling
+from ..._torch.tensors.modules import MODULE_CALL
+from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .bare_objects import bases_of, module_name
 from .bytecode import names, names_looked_up
 from .contents import ABSENT, CLOSED_PACKAGES, are_same, getter, is_plain, noted, reference
@@ -23,8 +27,9 @@ from .profile_function import seeing_calls
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
-# So does the code of Lightning, whose `self.log` reads attributes of its own.
+_COMPILER = tuple(TORCH + folder.removeprefix("torch/").replace("/", os.sep) for folder in COMPILER)
 _PACKAGES = f"-packages{os.sep}"
+# Code of torch and Lightning, whose `self.log` reads attributes of its own, and what is compared elsewhere.
 _OF_OTHERS = [f"{_PACKAGES}{name}{os.sep}" for name in CLOSED_PACKAGES]
 # DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
 _NOT_COMPARED = ("torch.nn.parallel.", "torchmetrics.")
@@ -140,7 +145,7 @@ class Attributes:
         self._left_out.update(names)
         self._learn(_Names())
 
-    @contextmanager
+    @contextlib.contextmanager
     def noting(
         self, modules: Sequence[nn.Module], take: Callable[[FrameType], Sequence[nn.Module]], executed: Executed
     ) -> Iterator[None]:
@@ -153,16 +158,13 @@ class Attributes:
             executed: which instructions of these functions are executed. The context must be within its own.
         """
         before = [_Before(modules)]
-        code: dict[CodeType, bool] = {}  # what is called, and whether it is code of an installed package that counts
+        code: dict[CodeType, _Origin] = {}  # what the step calls
 
         def note(frame: FrameType) -> None:
-            with suppress(TypeError):  # of code that dynamo has made, with a dict among its constants
-                if frame.f_code not in code:
-                    name = frame.f_code.co_filename
-                    code[frame.f_code] = (
-                        _is_library_file(name) and _PACKAGES in name
-                    )  # Python's own code runs long loops
-                if code[frame.f_code]:  # `take` has the user's code watched
+            with contextlib.suppress(TypeError):  # of code that dynamo has made, with a dict among its constants
+                if frame.f_code not in code and _is_of_step(frame, code):
+                    code[frame.f_code] = _origin(frame)
+                if code.get(frame.f_code) is _Origin.PACKAGE:  # `take` has the user's code watched
                     executed.watch(frame)
             further = take(frame)
             before.extend([_Before(further)] if further else ())
@@ -174,15 +176,14 @@ class Attributes:
         methods = {kind: {function.__code__ for _, function in functions_of(kind)} for kind in kinds}
         if not observed or executed.compiled:  # another profiler runs, or no function is called of what was compiled
             found = chain.from_iterable(methods.values())
-            code.update(
-                dict.fromkeys([*executed.compiled, *(each for each in found if each.co_name != "__init__")], False)
-            )
+            called = [*executed.compiled, *(each for each in found if each.co_name != "__init__")]
+            code.update((each, _origin_of(each.co_filename)) for each in called)
         # The methods of a module that has others inside may read attributes of those.
         outer = {type(module) for module in modules if any(True for _ in module.children())}
         leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
         leaves.difference_update(*(methods[kind] for kind in outer))
-        own = {kind: frozenset(_names(methods[kind] & code.keys(), executed)) for kind in methods if kind not in outer}
-        names = _Names(frozenset(_names(code.keys() - leaves, executed)), own)
+        own = {kind: frozenset(_names(code, methods[kind], executed)) for kind in methods if kind not in outer}
+        names = _Names(frozenset(_names(code, code.keys() - leaves, executed)), own)
         self._take_changes(before, names)
         self._read = self._read.with_further(names)
         self._learn(names)
@@ -291,28 +292,79 @@ def _stand_in(value: Any) -> Any:
     return type(value) if holds_others(value) else reference(value)
 
 
-def _names(code: Collection[CodeType], executed: Executed) -> set[str]:
+class _Origin(Enum):
+    """Whose code a function is. It decides which of its names count."""
+
+    USERS = "the user's"
+    MODULES = "torch's modules"  # other code of torch is given values, and has names in abundance
+    PACKAGE = "an installed package's"
+    PYTHON = "Python's library's, or made by it"  # as the methods of named tuples
+    OTHERS = "torch's or ampkit's"  # or that of a package whose attributes are compared elsewhere, or generated
+
+
+def _origin(frame: FrameType) -> _Origin:
+    """Return whose code a frame runs. What torch's compiler has written, in files anywhere, has a name of torch's."""
+    if is_in_users_file(frame):  # also of `python -c`
+        return _Origin.USERS
+    found = _origin_of(frame.f_code.co_filename)
+    return _Origin.OTHERS if found is _Origin.USERS else found
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin_of(filename: str) -> _Origin:
+    if filename.startswith(_MODULES):
+        return _Origin.MODULES
+    if filename.startswith(NOT_THE_USERS) or any(package in filename for package in _OF_OTHERS):
+        return _Origin.OTHERS
+    if _PACKAGES in filename:
+        return _Origin.PACKAGE
+    return _Origin.USERS if is_users_file(filename) else _Origin.PYTHON
+
+
+def _is_of_step(frame: FrameType, code: Container[CodeType]) -> bool:
+    """Return whether the step's own code made this call, and not torch or ampkit for purposes of their own.
+
+    Args:
+        frame: of the function that is called.
+        code: what the step has called so far.
+    """
+    origin, caller, through = _origin(frame), frame.f_back, set[str]()
+    if origin in (_Origin.USERS, _Origin.OTHERS):
+        return origin is _Origin.USERS
+    while caller is not None and _origin(caller) is _Origin.PYTHON:
+        through.add(caller.f_code.co_filename)
+        caller = caller.f_back
+    calls = None if caller is None else _origin(caller)
+    if caller is None or calls is not _Origin.OTHERS:
+        return calls is _Origin.USERS or (caller is not None and caller.f_code in code)
+    if origin is _Origin.MODULES:
+        return not is_ampkits(caller) or frame.f_code not in _LISTING
+    # Torch and ampkit call packages on the user's behalf, as hooks and optimizers. The compiler calls others, and so do
+    # imports and parts of Python's library.
+    is_others = is_compiling() or caller.f_code.co_filename.startswith(_COMPILER) or not through <= _PASSING_ON
+    return origin is _Origin.PACKAGE and not is_others
+
+
+_PASSING_ON = {contextlib.__file__, functools.__file__}
+# What ampkit calls of a module beside its forward.
+_LISTING = {each.__code__ for each in vars(nn.Module).values() if type(each) is FunctionType} - {MODULE_CALL}
+
+
+def _names(origins: dict[CodeType, _Origin], code: Iterable[CodeType], executed: Executed) -> set[str]:
     """Return the names that this code reads attributes by, and its texts, which `getattr` may be given.
 
-    Packages have texts in abundance that they look nothing up by.
+    Args:
+        origins: of all code that the step calls.
+        code: the part that is looked at.
+        executed: which instructions of it were executed.
     """
     found = set[str]()
     for each in code:
-        if _counts(each.co_filename):
-            known = names_looked_up(each) if _is_library_file(each.co_filename) else names(each)
-            found |= executed.names(each, known)
+        if origins.get(each, _Origin.OTHERS) is not _Origin.OTHERS:
+            # Packages have texts in abundance that they look nothing up by.
+            is_library = origins[each] in (_Origin.PACKAGE, _Origin.PYTHON)
+            found |= executed.names(each, (names_looked_up if is_library else names)(each))
     return found
-
-
-def _counts(filename: str) -> bool:
-    """Return whether code in this file may read attributes of modules, and not only what it is given."""
-    of_others = filename.startswith(NOT_THE_USERS) or any(package in filename for package in _OF_OTHERS)
-    return filename.startswith(_MODULES) or not of_others
-
-
-def _is_library_file(filename: str) -> bool:
-    """Return whether this is a file of a package, or of Python, with code that may read attributes of modules."""
-    return _counts(filename) and not filename.startswith(_MODULES) and not is_users_file(filename)
 
 
 def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:

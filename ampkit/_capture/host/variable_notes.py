@@ -110,9 +110,10 @@ class Notes:
         """Return what the code of a function reads that is called for the first time; None if that is no matter."""
         code = frame.f_code
         original = original_code(code)
-        if original is not None and is_ampkits(frame):  # which compiles what it calls
-            self._take_what_is_given()
-            self._take_compiled(frame, [*self._called])
+        if original is not None and is_ampkits(frame):  # which compiles what it is given to call
+            compiled = [value for value in self._called if any(value is each for each in frame.f_locals.values())]
+            self._take_what_is_given(compiled)
+            self._take_compiled(frame, compiled)
         if not is_in_users_file(frame):
             return None
         if original is not None:
@@ -181,9 +182,9 @@ class Notes:
             if name == "self" or id(value) in bound:
                 self._take_object(name, value)
 
-    def _take_what_is_given(self) -> None:
-        """Take note of what the functions that ampkit calls are given, and not by a call."""
-        for function in self._called:
+    def _take_what_is_given(self, functions: Iterable[Any]) -> None:
+        """Take note of what functions are given, and not by a call."""
+        for function in functions:
             for name, value in given_before(function):
                 self._take_object(name, value)
 

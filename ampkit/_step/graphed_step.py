@@ -260,8 +260,8 @@ class GraphedStep:
 
         In these cases calls are made one by one: nothing is captured; there are `numerics` or several processes; the
         optimizer steps behind the graphs; `loss_fn` changes its batch in place; the scheduler is no `LRScheduler` of
-        torch; a hyperparameter other than the learning rate changes; a call completes an open window, or is one of
-        the last, which do not make up a whole window.
+        torch; a hyperparameter other than the learning rate changes; a learning rate is a tensor, which `after_step`
+        may change; a call completes an open window, or is one of the last, which do not make up a whole window.
 
         Args:
             *args: trees of tensors of shape (K, ...) on the model's device, and of hashable constants that all K calls

@@ -182,6 +182,12 @@ class TrainingStep:
         return self._capturable
 
     @property
+    def may_change_rates(self) -> bool:
+        """Whether a call may change a learning rate itself: one that is a tensor, in `after_step`."""
+        rates = (group.get("lr") for group in self._optimizer.param_groups)
+        return self._after_step is not None and any(isinstance(rate, Tensor) for rate in rates)
+
+    @property
     def steps_behind(self) -> bool:
         """Whether the optimizer steps behind the calls now, and is no part of them."""
         return self._place.behind

@@ -33,6 +33,7 @@ def never_compile_by_itself(function: Callable[..., Any]) -> None:
     private(dynamo, "set_code_exec_strategy")(function.__code__, strategy)
 
 
+_compile_id: Callable[[], object] = private(private(torch, "_guards"), "CompileContext").current_compile_id
 _NOTICING: list[list[bool]] = []  # what each `noticing_compiled_code` has noticed
 
 
@@ -81,7 +82,7 @@ def original_code(code: CodeType) -> CodeType | None:
 
 def is_compiling() -> bool:
     """Return whether torch.compile is at work in this thread."""
-    return private(private(torch, "_guards"), "CompileContext").current_compile_id() is not None
+    return _compile_id() is not None
 
 
 def fail_on_recompile(undo: Undo) -> None:

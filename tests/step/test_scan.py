@@ -129,6 +129,29 @@ def test_rates_that_are_tensors(engine: Engine, rate: str, scheduled: bool) -> N
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_rate_that_after_step_changes(engine: Engine) -> None:
+    """R11: such a schedule on the device makes calls one by one, because a launch reads all rates ahead."""
+    device, graph = engine
+    results = []
+    for scans in (False, True):
+        torch.manual_seed(3)
+        model, rate = nn.Linear(4, 1).to(device), torch.tensor(0.125, device=device)
+        step = ampkit.graphed_step(
+            lambda model, x: model(x).square().mean(),
+            model,
+            torch.optim.AdamW(model.parameters(), lr=rate, fused=True),
+            after_step=lambda _, rate=rate: rate.mul_(0.75),
+            graph=graph,
+        )
+        x = torch.randn(40, 3, 4, generator=torch.Generator().manual_seed(1)).to(device)
+        with deterministic():
+            losses = step.scan(x).loss if scans else torch.stack([step(each).loss for each in x])
+        results.append((losses, model.weight.detach(), rate))
+    assert_same(results[1], results[0], "(losses, weight, rate)")
+    assert (step.report().launches, step.replays) == (0, 37)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_rate_that_the_user_changes(engine: Engine) -> None:
     """Between two scans, without a scheduler."""
     batches = make_batches(engine[0], [4] * 60)

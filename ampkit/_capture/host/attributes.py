@@ -162,8 +162,11 @@ class Attributes:
 
         def note(frame: FrameType) -> None:
             with contextlib.suppress(TypeError):  # of code that dynamo has made, with a dict among its constants
-                if frame.f_code not in code and _is_of_step(frame, code):
-                    code[frame.f_code] = _origin(frame)
+                if frame.f_code not in code:
+                    if is_compiling():  # and calls what it likes
+                        return
+                    if _is_of_step(frame, code):
+                        code[frame.f_code] = _origin(frame)
                 if code.get(frame.f_code) is _Origin.PACKAGE:  # `take` has the user's code watched
                     executed.watch(frame)
             further = take(frame)
@@ -339,9 +342,9 @@ def _is_of_step(frame: FrameType, code: Container[CodeType]) -> bool:
         return calls is _Origin.USERS or (caller is not None and caller.f_code in code)
     if origin is _Origin.MODULES:
         return not is_ampkits(caller) or frame.f_code not in _LISTING
-    # Torch and ampkit call packages on the user's behalf, as hooks and optimizers. The compiler calls others, and so do
-    # imports and parts of Python's library.
-    is_others = is_compiling() or caller.f_code.co_filename.startswith(_COMPILER) or not through <= _PASSING_ON
+    # Torch and ampkit call packages on the user's behalf, as hooks and optimizers. Compiled code, imports and parts of
+    # Python's library call others.
+    is_others = caller.f_code.co_filename.startswith(_COMPILER) or not through <= _PASSING_ON
     return origin is _Origin.PACKAGE and not is_others
 
 

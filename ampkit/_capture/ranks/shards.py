@@ -58,13 +58,14 @@ def why_not_sharded(model: nn.Module) -> str:
     if not split:
         return ""
     for name, param in split.items():
-        if problem := _why_not_placed(param):
-            return f"parameter {name} {problem}"
         if not len(modules):
             return (
-                f"parameter {name} is a DTensor, and no module is under fully_shard: tensor parallelism alone is not "
-                "captured. Split the model with fully_shard instead."
+                f"parameter {name} is a DTensor placed as {param.placements}, as by parallelize_module, and no module "
+                "is under fully_shard: only parameters that fully_shard splits are captured, tensor parallelism alone "
+                "is not. Split the model with fully_shard instead."
             )
+        if problem := _why_not_placed(param):
+            return f"parameter {name} {problem}"
     managed = set(map(id, modules.managed()))
     for name, param in named.items():
         if id(param) not in managed and (param.requires_grad or name in split):

@@ -126,6 +126,8 @@ class Scan:
         number = self._engine.settings()
         if self._step.steps_behind or not (self._schedule is None or self._step.groups.read_tensors()):
             return None
+        if self._step.may_change_rates:  # the rates of all calls are read ahead of the launch
+            return None
         phases = self._slices.phases(stack.spec)
         if number is None or phases is None:
             return None

@@ -102,9 +102,9 @@ class EndedWait:
         self._aborts = [started("ampkit-abort", abort) for abort in aborts()]
 
     def join(self) -> None:
-        """Wait for the communicators to be gone, which they are behind the last graph."""
+        """Wait for the communicators to be gone, which they are behind the last graph. `last_resort` ends this wait."""
         for abort in self._aborts:
-            abort.join(_JOIN_S)
+            abort.join()
 
 
 def raise_in(thread: int, text: str) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.host.attributes import Attributes
 from ampkit._capture.host.executed import Executed
+from ampkit._capture.host.reads import Attributes
 
 Engine = tuple[str, str]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ampkit
 from ampkit._capture.host import executed as module
-from ampkit._capture.host.bytecode import instructions, names, names_looked_up, reads
+from ampkit._capture.host.code import instructions, names, names_looked_up, reads
 from ampkit._capture.host.executed import Executed
 from ampkit._torch.compile import original_code
 

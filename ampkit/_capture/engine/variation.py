@@ -9,8 +9,8 @@ import torch
 
 from ..._text import value_text
 from ..._torch.tensors.tree import TreeSpec
-from ..host.attributes import AttributeValues
-from ..host.contents import are_same
+from ..host.constants import are_same
+from ..host.reads import AttributeValues
 from ..host.variables import VariableValues
 from ..keys.inputs import Constant, TensorSpec, paths
 from ..keys.key import Key, Part

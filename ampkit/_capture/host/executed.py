@@ -9,7 +9,7 @@ from typing import Any
 
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._undo import Undo, replace
-from .bytecode import SET_ATTRIBUTE, Place, codes_in, instructions
+from .code import SET_ATTRIBUTE, Place, codes_in, instructions
 
 # Python's own: `sys` may have others in their place.
 _set_trace, _trace_function = sys.settrace, sys.gettrace

@@ -14,13 +14,24 @@ from typing import Any
 from torch import nn
 
 from ..._torch.tensors.modules import is_module
-from .bare_objects import file_of_module, module_name, own_table
-from .bytecode import Scope
-from .contents import ABSENT, MOST_ENTRIES, are_same, getter, is_array, is_plain, noted, reference, size
+from .code import Scope
+from .constants import (
+    ABSENT,
+    MOST_ENTRIES,
+    are_same,
+    file_of_module,
+    getter,
+    is_array,
+    is_plain,
+    module_name,
+    noted,
+    own_table,
+    reference,
+    size,
+)
 from .executed import Executed
-from .holders import Holder, any_name, holders, holds_others
-from .variable_notes import Notes, Reader, unreadable
-from .variable_paths import Path, PathKey, is_left_alone
+from .objects import Holder, any_name, holders, holds_others
+from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
 
 _ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
 _ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")

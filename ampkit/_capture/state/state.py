@@ -16,9 +16,9 @@ from ..._torch.optimizers import step_hooks
 from ..._torch.tensors.modes import DeviceContext, function_modes
 from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
-from ..host.attributes import Attributes, AttributeValues
 from ..host.executed import Executed
 from ..host.host_tensors import HostTensors, HostValues
+from ..host.reads import Attributes, AttributeValues
 from ..host.variables import Variables, VariableValues
 from .bound import Bound, cells
 from .walk import Objects, Walk

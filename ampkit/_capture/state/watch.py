@@ -24,9 +24,9 @@ from ..._torch.tensors.modes import (
 from ..._torch.tensors.modules import hooks_made, is_of_torch, tables_with_hooks
 from ..._torch.tensors.settings import ENUM_READERS, PLAIN_READERS
 from ..._torch.tensors.tensors import layout_check, local_shard
-from ..host.attributes import Attributes
-from ..host.contents import getter, tells_its_size
+from ..host.constants import getter, tells_its_size
 from ..host.host_tensors import HostTensors
+from ..host.reads import Attributes
 from ..host.variables import Variables
 from .walk import Walk, requires_grad
 

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from ..._torch.compile import COMPILER, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
-from .bare_objects import bases_of, module_name
-from .bytecode import names, names_looked_up
-from .contents import ABSENT, CLOSED_PACKAGES, are_same, getter, is_plain, noted, reference
+from .calls import seeing_calls
+from .code import functions_of, names, names_looked_up
+from .constants import ABSENT, CLOSED_PACKAGES, are_same, bases_of, getter, is_plain, module_name, noted, reference
 from .executed import Executed
-from .functions import functions_of
-from .holders import Holder, any_name, holders, holds_others
-from .profile_function import seeing_calls
+from .objects import Holder, any_name, holders, holds_others
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"

@@ -124,6 +124,12 @@ def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, Place]]:
             first = None
 
 
+def line_of(place: Place) -> tuple[str, int]:
+    """Return the file and the number of the line that an instruction is made from."""
+    starts = [line for offset, line in dis.findlinestarts(place.code) if offset <= place.first and line is not None]
+    return place.code.co_filename, starts[-1] if starts else place.code.co_firstlineno
+
+
 def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of all functions that are defined in this code."""
     for inner in code.co_consts:

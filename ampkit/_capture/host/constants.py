@@ -5,15 +5,17 @@ Objects and classes are read without running code of theirs, which may raise, or
 
 import array
 import operator
+import re
 import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
 from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +191,136 @@ def number_text(number: Any) -> str:
 def _own_kind(number: Any) -> Any:
     """Return the class of a number or text, without what a class of the user's makes of it."""
     return next((kind for kind in _BUILT_IN if isinstance(number, kind)), type(number))
+
+
+Key = tuple[Any, ...]  # of what code reads by words of its own, an attribute or a variable
+Place = tuple[Key | None, str]  # a key, and what is written behind it. None, and a name: in whatever module it is
+_ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
+
+
+class OwnChanges:
+    """The places that the step changes itself. No replay would change them, so they are not compared.
+
+    Tensors are compared nevertheless if the step only makes one where there is none, or where a longer one is needed:
+    graphs must know which one they have.
+    """
+
+    def __init__(self, places: Iterable[Place] = ()) -> None:
+        self.places = set(places)
+        self._rewritten = set[Place]()  # what the last call that read it has changed, and is compared
+
+    def leaves_out(self, place: Place) -> bool:
+        """Return whether this is not compared: it is one of the places, or an entry of one."""
+        key, text = place
+        return place in self.places or (key, around_entries(text)) in self.places
+
+    def saw(
+        self,
+        changed: Set[Place],
+        *,
+        is_read: Callable[[Place], bool],
+        is_tensor: Callable[[Place], bool],
+        is_compared: Callable[[Place], bool],
+    ) -> None:
+        """Take note of a call.
+
+        Args:
+            changed: the places that have another value behind it.
+            is_read: returns whether the call has read a place.
+            is_tensor: returns whether there is a tensor in it now.
+            is_compared: returns whether it is compared so far, and was read before it was changed.
+        """
+        kept = {each for each in changed if is_tensor(each) and is_compared(each) and each not in self._rewritten}
+        self._rewritten = {each for each in self._rewritten if not is_read(each)} | kept
+        still = {each for each in self.places if each in changed - kept or not (is_read(each) and is_tensor(each))}
+        self.places = still | (changed - kept)
+
+    def copy(self) -> "OwnChanges":
+        """Return another one with the places of now."""
+        return OwnChanges(self.places)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadValues:
+    """The values of all that steps read. Two of these are equal if all that both looked at has the same values.
+
+    Attributes:
+        found: what is noted of the values, by key and by what is written behind it.
+        name: returns how messages name a key.
+        was_looked_at: `was_looked_at(key, text)` returns whether this place had no value where none was found.
+        left_out: the places that the step changes itself.
+    """
+
+    found: dict[Key, dict[str, Any]]
+    name: Callable[[Key], str]
+    was_looked_at: Callable[[Key, str], bool]
+    left_out: OwnChanges
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ReadValues) and not any(True for _ in self.different(other))
+
+    def __hash__(self) -> int:
+        return hash(ReadValues)
+
+    def named(self) -> dict[str, Any]:
+        """Return the values by how messages name them."""
+        return {
+            f"{self.name(key)}{text}": value
+            for key, found in self.found.items()
+            for text, value in found.items()
+            if not self.left_out.leaves_out((key, text))
+        }
+
+    def changed(self, new: "ReadValues") -> dict[str, tuple[Any, Any]]:
+        """Return the old and the new value of what is another one now, by how messages name it."""
+        found: dict[str, tuple[Any, Any]] = {}
+        for key, text in self.different(new):
+            old, now = self.found.get(key, {}).get(text, ABSENT), new.found.get(key, {}).get(text, ABSENT)
+            name = f"{self.name(key)}{text}"
+            # Behind a tensor that is another one, as in CACHE.shape[0], nothing more is said.
+            if not any(name.startswith((f"{known}.", f"{known}[")) and old is was for known, (was, _) in found.items()):
+                found[name] = old, now
+        return found
+
+    def different(self, other: "ReadValues") -> Iterator[tuple[Key, str]]:
+        """Yield the places that have another value in the other one."""
+        for key, text in different(self.found, other.found):
+            is_known = text in self.found.get(key, ()) and text in other.found.get(key, ())
+            looked = is_known or (self.was_looked_at(key, text) and other.was_looked_at(key, text))
+            if looked and not any(each.left_out.leaves_out((key, text)) for each in (self, other)):
+                yield key, text
+
+
+def different(old: dict[Key, dict[str, Any]], now: dict[Key, dict[str, Any]]) -> Iterator[tuple[Key, str]]:
+    """Yield the key and the text of each value that is another one."""
+    for key in {**old, **now}:
+        was, becomes = old.get(key, {}), now.get(key, {})
+        for text in {**was, **becomes}:
+            if not are_same(was.get(text, ABSENT), becomes.get(text, ABSENT)):
+                yield key, text
+
+
+def around_entries(text: str) -> str:
+    """Return how the list or dict is written that has the entry which a text ends with."""
+    return _ENTRIES.sub("", text)
+
+
+class HostConstant(NamedTuple):
+    """A value of the host that a step reads, and that its graphs hold.
+
+    Attributes:
+        path: how it is written, as `model.drop.p` or `CONFIG.loss['l1']`.
+        value: the value as text.
+        line: `file:line` of a line that reads it; "" if it is not known.
+        not_compared: why calls do not compare it with what it was; "" if they do.
+        is_object: whether it is a function, a class, a module or another object that is compared by which one it is.
+    """
+
+    path: str
+    value: str
+    line: str
+    not_compared: str = ""
+    is_object: bool = False
 
 
 _NUMERIC = "biufcSU"  # kinds of dtypes of numpy: booleans, numbers and texts

@@ -1,386 +1,352 @@
-"""Plain attributes of modules that a step reads, such as the `p` of a dropout. A graph holds them as constants."""
+"""Which values of the host a step reads, and whether they are what they were in the last call.
+
+**What is to be noticed.** A graph holds all numbers that Python computed in the capture as constants: the `p` of a
+dropout, `CONFIG.loss["l1"]`, a variable of the function around the step. A replay runs no Python, so it would go on
+with them after the user has set another one. So each call compares what the step has read, and finds another graph, or
+captures one, where something is different. Two things must not happen. A change that counts goes unnoticed: then the
+numbers are wrong without a word. Something is compared that no graph depends on, as the step's own count of its calls:
+then each call differs from the one before, and nothing is ever captured.
+
+**What does not do.**
+- *Compare all that can be reached* from the modules and globals. One counter that nothing reads, or a list to which the
+  step appends, and the step is never captured.
+- *Compare all that has a name in the step's code*, wherever it is. Code writes into the objects that it reads from. By
+  names alone, `config.calls += 1` cannot be told from a read of `config.calls`, and `if self.debug and self.calls > 9`
+  counts as a read of `calls`, though `debug` is never set.
+- *Take the expressions of the code, executed or not.* The same `if` tells why it is executed instructions that count.
+- *Guards of dynamo.* It misses attributes of classes and arrays of numpy in silence, guards what the step writes, so
+  that it compiles in every call, and cannot trace the hooks, prints and optimizers around which steps are written.
+- *Compare replays with eager calls now and then* (`verify` does). It sees all kinds of changes, but after the fact.
+- *Have the user declare it.* Who forgets one gets wrong numbers: just what this file is here to prevent.
+
+**How it works.** Two calls of each layout are watched, the one under the preflight and the rehearsal. Python's profile
+function tells which functions are called (`calls`), and a trace or `sys.monitoring` which of their instructions are
+executed (`executed`). A *place* is a root and a path from it, and `Reads` has all of them. Roots learn their places in
+one of two ways:
+- A module has many attributes, and code reaches it as `self`. Names are precise enough there: each attribute counts
+  whose name an executed instruction of the step has read, or loaded as a text, which `getattr` may be given. What only
+  the code of one class reads counts in its modules alone.
+- A global variable, a variable of a function around the step, and an object that a function is given are shared with
+  the rest of the program. There the bytecode is read for the longest expressions (`CONFIG.loss["l1"]`), and one of
+  them counts if its last instruction was executed (`code`, `roots`).
+
+What a place leads to is looked into, without running code of the user's (`objects`): lists, dicts, slots, partials,
+caches. What the watched call has changed itself is left out (`OwnChanges`). A call then reads all places by a few
+getters of C and compares identities (`state/watch.py`). Only where one differs are values compared (`are_same`).
+
+Writes fit in here: they are the places that differ behind two calls (`OwnChanges.saw` is told of them), and the stores
+among executed instructions. `step.constants()` lists the places, each with its value and the line that reads it.
+
+**Where it still fails.**
+- What code in C reads or changes is not seen, nor what another thread does.
+- Code of torch and of closed packages is given values; what it looks up by itself is not seen.
+- A list or an array of more than 64 entries is taken for data, and is not looked into.
+- A value that is read only in a call that nobody watches, as behind `if step % 100 == 0`.
+- While another profiler is at work, all that the methods of the modules could read counts as read.
+"""
 
 import contextlib
 import functools
-import operator
-import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from types import CodeType, FrameType, FunctionType
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from ..._torch.compile import COMPILER, is_compiling
-from ..._torch.tensors.modules import MODULE_CALL
-from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
-from .calls import seeing_calls
-from .code import functions_of, names, names_looked_up
-from .constants import ABSENT, CLOSED_PACKAGES, are_same, bases_of, getter, is_plain, module_name, noted, reference
+from ..._torch.tensors.modules import is_module
+from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names, seeing_calls
+from .code import Scope
+from .constants import (
+    ABSENT,
+    MOST_ENTRIES,
+    Key,
+    OwnChanges,
+    Place,
+    ReadValues,
+    around_entries,
+    bases_of,
+    different,
+    file_of_module,
+    getter,
+    is_array,
+    is_plain,
+    module_name,
+    noted,
+    own_table,
+    reference,
+    size,
+)
 from .executed import Executed
 from .objects import Holder, any_name, holders, holds_others
+from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
 
-# The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
-_MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
-_COMPILER = tuple(TORCH + folder.removeprefix("torch/").replace("/", os.sep) for folder in COMPILER)
-_PACKAGES = f"-packages{os.sep}"
-# Code of torch and Lightning, whose `self.log` reads attributes of its own, and what is compared elsewhere.
-_OF_OTHERS = [f"{_PACKAGES}{name}{os.sep}" for name in CLOSED_PACKAGES]
 # DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
 _NOT_COMPARED = ("torch.nn.parallel.", "torchmetrics.")
-_KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
-_NONE: frozenset[str] = frozenset()
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Names of attributes.
-
-    Attributes:
-        of_all: those that are compared in all modules.
-        of_class: by class: further ones, which only the methods of the class read.
-    """
-
-    of_all: frozenset[str] = frozenset()
-    of_class: dict[type, frozenset[str]] = field(default_factory=dict)
-
-    def has(self, kind: type, name: str) -> bool:
-        """Return whether attributes of this name are compared in modules of this class."""
-        return name in self.of_all or name in self.of_class.get(kind, ())
-
-    def has_somewhere(self, name: str) -> bool:
-        """Return whether code of any class reads something by this name."""
-        return name in self.of_all or any(name in names for names in self.of_class.values())
-
-    def with_further(self, others: "_Names") -> "_Names":
-        """Return these names and others."""
-        kinds = self.of_class.keys() | others.of_class.keys()
-        of_class = {kind: self.of_class.get(kind, _NONE) | others.of_class.get(kind, _NONE) for kind in kinds}
-        return _Names(self.of_all | others.of_all, of_class)
-
-    def without(self, names: set[str]) -> "_Names":
-        """Return the others of these names."""
-        return _Names(self.of_all - names, {kind: found - names for kind, found in self.of_class.items()})
-
-    def has_all(self, kind: type, text: str) -> bool:
-        """Return whether what is written so, such as `config.depth`, is compared in modules of this class."""
-        name, *inside = _IDENTIFIER.findall(text)
-        return self.has(kind, name) and all(map(self.has_somewhere, inside))
-
-
-@dataclass(frozen=True, eq=False)
-class AttributeValues:
-    """The values of attributes of modules.
-
-    Two of these are equal if the attributes that both looked at have the same values.
+class _Source(NamedTuple):
+    """What the step's code reads by words of its own, and all that is in it.
 
     Attributes:
-        names: the attributes that were looked at.
-        kinds: the class of each module.
-        found: by the place of the module and how the attribute is written (`p`, `config.depth`): a number, text or
-            function itself, a weak reference of a tensor, and the type of any other object.
-        paths: returns the path of each module.
+        key: of an attribute the number of its module and its name, of a variable the key of its path.
+        text: how it is written: `p`, `CONFIG.loss['l1']`, or as much of it as leads to values.
+        way: the tables that lead to it, each with the key of the next one in it.
+        value: what it is; `ABSENT` if there is none.
+        holders: the tables in the value.
     """
 
-    names: _Names
-    kinds: list[type]
-    found: dict[tuple[int, str], Any]
-    paths: Callable[[], list[str]]
+    key: Key
+    text: str
+    way: list[tuple[Any, Any]]
+    value: Any
+    holders: list[Holder]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AttributeValues) and not any(True for _ in self._different(other))
-
-    def __hash__(self) -> int:
-        return hash(AttributeValues)
-
-    def named(self) -> dict[str, Any]:
-        """Return the values by how messages name them."""
-        paths = self.paths()
-        return {f"the attribute {paths[place]}.{name}": value for (place, name), value in self.found.items()}
-
-    def changed(self, new: "AttributeValues") -> dict[str, tuple[Any, Any]]:
-        """Return the old and the new value of each attribute that is another one now, by its path."""
-        paths = self.paths()
-        return {
-            f"{paths[key[0]]}.{key[1]}": (self.found.get(key, ABSENT), new.found.get(key, ABSENT))
-            for key in self._different(new)
-        }
-
-    def _different(self, other: "AttributeValues") -> Iterator[tuple[int, str]]:
-        for key in {**self.found, **other.found}:
-            place, name = key
-            both = place < min(len(self.kinds), len(other.kinds)) and all(
-                values.names.has_all(values.kinds[place], name) for values in (self, other)
-            )
-            if both and not are_same(self.found.get(key, ABSENT), other.found.get(key, ABSENT)):
-                yield key
+    def found(self) -> dict[str, Any]:
+        """Return what is noted of the values, by what is written behind the text: numbers, texts and functions
+        themselves, a weak reference of a tensor and of an object that is not looked into, and the class of others."""
+        found = {} if self.value is ABSENT else {"": _noted(self.value, of_module=len(self.key) == 2)}
+        for holder in self.holders:
+            found.update(holder.found())
+        return found
 
 
-class Attributes:
-    """Which attributes of modules are compared from call to call, and what reads them.
+class Reading(NamedTuple):
+    """One look at all that is compared, and what the next calls look at.
 
-    They are those that the Python code of a step reads by name. Which code that is, a step that is watched shows. If a
-    step changes an attribute itself, no attribute of that name is compared, since a replay would not change it.
+    Attributes:
+        values: what was seen.
+        readers: functions that read what the values depend on. Each returns a tuple, of the same objects as long as
+            nothing has changed, and raises a `KeyError` or `IndexError` if an entry is gone.
+        read: the table to pass to each of them.
+        tables: what may get a further entry that counts: modules and objects, where it may hide an attribute of their
+            class, and what is compared with all that is in it.
+        cells: those that variables of functions are kept in.
     """
 
-    def __init__(self) -> None:
-        self.names: _Names = _Names()
-        self._read = _Names()  # with those that are not compared
-        self._left_out: set[str] = set(_KEPT_ELSEWHERE)  # for good
-        self._changing: set[str] = set()  # what calls change
-        self._rewritten: set[str] = set()  # what the last call that read it has changed, and is compared
+    values: ReadValues
+    readers: list[Callable[[Any], tuple[Any, ...]]]
+    read: list[Any]
+    tables: list[Any]
+    cells: list[Any]
 
-    def names_read(self) -> Callable[[str], bool]:
-        """Return a function that returns whether code of the steps so far reads something by a name."""
-        return self._read.has_somewhere
 
-    def leave_out(self, names: Iterable[str]) -> None:
-        """Do not compare attributes with these names. Something else does."""
-        self._left_out.update(names)
-        self._learn(_Names())
+class Reads:
+    """What is compared from call to call, and where it is. A step that is watched shows it.
+
+    Args:
+        functions: those of the user's that ampkit calls in a step.
+    """
+
+    def __init__(self, functions: Iterable[Any] = ()) -> None:
+        self._functions = tuple(functions)
+        self._names, self._own_names = Names(), OwnChanges()  # all names that were read in modules
+        self._lines: dict[str, dict[CodeType, Line]] = {}  # where each name is read
+        self._paths: dict[PathKey, Path] = {}  # kept, so that no others get their keys
+        self._own = OwnChanges()
+        self._readers: dict[PathKey, set[Reader]] = {}  # of the paths that were read
+        self._line: dict[PathKey, Line] = {}
+        self._problem = ""
 
     @contextlib.contextmanager
-    def noting(
-        self, modules: Sequence[nn.Module], take: Callable[[FrameType], Sequence[nn.Module]], executed: Executed
-    ) -> Iterator[None]:
-        """Context for a step, whose code tells which attributes of these modules are compared from then on.
+    def noting(self, modules: Sequence[nn.Module], in_parts: Callable[[], bool]) -> Iterator[None]:
+        """Context for a step, whose code tells what is compared from then on.
 
         Args:
-            modules: the modules.
-            take: is called with the frame of each function of Python that is called. It returns further modules, which
-                the step will call.
-            executed: which instructions of these functions are executed. The context must be within its own.
+            modules: those that the step may call.
+            in_parts: returns at the end whether only modules are captured. Then what the rest of the step reads is not
+                compared.
         """
-        before = [_Before(modules)]
-        code: dict[CodeType, _Origin] = {}  # what the step calls
+        executed = Executed()
+        start = self._found(self._paths)
+        notes = Notes(lambda path: self._follow(path, any_name).found(), self._functions, modules, executed)
+        recorder = CallRecorder(modules, executed, notes.take)
+        with executed.noting():
+            with seeing_calls(recorder.on_call) as has_seen_all:
+                yield
+                observed = has_seen_all()
+            try:
+                self._learn_paths(notes, start, in_parts())
+            except Exception as error:  # of a class of the user's; it must not end the step
+                notes.problem = notes.problem or unreadable(error)
+            self._problem = notes.problem
+            self._learn_names(recorder, recorder.names(observed))  # last: the paths were followed with the old names
 
-        def note(frame: FrameType) -> None:
-            with contextlib.suppress(TypeError):  # of code that dynamo has made, with a dict among its constants
-                if frame.f_code not in code:
-                    if is_compiling():  # and calls what it likes
-                        return
-                    if _is_of_step(frame, code):
-                        code[frame.f_code] = _origin(frame)
-                if code.get(frame.f_code) is _Origin.PACKAGE:  # `take` has the user's code watched
-                    executed.watch(frame)
-            further = take(frame)
-            before.extend([_Before(further)] if further else ())
+    def take_problem(self) -> str:
+        """Return why it could not be told what the last step read, "" if it could; then forget it."""
+        problem, self._problem = self._problem, ""
+        return problem
 
-        with seeing_calls(note) as has_seen_all:
-            yield
-            observed = has_seen_all()
-        kinds = dict.fromkeys(map(type, modules))
-        methods = {kind: {function.__code__ for _, function in functions_of(kind)} for kind in kinds}
-        if not observed or executed.compiled:  # another profiler runs, or no function is called of what was compiled
-            found = chain.from_iterable(methods.values())
-            called = [*executed.compiled, *(each for each in found if each.co_name != "__init__")]
-            code.update((each, _origin_of(each.co_filename)) for each in called)
-        # The methods of a module that has others inside may read attributes of those.
-        outer = {type(module) for module in modules if any(True for _ in module.children())}
-        leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
-        leaves.difference_update(*(methods[kind] for kind in outer))
-        own = {kind: frozenset(_names(code, methods[kind], executed)) for kind in methods if kind not in outer}
-        names = _Names(frozenset(_names(code, code.keys() - leaves, executed)), own)
-        self._take_changes(before, names)
-        self._read = self._read.with_further(names)
-        self._learn(names)
+    def _learn_names(self, recorder: "CallRecorder", read: Names) -> None:
+        def is_tensor(place: Place) -> bool:
+            return read.has_somewhere(place[1]) and any(before.has_tensor(place[1]) for before in recorder.before)
 
-    def _take_changes(self, before: Sequence["_Before"], read: _Names) -> None:
-        changed = set(chain.from_iterable(each.changed() for each in before))
-        # Of a tensor that is made where there is none, or a longer one is needed, graphs must know which one they have.
-        tensors = {
-            name
-            for name in filter(read.has_somewhere, self._changing | changed)
-            if any(each.has_tensor(name) for each in before)
-        }
-        kept = {name for name in changed & tensors if self.names.has_somewhere(name) and name not in self._rewritten}
-        self._rewritten = {name for name in self._rewritten if not read.has_somewhere(name)} | kept
-        self._changing = (self._changing - tensors) | (changed - kept)
-
-    def _learn(self, names: _Names) -> None:
-        self.names = self.names.with_further(names).without(self._left_out | self._changing)
-
-    def values(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> AttributeValues:
-        """Return the values that these modules have now."""
-        found: dict[tuple[int, str], Any] = {}
-        seen: set[int] = set()
-        for place, module in enumerate(modules):
-            for name, value in self._compared(module):
-                found[place, name] = noted(value) if is_plain(value) else _stand_in(value)
-                for holder in self._holders(value, seen):
-                    found.update({(place, name + text): inside for text, inside in holder.found().items()})
-        return AttributeValues(self.names, list(map(type, modules)), found, paths)
-
-    def readers(self, modules: Sequence[nn.Module]) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Return functions that read these attributes and what is in them, and the table to pass to each of them.
-
-        A function returns a tuple. It raises a `KeyError` if an attribute is gone.
-        """
-        getters: list[Any] = []
-        tables: list[Any] = []
-        seen: set[int] = set()
-        for module in modules:
-            keys = [name for name, _ in self._compared(module)]
-            for _, value in self._compared(module):
-                for holder in self._holders(value, seen):
-                    if (reader := holder.reader()) is not None:
-                        getters.append(reader)
-                        tables.append(holder.table)
-            if keys:
-                getters.append(getter(keys))
-                tables.append(vars(module))
-        return getters, tables
-
-    def tables(self, modules: Sequence[nn.Module]) -> list[Any]:
-        """Return what may get a further entry that counts: the `__dict__` of modules, where it may hide an attribute of
-        the class, and what is in attributes."""
-        if not self.names.of_all:
-            return []
-        compared = [module for module in modules if self._is_compared(module)]
-        seen: set[int] = set()
-        inside = (
-            holder
-            for module in compared
-            for _, value in self._compared(module)
-            for holder in self._holders(value, seen)
+        compared = self._compared_names()
+        self._own_names.saw(
+            {(None, name) for before in recorder.before for name in before.changed()},
+            is_read=lambda place: read.has_somewhere(place[1]),
+            is_tensor=is_tensor,
+            is_compared=lambda place: compared.has_somewhere(place[1]),
         )
-        return [*map(vars, compared), *[holder.table for holder in inside]]
+        self._names = self._names.with_further(read)
+        for name, lines in recorder.lines.items():
+            self._lines.setdefault(name, {}).update(lines)
 
-    def _holders(self, value: Any, seen: set[int]) -> Iterator[Holder]:
-        return holders(value, self.names.has_somewhere, seen)
+    def _learn_paths(self, notes: Notes, start: dict[Key, dict[str, Any]], in_parts: bool) -> None:
+        after, read = notes.values(), notes.read()
+        if in_parts:
+            read = {key: line for key, line in read.items() if Reader.MODULE in notes.readers[key]}
+        paths = {**self._paths, **notes.paths}
 
-    def _compared(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        if self._is_compared(module):
-            for name, value in vars(module).items():
-                if self.names.has(type(module), name):
-                    yield name, value
+        def whole(places: Iterator[tuple[Key, str]]) -> set[Place]:
+            """Return what counts as changed if these have another value: of a list or dict all that is in it."""
+            found = set[Place]()
+            for key, text in places:
+                around = around_entries(text)
+                is_table = around == "" and any(map(_is_table, paths[key].values()[-1:]))
+                found.add((key, around if around or is_table else text))
+            return found
 
-    def _is_compared(self, module: nn.Module) -> bool:
-        return not any(module_name(base).startswith(_NOT_COMPARED) for base in bases_of(type(module)))
+        # A function may read what another one has written before it was called: then only a later call shows that.
+        rewritten = whole(different(notes.before, after))
+        compared = self._compared_paths()
+        self._own.saw(
+            rewritten | whole(different(start, self._found(self._paths))),
+            is_read=lambda place: place[0] in read,
+            is_tensor=lambda place: type(after.get(place[0] or (), {}).get(place[1])) is weakref.ref,
+            is_compared=lambda place: place in rewritten and place[0] in compared,
+        )
+        for key, line in read.items():
+            self._readers[key] = self._readers.get(key, set()) | notes.readers[key]
+            self._line.setdefault(key, line)
+        changed = {key for key, _ in self._own.places}
+        self._paths = {key: path for key, path in paths.items() if key in self._readers or key in changed}
+
+    def forget(self) -> None:
+        """Compare no variables any more. What names count in modules is known for good."""
+        self._paths, self._readers, self._line, self._own = {}, {}, {}, OwnChanges()
+
+    def are_of_optimizers(self, old: ReadValues, new: ReadValues) -> bool:
+        """Return whether steps of optimizers read all that has changed, and nothing else does."""
+        readers = [self._readers.get(key, set()) for key, _ in old.different(new) if len(key) == 3]
+        return bool(readers) and all(found == {Reader.OPTIMIZER} for found in readers)
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules that variables lead to."""
+        values = (path.values() for path in self._compared_paths().values())
+        return [value for found in values for value in found[-1:] if is_module(value)]
+
+    def look(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> Reading:
+        """Look at everything.
+
+        Args:
+            modules: those of the step.
+            paths: returns the path of each of them.
+        """
+        names, compared = self._compared_names(), self._compared_paths()
+        variables = [self._follow(path) for path in compared.values()]
+        sources = [*self._attributes(modules, names), *variables]
+        found = {source.key: source.found() for source in sources}
+        texts, kinds = {source.key: source.text for source in variables}, list(map(type, modules))
+        is_read = self._names.has_somewhere
+
+        def name(key: Key) -> str:
+            return f"the variable {texts[key]}" if key in texts else f"the attribute {paths()[key[0]]}.{key[1]}"
+
+        def was_looked_at(key: Key, text: str) -> bool:
+            if len(key) != 2:
+                return key in found and all(map(is_read, _ATTRIBUTE.findall(text)))
+            is_there = key[0] < len(kinds) and names.has(kinds[key[0]], key[1])
+            return is_there and all(map(names.has_somewhere, _IDENTIFIER.findall(text)))
+
+        ways: dict[int, tuple[Any, dict[Any, None]]] = {}
+        for table, key in chain.from_iterable(source.way for source in sources):
+            ways.setdefault(id(table), (table, {}))[1][key] = None
+        readers = [(getter(list(keys), type(table)), table) for table, keys in ways.values()]
+        inside = [holder for source in sources for holder in source.holders]
+        readers += [(read, holder.table) for holder in inside if (read := holder.reader()) is not None]
+        roots = [path.root for path in compared.values()]
+        missing = [root for root in roots if root.scope is Scope.GLOBAL and root.value() is ABSENT]
+        readers += [(_is_there(root.name), root.owner) for root in missing]
+        tables = [holder.table for holder in inside]
+        tables += map(vars, filter(_is_looked_into, modules)) if names.of_all else []
+        values_on_way = chain.from_iterable(path.values() for path in compared.values())
+        tables += [own_table(value) for value in values_on_way if not is_left_alone(value)]
+        cells = {id(root.owner): root.owner for root in roots if root.scope is Scope.ENCLOSING}
+        return Reading(
+            ReadValues(found, name, was_looked_at, self._own.copy()),
+            [read for read, _ in readers],
+            [table for _, table in readers],
+            list({id(table): table for table in tables if table is not None}.values()),
+            list(cells.values()),
+        )
+
+    def _compared_names(self) -> Names:
+        return self._names.without(KEPT_ELSEWHERE | {name for _, name in self._own_names.places})
+
+    def _compared_paths(self) -> dict[PathKey, Path]:
+        own = self._own.places
+        return {key: path for key, path in self._paths.items() if key in self._readers and (key, "") not in own}
+
+    def _found(self, paths: dict[PathKey, Path]) -> dict[Key, dict[str, Any]]:
+        return {key: self._follow(path).found() for key, path in paths.items()}
+
+    def _attributes(self, modules: Sequence[nn.Module], names: Names) -> Iterator[_Source]:
+        seen: set[int] = set()
+        for number, module in enumerate(modules):
+            for name, value in list(vars(module).items()) if _is_looked_into(module) else ():
+                if names.has(type(module), name):
+                    inside = list(holders(value, names.has_somewhere, seen))
+                    yield _Source((number, name), name, [(vars(module), name)], value, inside)
+
+    def _follow(self, path: Path, is_read: Callable[[str], bool] | None = None) -> _Source:
+        """Return what a path leads to; with `is_read`, with what is in objects under names for which that is true.
+
+        Beside that, code may read by other ways than bytecode tells what is in the value: of a small dict each entry.
+        """
+        way = [(table, part.key) for part, (table, _) in zip(path.parts, path.steps(), strict=False)]
+        values = path.values()
+        if not values:
+            return _Source(path.key, path.root.name, way, ABSENT, [])
+        if path.root.scope is Scope.GLOBAL:
+            way.append((path.root.owner, path.root.name))
+        value, text = values[-1], str(path._replace(parts=path.parts[: len(values) - 1]))
+        all_entries = _is_table(value) and size(value) <= MOST_ENTRIES
+        inside = holders(value, is_read or self._names.has_somewhere, set(), all_entries=all_entries)
+        return _Source(path.key, text, way, value, list(inside))
 
 
-class _Before:
-    """The attributes of modules, and what is in them, as they are now."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._tables = [(vars(module), dict(vars(module))) for module in modules]
-        self._inside = [(holder, name, holder.copy()) for name, holder in _all_holders(modules)]
-
-    def changed(self) -> Iterator[str]:
-        """Yield the names of what has changed since."""
-        for table, before in self._tables:
-            yield from _changed(before, table)
-        for holder, name, was in self._inside:
-            now = holder.copy()
-            if isinstance(was, dict) and isinstance(now, dict):
-                yield from (key if isinstance(key, str) else name for key in _changed(was, now))
-            elif len(was) != len(now) or not all(map(operator.is_, was, now)):
-                yield name
-
-    def has_tensor(self, name: str) -> bool:
-        """Return whether something of this name is a tensor now."""
-        tables = [now for now, _ in self._tables]
-        tables += [holder.table for holder, _, _ in self._inside if isinstance(holder.table, dict)]
-        return any(isinstance(dict.get(table, name), Tensor) for table in tables)
+def _is_looked_into(module: nn.Module) -> bool:
+    return not any(module_name(base).startswith(_NOT_COMPARED) for base in bases_of(type(module)))
 
 
-def _stand_in(value: Any) -> Any:
-    """Return what stands for an object that is not plain: of what holds others, these are compared instead."""
-    return type(value) if holds_others(value) else reference(value)
+def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:
+    return lambda table: (name in table,)
 
 
-class _Origin(Enum):
-    """Whose code a function is. It decides which of its names count."""
+def _noted(value: Any, *, of_module: bool) -> Any:
+    """Return what is compared of a value: of one that is looked into, only its class.
 
-    USERS = "the user's"
-    MODULES = "torch's modules"  # other code of torch is given values, and has names in abundance
-    PACKAGE = "an installed package's"
-    PYTHON = "Python's library's, or made by it"  # as the methods of named tuples
-    OTHERS = "torch's or ampkit's"  # or that of a package whose attributes are compared elsewhere, or generated
-
-
-def _origin(frame: FrameType) -> _Origin:
-    """Return whose code a frame runs. What torch's compiler has written, in files anywhere, has a name of torch's."""
-    if is_in_users_file(frame):  # also of `python -c`
-        return _Origin.USERS
-    found = _origin_of(frame.f_code.co_filename)
-    return _Origin.OTHERS if found is _Origin.USERS else found
-
-
-@functools.lru_cache(maxsize=4096)
-def _origin_of(filename: str) -> _Origin:
-    if filename.startswith(_MODULES):
-        return _Origin.MODULES
-    if filename.startswith(NOT_THE_USERS) or any(package in filename for package in _OF_OTHERS):
-        return _Origin.OTHERS
-    if _PACKAGES in filename:
-        return _Origin.PACKAGE
-    return _Origin.USERS if is_users_file(filename) else _Origin.PYTHON
-
-
-def _is_of_step(frame: FrameType, code: Container[CodeType]) -> bool:
-    """Return whether the step's own code made this call, and not torch or ampkit for purposes of their own.
-
-    Args:
-        frame: of the function that is called.
-        code: what the step has called so far.
+    The type of an object, and not `isinstance`, tells what it is, since weak proxies may be of objects that are gone.
     """
-    origin, caller, through = _origin(frame), frame.f_back, set[str]()
-    if origin in (_Origin.USERS, _Origin.OTHERS):
-        return origin is _Origin.USERS
-    while caller is not None and _origin(caller) is _Origin.PYTHON:
-        through.add(caller.f_code.co_filename)
-        caller = caller.f_back
-    calls = None if caller is None else _origin(caller)
-    if caller is None or calls is not _Origin.OTHERS:
-        return calls is _Origin.USERS or (caller is not None and caller.f_code in code)
-    if origin is _Origin.MODULES:
-        return not is_ampkits(caller) or frame.f_code not in _LISTING
-    # Torch and ampkit call packages on the user's behalf, as hooks and optimizers. Compiled code, imports and parts of
-    # Python's library call others.
-    is_others = caller.f_code.co_filename.startswith(_COMPILER) or not through <= _PASSING_ON
-    return origin is _Origin.PACKAGE and not is_others
+    if is_plain(value):
+        return noted(value)
+    looked_into = holds_others(value)
+    if not of_module:
+        looked_into = _is_table(value) or (looked_into and (is_array(value) or not _is_of_package(value)))
+    return type(value) if looked_into else reference(value)
 
 
-_PASSING_ON = {contextlib.__file__, functools.__file__}
-# What ampkit calls of a module beside its forward.
-_LISTING = {each.__code__ for each in vars(nn.Module).values() if type(each) is FunctionType} - {MODULE_CALL}
+def _is_of_package(value: Any) -> bool:
+    """Return whether code that is not looked at may read attributes of this object, or keeps its values elsewhere."""
+    module = sys.modules.get(module_name(type(value)))
+    return type(value) is functools.partial or (module is not None and "-packages" in file_of_module(module))
 
 
-def _names(origins: dict[CodeType, _Origin], code: Iterable[CodeType], executed: Executed) -> set[str]:
-    """Return the names that this code reads attributes by, and its texts, which `getattr` may be given.
-
-    Args:
-        origins: of all code that the step calls.
-        code: the part that is looked at.
-        executed: which instructions of it were executed.
-    """
-    found = set[str]()
-    for each in code:
-        if origins.get(each, _Origin.OTHERS) is not _Origin.OTHERS:
-            # Packages have texts in abundance that they look nothing up by.
-            is_library = origins[each] in (_Origin.PACKAGE, _Origin.PYTHON)
-            found |= executed.names(each, (names_looked_up if is_library else names)(each))
-    return found
-
-
-def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:
-    """Yield the keys whose value is another object now."""
-    return (key for key in {**before, **now} if before.get(key, before) is not now.get(key, before))
-
-
-def _all_holders(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Holder]]:
-    """Yield what is in the attributes of these modules, and by which name the code that changes it reads it.
-
-    What lies under several names is yielded for each of them.
-    """
-    seen: dict[str, set[int]] = {}
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if name not in _KEPT_ELSEWHERE and not is_plain(value):
-                for holder in holders(value, any_name, seen.setdefault(name, set())):
-                    yield _IDENTIFIER.findall(name + holder.path)[-1], holder
+def _is_table(value: Any) -> bool:
+    return issubclass(type(value), (dict, list))

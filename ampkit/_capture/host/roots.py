@@ -13,7 +13,7 @@ from ..._text import error_line
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._torch.tensors.modules import MODULE_CALL, hook_tables, is_module, parts_of
 from ..._user_line import is_ampkits, is_in_users_file, is_users_call, is_users_file, line_text
-from .code import Functions, Part, Place, Read, Scope, codes_in, given_before, reads, unbound
+from .code import Functions, Part, Place, Read, Scope, codes_in, given_before, line_of, reads, unbound
 from .constants import (
     ABSENT,
     CLOSED_CLASSES,
@@ -75,17 +75,8 @@ class Path(NamedTuple):
         """Equal for equal paths, as long as the root is kept."""
         return id(self.root.owner), self.root.name, self.parts
 
-    @property
-    def last_name(self) -> Any:
-        """What the last part reads, or the name of the variable."""
-        return self.parts[-1].key if self.parts else self.root.name
-
     def __str__(self) -> str:
         return "".join((self.root.name, *map(str, self.parts)))
-
-    def followed(self) -> str:
-        """Return how as much of it is written as leads to values."""
-        return str(self._replace(parts=self.parts[: len(self.values()) - 1] if self.root.value() is not ABSENT else ()))
 
     def steps(self) -> Iterator[tuple[Any, Any]]:
         """Yield the table that the value of each part is in, and the value, as far as there are such values."""
@@ -185,7 +176,7 @@ class Notes:
         self.compiled: set[PathKey] = set()
         self.problem: str = ""
         self.readers: dict[PathKey, set[Reader]] = {}
-        self._places: dict[PathKey, set[Place]] = {}  # where each path is read
+        self._places: dict[PathKey, dict[Place, None]] = {}  # where each path is read
         # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
         self._codes: dict[int, CodeType] = {}
         self._reads: dict[int, dict[Read, list[Place]] | None] = {}  # None: not of the user's code
@@ -227,9 +218,14 @@ class Notes:
         """Return the values that the paths have now."""
         return {key: self._look(path) for key, path in self.paths.items()}
 
-    def is_read(self, key: PathKey) -> bool:
-        """Return whether the step has executed code that reads a path."""
-        return key in self.compiled or any(map(self._executed.has, self._places[key]))
+    def read(self) -> dict[PathKey, tuple[str, int]]:
+        """Return the paths that code reads which the step has executed, each with the file and number of a line."""
+        found: dict[PathKey, tuple[str, int]] = {}
+        for key, places in self._places.items():
+            executed = next(filter(self._executed.has, places), None)
+            if key in self.paths and (executed is not None or key in self.compiled):
+                found[key] = ("", 0) if executed is None else line_of(executed)
+        return found
 
     def _begin(self, frame: FrameType) -> dict[Read, list[Place]] | None:
         """Return what the code of a function reads that is called for the first time; None if that is no matter."""
@@ -269,20 +265,22 @@ class Notes:
         reach = Reach([*functions, *self._modules, *hooks])
         for function in reach:
             self._executed.compiled.update((function.__code__, *codes_in(function.__code__)))
-            found = (_path(function.__globals__, function, read) for read in reads(function.__code__))
-            for path in filter(None, found):
-                self._add_compiled(path, reader)
+            for read, places in reads(function.__code__).items():
+                path = _path(function.__globals__, function, read)
+                if path is None:
+                    continue
+                self._add_compiled(path, reader, places)
                 values = path.values()
                 reach.add(values[-1:])
                 if len(values) > 1 and hasattr(type(values[-1]), "__get__"):  # a method, which reads its object
-                    self._add_compiled(path._replace(parts=path.parts[: len(values) - 2]), reader)
+                    self._add_compiled(path._replace(parts=path.parts[: len(values) - 2]), reader, places)
         for _, path in list(self._known.values()):
             if path.root.scope is Scope.ARGUMENT:
-                self._add_compiled(path, reader)
+                self._add_compiled(path, reader, [])
 
-    def _add_compiled(self, path: Path, reader: Reader) -> None:
+    def _add_compiled(self, path: Path, reader: Reader, places: list[Place]) -> None:
         self.compiled.add(path.key)
-        self._add(path, reader, [])
+        self._add(path, reader, places)
 
     def _given(self, frame: FrameType, read: Read) -> Path | None:
         """Return the path of what is read of an argument; None if the argument was not on the path of a variable."""
@@ -318,7 +316,7 @@ class Notes:
             self._known.setdefault(id(value), (value, Path(Root(Scope.ARGUMENT, value, name), ())))
 
     def _add(self, path: Path, reader: Reader, places: list[Place]) -> None:
-        self._places.setdefault(path.key, set()).update(places)
+        self._places.setdefault(path.key, {}).update(dict.fromkeys(places))
         if path.key in self._owners:
             self._add(self._owners[path.key], reader, places)
         if path.key in self.paths:

@@ -22,6 +22,7 @@ from ..graph.pool import growing_segments
 from ..graph.report import Report
 from ..graph.timing import Clock
 from ..graph.turns import Turn, turns_on
+from ..host.constants import HostConstants
 from ..keys.inputs import BatchReader
 from ..keys.key import Key
 from ..ranks.ranks import Ranks
@@ -413,6 +414,11 @@ class Engine:
         return called_on(self._stream, self._device, fn, context, own)
 
     # ------------------------------------------------------------------------------------------ report and release
+
+    def constants(self) -> HostConstants:
+        """Return the values of the host that graphs hold."""
+        with self._turns.lock:
+            return self._state.constants()
 
     def report(self, skipped: int = 0) -> Report:
         """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""

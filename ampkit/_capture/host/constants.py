@@ -5,6 +5,7 @@ Objects and classes are read without running code of theirs, which may raise, or
 
 import array
 import operator
+import os
 import re
 import sys
 import types
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from ..._text import dtype_name, grid, value_text
 
 _bases = type.__dict__["__mro__"].__get__
 _module = type.__dict__["__module__"].__get__
@@ -69,14 +72,8 @@ def own_table(value: Any) -> dict[str, Any] | None:
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, Decimal)
 _BUILT_IN = (bool, int, float, complex, str, bytes)
-_BY_IDENTITY = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    type,
-    Enum,
-    Tensor,
-)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_BY_IDENTITY = (*_FUNCTIONS, type, Enum, Tensor)
 _CLOSED = (nn.Module, torch.optim.Optimizer, types.ModuleType)
 CLOSED_PACKAGES = frozenset(("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "ampkit"))
 
@@ -309,19 +306,73 @@ class HostConstant(NamedTuple):
     """A value of the host that a step reads, and that its graphs hold.
 
     Attributes:
-        path: how it is written, as `model.drop.p` or `CONFIG.loss['l1']`.
-        value: the value as text.
+        path: how it is written: `model.drop.p`, `CONFIG.loss['l1']`.
+        value: what it is now, as text.
         line: `file:line` of a line that reads it; "" if it is not known.
-        not_compared: why calls do not compare it with what it was; "" if they do.
-        is_object: whether it is a function, a class, a module or another object that is compared by which one it is.
+        not_compared: why a call does not compare it with what it was; "" if it does.
+        is_code: whether it is a function, a class or a module, of which only is compared which one it is.
     """
 
     path: str
     value: str
     line: str
     not_compared: str = ""
-    is_object: bool = False
+    is_code: bool = False
 
 
+class HostConstants(tuple[HostConstant, ...]):
+    """The values of the host that a step reads, and that its graphs hold. Prints as a table."""
+
+    __slots__ = ()
+
+    @property
+    def compared(self) -> int:
+        """How many of them each call compares with what they were."""
+        return sum(not each.not_compared for each in self)
+
+    def __str__(self) -> str:
+        kinds = ("value", *[name for name in ("not compared",) if self.compared < len(self)])
+        rows = [
+            (each.path, each.value, _short_place(each.line), *[each.not_compared][: len(kinds) - 1])
+            for each in self
+            if not each.is_code or each.not_compared
+        ]
+        code = dict.fromkeys(each.path for each in self if each.is_code and not each.not_compared)
+        lines = [f"{len(self)} values of the host, {self.compared} of them compared in each call"]
+        if rows:
+            lines += grid([("path", kinds[0], "read in", *kinds[1:]), *rows], texts=len(kinds) + 2)
+        return "\n".join([*lines, *([f"and functions, classes and modules: {', '.join(code)}"] if code else [])])
+
+
+def constant(path: str, value: Any, line: tuple[str, int] | None, not_compared: str) -> HostConstant:
+    """Return a row.
+
+    Args:
+        path: how it is written.
+        value: what was noted of it; `ABSENT` if there is none.
+        line: the file and the number of a line that reads it.
+        not_compared: see `HostConstant`.
+    """
+    if type(value) is weakref.ref:
+        value = value()
+    kind = type(value)
+    is_code = issubclass(kind, (*_FUNCTIONS, type, ModuleType)) and not issubclass(kind, Enum)
+    if issubclass(kind, Tensor):
+        text = f"a tensor, {dtype_name(value.dtype)} {list(value.shape)}"
+    elif is_code:
+        text = getattr(value, "__qualname__", None) or getattr(value, "__name__", "") or kind.__name__
+    else:
+        text = "" if value is ABSENT else value_text(value) or f"of class {kind.__qualname__}"
+    place = "" if line is None or not line[0] else f"{line[0]}:{line[1]}"
+    return HostConstant(path, text, place, not_compared, is_code)
+
+
+def _short_place(line: str) -> str:
+    """Return `file:line` with the path of the file as one begins to read it: in its package, or where Python runs."""
+    *_, inside = line.rpartition(f"-packages{os.sep}")
+    return inside.removeprefix(f"{os.getcwd()}{os.sep}")
+
+
+OWN = "the step changes it itself"
 _NUMERIC = "biufcSU"  # kinds of dtypes of numpy: booleans, numbers and texts
 ABSENT = object()

@@ -52,31 +52,36 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..._torch.tensors.modules import is_module
 from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names, seeing_calls
-from .code import Scope
+from .code import Scope, functions_of
 from .constants import (
     ABSENT,
     MOST_ENTRIES,
+    OWN,
+    HostConstant,
     Key,
     OwnChanges,
     Place,
     ReadValues,
     around_entries,
     bases_of,
+    constant,
     different,
     file_of_module,
     getter,
     is_array,
+    is_closed,
     is_plain,
     module_name,
     noted,
     own_table,
+    package_name,
     reference,
     size,
 )
@@ -114,6 +119,11 @@ class _Source(NamedTuple):
         for holder in self.holders:
             found.update(holder.found())
         return found
+
+    def listed(self) -> Iterator[tuple[str, Any]]:
+        """Yield the same for a user: of what is looked into only what is in it."""
+        found = self.found()
+        return ((text, value) for text, value in found.items() if text or len(found) == 1 or not self.holders)
 
 
 class Reading(NamedTuple):
@@ -253,7 +263,7 @@ class Reads:
         sources = [*self._attributes(modules, names), *variables]
         found = {source.key: source.found() for source in sources}
         texts, kinds = {source.key: source.text for source in variables}, list(map(type, modules))
-        is_read = self._names.has_somewhere
+        is_read, paths = self._names.has_somewhere, functools.cache(paths)
 
         def name(key: Key) -> str:
             return f"the variable {texts[key]}" if key in texts else f"the attribute {paths()[key[0]]}.{key[1]}"
@@ -286,6 +296,36 @@ class Reads:
             list(cells.values()),
         )
 
+    def constants(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> Iterator[HostConstant]:
+        """Yield the values that steps have read, as they are now.
+
+        Args:
+            modules: those of the step.
+            paths: the path of each of them.
+        """
+        compared = self._compared_names()
+        for source in self._attributes(modules, self._names.without(KEPT_ELSEWHERE), all_modules=True):
+            number, name = source.key
+            module = modules[number]
+            methods = {function.__code__ for _, function in functions_of(type(module))}
+            for text, value in source.listed():
+                read = _IDENTIFIER.findall(name + text)
+                lines = next((found for each in reversed(read) if (found := self._lines.get(each))), {})
+                line = next((line for code, line in lines.items() if code in methods), next(iter(lines.values()), None))
+                why = "" if compared.has(type(module), name) and all(map(compared.has_somewhere, read[1:])) else OWN
+                if not _is_looked_into(module):
+                    why = f"{type(module).__name__} changes its attributes between steps"
+                yield constant(f"{paths[number]}.{name}{text}", value, line, why)
+        for path in (self._paths[key] for key in self._readers):
+            source = self._follow(path)
+            line, ends_here = self._line[path.key], len(path.values()) <= len(path.parts)
+            if ends_here and is_closed(source.value) and not _is_read_elsewhere(source.value):
+                package = package_name(type(source.value))
+                yield constant(str(path), ABSENT, line, f"objects of {package} are not looked into")
+                continue
+            for text, value in source.listed():
+                yield constant(source.text + text, value, line, OWN if self._own.leaves_out((path.key, text)) else "")
+
     def _compared_names(self) -> Names:
         return self._names.without(KEPT_ELSEWHERE | {name for _, name in self._own_names.places})
 
@@ -296,10 +336,12 @@ class Reads:
     def _found(self, paths: dict[PathKey, Path]) -> dict[Key, dict[str, Any]]:
         return {key: self._follow(path).found() for key, path in paths.items()}
 
-    def _attributes(self, modules: Sequence[nn.Module], names: Names) -> Iterator[_Source]:
+    def _attributes(
+        self, modules: Sequence[nn.Module], names: Names, *, all_modules: bool = False
+    ) -> Iterator[_Source]:
         seen: set[int] = set()
         for number, module in enumerate(modules):
-            for name, value in list(vars(module).items()) if _is_looked_into(module) else ():
+            for name, value in list(vars(module).items()) if all_modules or _is_looked_into(module) else ():
                 if names.has(type(module), name):
                     inside = list(holders(value, names.has_somewhere, seen))
                     yield _Source((number, name), name, [(vars(module), name)], value, inside)
@@ -323,6 +365,11 @@ class Reads:
 
 def _is_looked_into(module: nn.Module) -> bool:
     return not any(module_name(base).startswith(_NOT_COMPARED) for base in bases_of(type(module)))
+
+
+def _is_read_elsewhere(value: Any) -> bool:
+    """Return whether attributes of a closed object are looked at by themselves, or never change."""
+    return issubclass(type(value), (nn.Module, ModuleType, type))
 
 
 def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:

@@ -16,7 +16,7 @@ from ..._torch.optimizers import step_hooks
 from ..._torch.tensors.modes import DeviceContext, function_modes
 from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
-from ..host.constants import ReadValues
+from ..host.constants import HostConstants, ReadValues
 from ..host.host_tensors import HostTensors, HostValues
 from ..host.reads import Reads
 from .bound import Bound, cells
@@ -253,6 +253,12 @@ class TrainingState:
         """
         modules = list(chain.from_iterable(map(parts_of, self.modules.values())))
         return self.reads.noting(modules, in_parts)
+
+    def constants(self) -> HostConstants:
+        """Return the values of the host that the step reads, as they are now."""
+        walk = Walk(self.modules)
+        found = [*self.reads.constants(walk.modules, walk.paths()), *self.host_tensors.constants()]
+        return HostConstants(dict.fromkeys(found))
 
     def tensors(self) -> Bound:
         """Return every tensor of modules, optimizers and scaler by a path that a user can read.

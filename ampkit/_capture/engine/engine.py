@@ -446,6 +446,7 @@ class Engine:
                 scanned=self.series.parts,
                 eager_optimizer=None if self.fallback.refused else self._optimizer.why_behind or None,
                 emulated=self._options.graph == "emulate",
+                constants=self._state.constants(),
             )
 
     def close_in_turn(self) -> None:

@@ -167,17 +167,23 @@ def are_same(old: Any, now: Any) -> bool:
         return True
     if type(old) is not type(now):
         return False
-    if isinstance(old, tuple):
+    if isinstance(old, (tuple, list)):
         return len(old) == len(now) and all(map(are_same, old, now))
     if isinstance(old, frozenset):
-        return bool(old == now)
+        return old == now and _written(old) == _written(now)
     if type(old) is slice:
         return are_same(_ends(old), _ends(now))
     if isinstance(old, (float, complex, Decimal)):
         return number_text(old) == number_text(now)  # 0.0 and -0.0 are equal, and nan is not
     if _is_of_numpy(type(old), "generic"):
         return bool(old.tobytes() == now.tobytes())
-    return is_number(old) and bool(_own_kind(old).__eq__(old, now))
+    equal = _own_kind(old).__eq__(old, now) if is_number(old) else False
+    return equal is not NotImplemented and bool(equal)
+
+
+def _written(values: frozenset[Any]) -> set[tuple[type, str]]:
+    """Return how the numbers in a set are written: as keys 0.0 and -0.0 are one, and so are 1 and True."""
+    return {(type(each), number_text(each)) for each in values if isinstance(each, (*_BUILT_IN, Decimal))}
 
 
 def number_text(number: Any) -> str:

@@ -17,6 +17,8 @@ PUBLIC_NAMES = [
     "GraphReport",
     "GraphedFunction",
     "GraphedStep",
+    "HostConstant",
+    "HostConstants",
     "InputMismatch",
     "OpTable",
     "Policy",

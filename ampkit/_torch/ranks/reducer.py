@@ -83,7 +83,7 @@ def manages_all(ddp: DistributedDataParallel) -> bool:
 
 def is_rebuilt(ddp: DistributedDataParallel) -> bool:
     """Return whether `rebuild` has made the Reducer of this model."""
-    return all(node_notes(param).get(_MARK) == "new" for param in _managed(ddp))
+    return all(node_notes(param).get(_MARK) == "new" for param in private(ddp, "_build_params_for_reducer")()[0])
 
 
 def rebuild(ddp: DistributedDataParallel) -> list[str]:
@@ -113,35 +113,22 @@ def rebuild(ddp: DistributedDataParallel) -> list[str]:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # the old buckets, which have the size of all gradients
     private(ddp, "_ddp_init_helper")(params, sparse, names, ddp.static_graph)
+    logger: Any = ddp.logger
     ddp._has_rebuilt_buckets = False
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
-        _logger(ddp)._set_static_graph()
-    if name:
-        _register(ddp, name, hook, state)
+        logger._set_static_graph()
+    if name:  # `_comm_hooks` has it already
+        logger._set_comm_hook_name(name)
+    if name and hook is not None:
+        private(torch.distributed, "_register_comm_hook")(ddp.reducer, state, hook)
+    elif name:
+        kind = private(torch.distributed, "BuiltinCommHookType").__members__[name.removeprefix(_BUILT_IN)]
+        private(torch.distributed, "_register_builtin_comm_hook")(ddp.reducer, kind)
     for param in params:
         node_notes(param)[_MARK] = "new"
     return kept
-
-
-def _managed(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    params: list[nn.Parameter] = private(ddp, "_build_params_for_reducer")()[0]
-    return params
-
-
-def _logger(ddp: DistributedDataParallel) -> Any:
-    return ddp.logger
-
-
-def _register(ddp: DistributedDataParallel, name: str, hook: Any, state: Any) -> None:
-    """Register the communication hook of the old Reducer, which `_comm_hooks` has already."""
-    _logger(ddp)._set_comm_hook_name(name)
-    if hook is not None:
-        private(torch.distributed, "_register_comm_hook")(ddp.reducer, state, hook)
-    else:
-        kind = private(torch.distributed, "BuiltinCommHookType").__members__[name.removeprefix(_BUILT_IN)]
-        private(torch.distributed, "_register_builtin_comm_hook")(ddp.reducer, kind)
 
 
 def gradient_calls(ddp: DistributedDataParallel) -> dict[nn.Parameter, Callable[[], None]]:
@@ -150,7 +137,8 @@ def gradient_calls(ddp: DistributedDataParallel) -> dict[nn.Parameter, Callable[
     Autograd calls it where a parameter is in the graph. DDP's own `mixed_precision` calls it as this does.
     """
     call = private(ddp.reducer, "_autograd_hook")
-    return {param: functools.partial(call, i) for i, param in enumerate(_managed(ddp))}
+    params: list[nn.Parameter] = private(ddp, "_build_params_for_reducer")()[0]
+    return {param: functools.partial(call, i) for i, param in enumerate(params)}
 
 
 def bucket_bytes(ddp: DistributedDataParallel, share: float) -> int:

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from ..._undo import Undo
 from ..autograd.gradient_nodes import node_notes
 from ..guard import private
 
@@ -29,32 +27,10 @@ def peculiarity(ddp: DistributedDataParallel) -> str:
         return "python_reducer"
     if private(ddp, "_join_config").enable:
         return "join"
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        return "find_unused_parameters"
     # See `_setup_in_backward_optimizers` in torch/nn/parallel/distributed.py.
     return "optimizer_in_backward" if any(hasattr(param, "_in_backward_optimizers") for param in params) else ""
-
-
-def searches(ddp: DistributedDataParallel) -> bool:
-    """Return whether the Reducer of a model looks in each step which parameters are used."""
-    return bool(ddp.find_unused_parameters and not ddp.static_graph)
-
-
-def note_used(undo: Undo, ddp: DistributedDataParallel) -> Callable[[], list[str]]:
-    """Note which parameters of a model get a gradient on this rank, until the end of a context.
-
-    Returns:
-        A function that returns the names of those that have got none; [] if no parameter has got one.
-    """
-    params, _ = private(ddp, "_build_params_for_reducer")()
-    names = private(ddp, "_build_debug_param_to_name_mapping")(params)
-    used: set[int] = set()
-
-    def note(index: int, gradients: tuple[Any, ...]) -> None:
-        if gradients[0] is not None:  # the Reducer takes no parameter as used whose gradient is undefined
-            used.add(index)
-
-    for i, param in enumerate(params):
-        undo.note(get_gradient_edge(param).node.register_prehook(functools.partial(note, i)).remove)
-    return lambda: [names[i] for i in range(len(params)) if used and i not in used]
 
 
 def communication_hook(ddp: DistributedDataParallel) -> tuple[str, Any, Any]:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.__main__ import main
-from ampkit._precision import op_table as _op_table
 
 with contextlib.suppress(ImportError):
     import torchvision  # noqa: F401 - it registers operations of its own, and another test may import it
@@ -268,6 +267,6 @@ def test_overloads_by_name_follow_their_siblings():
                 assert getattr(torch, name)(x, ["A"] if name == "sum" else "A").dtype is torch.float32, op
 
 
-def test_probe_of_one_operation():
-    """The rule of one operation, by the name that the dispatcher gives it."""
-    assert _op_table._Probe("aten::_cudnn_rnn", "cuda").rule() == ("lower", "")
+def test_an_operation_with_a_private_name():
+    """A5: it has a rule by the name that the dispatcher gives it."""
+    assert table_of("cuda")["aten::_cudnn_rnn"] == "lower"

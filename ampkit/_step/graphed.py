@@ -85,8 +85,17 @@ def graphed(
             `fully_shard` alone, unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
     """
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
-    options = options.checked("graphed")
+    options = Options(
+        graph=graph,
+        warmup=warmup,
+        on_failure=on_failure,
+        verify=verify,
+        generators=generators,
+        max_graphs=max_graphs,
+        memory_budget=memory_budget,
+        capturing=capturing,
+        annotate=annotate,
+    ).checked("graphed")
     modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
     for module in modules:
         free_whole_parameters(module)

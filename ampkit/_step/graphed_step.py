@@ -144,8 +144,17 @@ def graphed_step(
     Sync: only the call that captures a graph waits for the device.
     """
     warmup = warmup_of(warmup, compile)
-    given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
-    options = given.checked("graphed_step")
+    options = Options(
+        graph=graph,
+        warmup=warmup,
+        on_failure=on_failure,
+        verify=verify,
+        generators=generators,
+        max_graphs=max_graphs,
+        memory_budget=memory_budget,
+        capturing=capturing,
+        annotate=annotate,
+    ).checked("graphed_step")
     check_kinds(model, loss_fn, accumulate, buckets, numerics)
     free_whole_parameters(model)
     device = device_of(model, policy := read_policy("graphed_step", policy))

@@ -110,7 +110,7 @@ class TrainerStep:
         self._forward, self._context = forward, context
         self._module = module
         if compile is not None:
-            options = options._replace(warmup=max(options.warmup, WARM_UP))
+            options = replace(options, warmup=max(options.warmup, WARM_UP))
         self._host_reads, self._trainer_reads = host_reads, trainer_reads
         self._captures = options.graph != "off"
         self._calls_to_check = options.warmup if self._captures else 0

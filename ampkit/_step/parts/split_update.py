@@ -1,5 +1,6 @@
 """The update of the parameters, where a training step is done in parts: a graph of its own."""
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -88,7 +89,7 @@ class CapturedUpdate:
         owner: str,
     ) -> None:
         self._step, self._state, self._ranks, self._device, self._owner = step, state, ranks, device, owner
-        self._options = options._replace(on_failure="eager", verify=0, capturing=False)
+        self._options = replace(options, on_failure="eager", verify=0, capturing=False)
         self._engine: Engine | None = None  # made when a step is first done in parts
 
     def done(self, phase: Phase, outputs: PartOfStep) -> PartOfStep:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._arguments import read_all
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
+from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
 from .._capture.keys.containers import own_batch
@@ -155,9 +156,10 @@ class GraphedFunction:
         self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=self._options.graph != "off")
         groups = [] if blocker or problem else self._groups
         function = _EngineFunction(self._fn, self._modules, groups, self._scaler, ranks.shards, self._name)
-        return Engine(
-            function,
-            TrainingState(
+        session = Session(
+            fn=function,
+            captured=function,
+            state=TrainingState(
                 {f"modules[{i}]": module for i, module in enumerate(self._modules)},
                 () if problem else self._optimizers,
                 self._scaler,
@@ -183,6 +185,7 @@ class GraphedFunction:
                 why_never="" if self._modules else _NONE_DECLARED,
             ),
         )
+        return Engine(session)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .._batches.buckets import Buckets
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
+from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
 from .._capture.preflight.sparse_gradients import why_not_dense
@@ -181,22 +182,22 @@ def graphed_step(
         observer=numerics,
     )
     state = step.state({"model": model, **followers})
-    engine = Engine(
-        step,
-        state,
+    session = Session(
+        fn=step,
+        captured=step.captured,
+        state=state,
         device=device,
         options=options,
         ranks=ranks,
-        blocker=blocker,
         name="graphed_step",
-        captured=step.captured,
+        blocker=blocker,
         whole=step.whole,
         optimizer=place,
         watching=step.watching,
         untimed=1 if compile is None else 2,
         splitter=_splitter(step, state, model, options, compile),
     )
-    return GraphedStep(step, engine, optimizer, accumulate, scheduler, buckets)
+    return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
 
 
 class GraphedStep:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
+from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
 from .._capture.keys.key import Part
@@ -149,15 +150,14 @@ class TrainerStep:
         self, device: torch.device, options: Options, place: OptimizerPlace, compile: str | None
     ) -> Engine:
         state = self._step.state({"model": self._module})
-        return Engine(
-            self._step,
-            state,
+        session = Session(
+            fn=self._step,
+            captured=self._step.captured,
+            state=state,
             device=device,
             options=options,
             ranks=self._ranks,
-            blocker="",
             name="AmpkitCallback",
-            captured=self._step.captured,
             whole=self._step.whole,
             optimizer=place,
             watching=self._step.watching,
@@ -174,6 +174,7 @@ class TrainerStep:
                 eager={LightningModule: "a LightningModule may call self.log, which a replay would leave out"},
             ),
         )
+        return Engine(session)
 
     @property
     def replays(self) -> int:

@@ -90,15 +90,6 @@ class Fallback:
         text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
         self.warn_once("behind", f"{why} {text}")
 
-    def say_told(self, number: int, problem: str) -> None:
-        """Warn once that code is told that it is being captured from this call on, because of this problem."""
-        self.warn_once(
-            "told",
-            f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
-            f"{problem} From call {number} on the answer is True, in eager calls too. The last bits may differ from "
-            "those of the other branch. Pass capturing=True to answer True in all calls, or capturing=False for False.",
-        )
-
     def refuse(self, reason: str) -> None:
         """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""
         if self.raises:

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from ..._errors import CaptureError
-from ..graph.cache import Cache
 from ..graph.graph import EmulatedGraph, Graph, MakeContext, Then, same
 from ..keys.key import Key
 from ..preflight.draw_paths import Outcomes, Tree
-from ..ranks.ranks import Ranks
-from .fallback import Fallback
-from .layouts import Layout, Layouts
+from .layouts import Layout
+from .session import Session
 from .variation import DRAWS_ADVICE
 
 
@@ -26,21 +24,16 @@ class HostDraws:
     With several ranks, the outcomes on all of them together choose the graph. Each rank learns its own paths.
 
     Args:
-        ranks: the processes that must decide alike.
-        cache: keeps the graphs.
-        layouts: those that have no graph.
-        fallback: issues the warnings.
+        session: of the engine.
 
     Attributes:
         enabled: whether steps may decide by draws.
     """
 
-    def __init__(self, ranks: Ranks, cache: Cache, layouts: Layouts, fallback: Fallback) -> None:
-        self._ranks = ranks
+    def __init__(self, session: Session) -> None:
+        self._ranks, self._cache = session.ranks, session.cache
+        self._layouts, self._fallback = session.layouts, session.fallback
         self.enabled = True
-        self._cache = cache
-        self._layouts = layouts
-        self._fallback = fallback
         self._trees: dict[Key, Tree] = {}
         self._changes = self._calls = 0  # changes of what is drawn, and calls since the last one
         self._before = self._after = torch.default_generator.get_state()
@@ -76,7 +69,7 @@ class HostDraws:
 
         If the call has drawn something else than an earlier one after the same outcomes, all is forgotten.
         """
-        path, layout.path = layout.path, None
+        path = layout.take_draws()
         if path is None:
             return
         if len(self._trees) == _MOST_KEYS:
@@ -92,7 +85,7 @@ class HostDraws:
             problem = (
                 f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"
             )
-            self._layouts.of(key._replace(outcomes=NEW)).refuse(problem)
+            self._layouts.layout_of(key._replace(outcomes=NEW)).refuse(problem)
             self._fallback.warn_once("outcomes", f"{problem}. {DRAWS_ADVICE}")
 
     def _forget(self) -> None:

@@ -11,20 +11,16 @@ from ..._errors import CaptureError
 from ..._torch.tensors.modes import modes
 from ..._undo import Undo
 from ..compare.call_record import OperationRecorder, Record, first_difference
-from ..graph.cache import Cache, Captured, Family
-from ..graph.capture_query import answered, recording
+from ..graph.cache import Captured, Family
+from ..graph.capture_query import recording, seeing_capture
 from ..graph.report import GraphReport
 from ..graph.timing import Timing
 from ..keys.inputs import Spec, StaticInputs, TensorSpec
 from ..keys.key import Key
 from ..keys.placement import ALIGNED
-from ..ranks.ranks import Ranks
 from ..state.overlaps import keep_apart
-from ..state.state import TrainingState
-from .fallback import Fallback
-from .layout_capture import record
-from .layouts import Layouts
-from .options import Options
+from .record import record
+from .session import Session
 
 Noting = Callable[[], AbstractContextManager[None]]  # returns the context in which one call of the series is made
 
@@ -49,14 +45,10 @@ class Series:
     A series is captured once each of its calls has a graph of its own: then it is warm, and known to be right. The
     calls of the first capture that have the same graph are compared with each other, operation by operation.
 
+    With several ranks, they are not compared.
+
     Args:
-        state: what the calls may change.
-        stream: where to capture; None for emulated graphs.
-        options: see `Options`.
-        ranks: the processes that capture together. With several, calls are not compared.
-        cache: keeps the graphs.
-        layouts: what is known of the single calls.
-        fallback: issues the warnings.
+        session: of the engine, which makes the single calls.
 
     Attributes:
         given_up: whether nothing is captured any more, because a capture has failed on one of several ranks.
@@ -65,24 +57,12 @@ class Series:
         parts: how many parts these launches did.
     """
 
-    def __init__(
-        self,
-        state: TrainingState,
-        stream: torch.cuda.Stream | None,
-        options: Options,
-        ranks: Ranks,
-        cache: Cache,
-        layouts: Layouts,
-        fallback: Fallback,
-    ) -> None:
-        self._state = state
-        self._stream = stream
-        self._options = options
-        self._ranks = ranks
-        self._cache = cache
-        self._layouts = layouts
-        self._fallback = fallback
-        self._unverified = 0 if ranks.several else options.verify  # ranks would have to compare the same launches
+    def __init__(self, session: Session) -> None:
+        self._state, self._stream, self._options = session.state, session.stream, session.options
+        self._ranks, self._cache = session.ranks, session.cache
+        self._layouts, self._fallback = session.layouts, session.fallback
+        # Ranks would have to compare the same launches.
+        self._unverified = 0 if self._ranks.several else self._options.verify
         self._comparisons: dict[Key, _Comparison] = {}  # of families that were not launched yet
         self._refused: set[Key] = set()
         self.given_up: bool = False
@@ -169,7 +149,7 @@ class Series:
                 undo.note(self._drop, key)  # graphs that have not been compared must not be launched again
             undo.note(modes())
             if self._unverified:
-                call = answered(eager, family.told)
+                call = seeing_capture(eager, family.told)
                 outputs = compare(captured, lambda *args, **kwargs: call(parts, _unnoted, args, kwargs), leaves)
                 self._unverified -= 1
             else:
@@ -210,9 +190,9 @@ class Series:
             self._drop(next(iter(self._cache.families)))
         with torch.inference_mode(False):
             buffers = [_aligned(leaf) for leaf in key.spec.leaves if isinstance(leaf, TensorSpec)]
-        layouts = list(map(self._layouts.of, singles))
+        layouts = list(map(self._layouts.layout_of, singles))
         writes = set[str]().union(*(layout.writes.paths() for layout in layouts))
-        family = Family(buffers, any(layout.told for layout in layouts), writes)
+        family = Family(buffers, any(layout.answer.sees_capture for layout in layouts), writes)
         self._cache.families[key] = family
         return family
 
@@ -221,7 +201,7 @@ class Series:
     ) -> bool:
         """Capture a graph of this length. Return whether that worked; otherwise the key is refused from now on."""
         before = self._cache.pool_bytes
-        rehearsals = [] if family.graphs else [self._layouts.of(single).rehearsal for single in singles]
+        rehearsals = [] if family.graphs else [self._layouts.layout_of(single).rehearsal for single in singles]
         compares = rehearsals and not any(rehearsal.unseen for rehearsal in rehearsals) and not self._ranks.several
         kinds = [singles.index(single) for single in singles]
         comparison = _Comparison(rehearsals[0].numbers, rehearsals[0].lenient, kinds) if compares else None
@@ -279,9 +259,9 @@ class Series:
         inputs = StaticInputs(*_rows(key.spec, rows), buffers)
         graph = self._cache.new_graph(self._stream, self._options.generators)
         if self._layouts.names is not None:
-            noted = [self._layouts.of(single).kernels for single in singles]
+            noted = [self._layouts.layout_of(single).kernels for single in singles]
             graph = self._layouts.names.named(graph, noted * parts)
-        call = answered(fn, family.told)
+        call = seeing_capture(fn, family.told)
 
         def recorded() -> Any:
             # An emulated graph calls this in each replay. Only the first one is recorded.

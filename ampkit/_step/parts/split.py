@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ..._capture.engine.engine import Engine
-from ..._capture.engine.layouts import Layout
+from ..._capture.engine.layouts import IN_PARTS, Layout
 from ..._capture.engine.options import Options
-from ..._capture.engine.splitting import IN_PARTS
 from ..._capture.graph.capture_query import captures
 from ..._capture.graph.timing import Clock, Durations, Shares
 from ..._capture.keys.key import Key
@@ -116,7 +115,7 @@ class StepSplitter:
     def _why_not_now(self, layout: Layout) -> str:
         if layout.unreadable:
             return "it cannot be told what the modules read"
-        if layout.told:
+        if layout.answer.sees_capture:
             return "the code is told that it is being captured (capturing=True)"
         if torch.is_autocast_enabled(self._device.type):
             return "autocast is on around the step. Pass a policy instead"

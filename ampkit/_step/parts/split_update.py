@@ -7,6 +7,7 @@ import torch
 
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.options import Options
+from ..._capture.engine.session import Session
 from ..._capture.ranks.ranks import Ranks
 from ..._capture.state.state import TrainingState
 from ..training_step import PartOfStep, Phase, TrainingStep
@@ -107,15 +108,16 @@ class CapturedUpdate:
         def update(phase: Phase) -> Any:
             return step.finish(phase.accumulated, phase.observed)
 
-        return Engine(
-            update,
-            self._state,
+        session = Session(
+            fn=update,
+            captured=update,
+            state=self._state,
             device=self._device,
             options=self._options,
             ranks=self._ranks,
-            blocker="",
             name=f"{self._owner}, {UPDATE}",
         )
+        return Engine(session)
 
     @property
     def is_settled(self) -> bool:

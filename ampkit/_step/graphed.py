@@ -237,7 +237,7 @@ class GraphedFunction:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
         if self._engine is None:
             return [] if self._options.annotate else None
-        return None if self._engine.names is None else list(self._engine.names.tables)
+        return self._engine.kernel_tables()
 
     @property
     def captures(self) -> int:

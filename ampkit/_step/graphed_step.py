@@ -226,7 +226,7 @@ class GraphedStep:
         self._scan = Scan(engine, step, self._window, slices, accumulate, optimizer, schedule, buckets)
         self._whole_window = WholeWindow(engine, step, self._window, slices, accumulate, buckets)
         self._buckets = buckets
-        self._metrics = StepMetrics(engine, step.scaler, step.device, accumulate)
+        self._metrics = StepMetrics(engine, step.scaler, step.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one step with this batch; with `accumulate`, one micro-batch of it.
@@ -354,7 +354,7 @@ class GraphedStep:
 
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
-        return None if self._engine.names is None else list(self._engine.names.tables)
+        return self._engine.kernel_tables()
 
     def metrics(self) -> dict[str, Tensor | float]:
         """Return figures for a logger, by name. What is not known is left out.

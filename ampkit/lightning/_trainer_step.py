@@ -183,12 +183,13 @@ class TrainerStep:
 
     def kernel_tables(self) -> list[KernelTable]:
         """Return the names of the kernels of all graphs so far."""
-        return [] if self._engine.names is None else list(self._engine.names.tables)
+        return self._engine.kernel_tables() or []
 
     @property
     def replay_share(self) -> float:
         """The share of the batches so far that were replayed."""
-        return self._engine.replays / max(1, self._engine.replays + sum(self._engine.eager.values()))
+        replayed, calls = self._engine.counts()
+        return replayed / max(1, calls)
 
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""

@@ -1,6 +1,5 @@
 """One call of a captured function: a replay of its graph, a step of its warm-up, its capture, or an eager call."""
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -14,18 +13,20 @@ from ..._undo import Undo
 from ..compare.verify import verified_replay
 from ..graph.cache import Captured, copied
 from ..graph.capture_query import captures, seeing_capture
+from ..graph.kernel_names import KernelTable
 from ..graph.report import Report
 from ..graph.turns import Turn, turns_on
 from ..keys.inputs import BatchReader
 from ..keys.key import Key
+from ..ranks.ranks import Together
 from ..state.bound import why_not_scripted
 from ..state.overlaps import may_change
 from .eager_call import Call, EagerCalls, call_aligned
 from .host_draws import NEW, HostDraws
 from .layout_capture import LayoutCapture
 from .layouts import IN_PARTS, MAX_LAYOUTS, Cold, Layout, Refused, Warm
+from .multi_step import MultiStepGraphs, Steps
 from .options import WARM_UP
-from .series import Series
 from .session import Session
 from .variation import Variation
 from .warm_up import WarmUp
@@ -44,10 +45,7 @@ class Engine:
 
     Attributes:
         turn: makes other threads wait. The engine, and all that belongs to the same call, must be called in it.
-        names: those of the kernels of its graphs; None without `annotate`.
-        series: captures several calls in one graph.
         replays: how many calls were a graph launch.
-        fallback: says that calls are eager.
     """
 
     def __init__(self, session: Session) -> None:
@@ -59,40 +57,32 @@ class Engine:
             settle_attention_priority(session.device)  # one of the settings that a key stands for
         self._turns = turns_on(session.device)
         self.turn: Turn = session.ranks.watched(Turn(self._turns, session.name))
-        self.fallback = session.fallback
-        self.names = session.names
+        self._fallback = session.fallback
         self._cache, self._layouts = session.cache, session.layouts
         self._surroundings = session.surroundings
         self._variation = Variation(session.device, session.warmup, session.one_argument)
         self._eager, self._draws = EagerCalls(session), HostDraws(session)
         self._warm_up_call = WarmUp(session, self._eager, self._draws)
         self._capture = LayoutCapture(session, self._draws)
-        self.series: Series = Series(session)
+        self._multi_step = MultiStepGraphs(session)
         self._told_since: int | None = None  # the number of a call
         self.replays: int = 0
         # Each counts calls that are still to come.
         self._unverified, self._starts_to_mark = session.options.verify, 0
         problem = session.options.why_not_on(session.device) or session.blocker or why_not_scripted(self._state.modules)
         if problem and session.options.graph != "off":
-            self.fallback.refuse(problem)
+            self._fallback.refuse(problem)
         else:
             self._say_behind()
 
-    @property
-    def captures(self) -> int:
-        """How many graphs were captured."""
-        return self._capture.captures + self.series.captures
-
-    @property
-    def eager(self) -> Counter[str]:
-        """How many calls were eager, by reason."""
-        return self._eager.counts
-
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own. To be called in this engine's `turn`."""
-        start = self._mark_start() if self._starts_to_mark else None
+        start = None
+        if self._starts_to_mark:
+            self._starts_to_mark -= 1
+            start = self._session.clock.now()
         spec, leaves = self._reader.read(args, kwargs)  # raises the same errors with and without graphs
-        if self.fallback.refused or captures.recorded:
+        if self._fallback.refused or captures.recorded:
             changing = partial(may_change, self._state, None)
             return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves, changing)
         if self._watch.present() is not self._surroundings.generation:
@@ -132,22 +122,14 @@ class Engine:
         if layout.refusal is IN_PARTS:
             return self._session.splitter.call(self, layout, key.phase, args, kwargs)
         fn = seeing_capture(self._session.fn, layout.answer.sees_capture)
-        reason = self.fallback.refused or layout.refusal or _NOT_AGREED
+        reason = self._fallback.refused or layout.refusal or _NOT_AGREED
         return self._eager.run(reason, lambda: fn(key.phase, *args, **kwargs))
-
-    def settings(self) -> int | None:
-        """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
-        if self.fallback.refused or captures.recorded:
-            return None
-        if self._state.generation() is not self._surroundings.generation:
-            self._adapt()
-        return self._surroundings.number
 
     def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]) -> Any:
         """Call eagerly, because every call is eager, or because the call is a part of another engine's capture."""
-        reason = self.fallback.refused or "within the capture of another"
+        reason = self._fallback.refused or "within the capture of another"
         options, whole = self._session.options, self._session.whole
-        if self.fallback.refused and options.graph != "off":
+        if self._fallback.refused and options.graph != "off":
             self._ranks.decide(wants=False, can=True, settled=True)
         fn = seeing_capture(whole or self._session.fn, options.capturing is True)
         own = copied if whole is None else lambda outputs: outputs
@@ -158,15 +140,15 @@ class Engine:
     def _vote_before_replay(self, start: Any) -> Any:
         """Vote on this call with all other ranks. Return its start, taken anew, since a vote waits for the device."""
         _, all_can = self._ranks.decide(wants=False, can=True, settled=not self._unverified, replays=True)
-        if not all_can and self.fallback.raises:  # the other ranks would wait for the one that raises
-            raise self.fallback.error(self._ranks.other_found)
+        if not all_can and self._fallback.raises:  # the other ranks would wait for the one that raises
+            raise self._fallback.error(self._ranks.other_found)
         return None if start is None else self._session.clock.now()
 
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         """Replay. Compare the first `verify` replays with eager calls. Time the others whose start is given."""
         if self._unverified and self._ranks.together:
-            fn = seeing_capture(self._session.fn, captured.told)
-            outputs = self.verified(captured, partial(fn, phase), leaves)
+            fn = seeing_capture(self._session.fn, captured.sees_capture)
+            outputs = self._verified(captured, partial(fn, phase), leaves)
             self._unverified -= 1
             return outputs
         outputs = captured.replay(leaves)
@@ -176,21 +158,16 @@ class Engine:
             self._starts_to_mark = _MARKED
         return outputs
 
-    def verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    def _verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
         rest = self._state, self._session.options.generators, self._ranks
         verdict = self._eager.on_stream(lambda: verified_replay(captured, eager, leaves, *rest))
         if verdict.noise:
-            self.fallback.warn_once("noise", f"verify: {verdict.noise}")
+            self._fallback.warn_once("noise", f"verify: {verdict.noise}")
         if verdict.problem:
             self.close()
-            self.fallback.refuse_wrong_graph(f"verify: {verdict.problem}", verdict.outputs)
+            self._fallback.refuse_wrong_graph(f"verify: {verdict.problem}", verdict.outputs)
         return verdict.outputs
-
-    def _mark_start(self) -> Any:
-        """Return a time stamp of this moment, for a call that may be timed."""
-        self._starts_to_mark -= 1
-        return self._session.clock.now()
 
     # -------------------------------------------------------------------------------------------- without a graph
 
@@ -214,16 +191,16 @@ class Engine:
         text = f"{change.text}. Each such change {costs}."
         if not change.outdates:
             text = f"{change.text}. Each new value {costs}; one that comes back has its graph."
-        if self.fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
-            self._variation.follow(self.replays + self.series.launches, self.captures)
+        if self._fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
+            self._variation.follow(self.replays + self._multi_step.launches, self.captures)
             self._variation.say(change.advice)
 
     def _layout(self, key: Key) -> Layout:
         """Return the layout of this key. Warn if there were too many of them."""
         full = len(self._layouts) == MAX_LAYOUTS and key not in self._layouts
-        if full and not self.fallback.has_warned("variation"):
+        if full and not self._fallback.has_warned("variation"):
             known = [(known, self._surroundings.call_settings) for known in self._layouts]
-            self.fallback.warn_once("variation", self._variation.text_of(known))
+            self._fallback.warn_once("variation", self._variation.text_of(known))
         return self._layouts.layout_of(key)
 
     def _agreed_stage(self, key: Key, layout: Layout) -> Cold | Warm | Refused:
@@ -233,23 +210,23 @@ class Engine:
         problem = (layout.problem if is_warm else "") or self._ranks.problem or self._note(key, layout)
         all_want, all_can = self._ranks.decide(is_warm, not problem, settled=False)
         if not layout.refusal and not all_can:
-            self.give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
+            self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
         return Refused(_NOT_AGREED) if not all_can or (is_warm and not all_want) else stage
 
     def _note(self, key: Key, layout: Layout) -> str:
         """Count a call that has no graph. Return why to give up capturing, "" if not. Only on_failure="raise" does."""
         if layout.refusal:
             return ""
-        self._variation.follow(self.replays + self.series.launches, self.captures)
+        self._variation.follow(self.replays + self._multi_step.launches, self.captures)
         kept = min(self._cache.limit, MAX_LAYOUTS)
         cause = self._variation.note(key, self._surroundings.call_settings, self.captures, kept)
         if cause is None:
             return ""
-        if self.fallback.raises:
+        if self._fallback.raises:
             return self._variation.text
         layout.count_under(f"{WARM_UP}: {cause.reason}")
         if not self._variation.is_said:
-            self.fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
+            self._fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
         return ""
 
     def _warm_up(self, key: Key, layout: Layout, cold: Cold, call: Call) -> Any:
@@ -260,11 +237,11 @@ class Engine:
         few = len(self._layouts) <= _EARLY_PREFLIGHTS
         left = self._session.warmup if key.outcomes is NEW else 3 if few else 2
         outputs = self._warm_up_call(layout, cold, call, preflight_left=left)
-        number = self.replays + sum(self.eager.values())
+        number = self.replays + sum(self._eager.counts.values())
         if news := layout.answer.take_news(f"call {number}"):
             self._told_since = self._told_since or number
             self._layouts.show_capture(key)
-            self.fallback.warn_once("answer", news)
+            self._fallback.warn_once("answer", news)
         self._draws.learn(key, layout)
         return outputs
 
@@ -278,7 +255,7 @@ class Engine:
             try:
                 captured = self._capture.capture(key, layout, leaves)
             except CaptureError as error:
-                self.give_up(layout, "capture failed", error)
+                self._give_up(layout, "capture failed", error)
                 captured = None
             if captured is None:
                 return _NOT_CAPTURED
@@ -290,61 +267,123 @@ class Engine:
             except InputMismatch:
                 undo.forget()  # it is this batch that does not fit
                 raise
-            failure = None if self.fallback.refused else self._capture.compare(key, layout)
+            failure = None if self._fallback.refused else self._capture.compare(key, layout)
             if failure is not None:
-                if self.fallback.raises:
-                    raise self.fallback.step_done_error(failure, outputs)
-                self.give_up(layout, "capture failed", failure)
+                if self._fallback.raises:
+                    raise self._fallback.step_done_error(failure, outputs)
+                self._give_up(layout, "capture failed", failure)
             undo.forget()
         return outputs
 
     def _say_behind(self) -> None:
         if self._session.optimizer.stays_behind:
-            self.fallback.say_behind(self._session.optimizer.why_behind)
+            self._fallback.say_behind(self._session.optimizer.why_behind)
 
-    def give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
+    def _give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
         """Make the calls of a layout eager. With its key, they may be done in parts instead."""
         optimizer, splitter = self._session.optimizer, self._session.splitter
         if optimizer.leave(problem=str(error)) or (key is not None and splitter.takes(key, layout)):
             return
-        if self.fallback.raises:
+        if self._fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
         if self._eager.stream is not None:
             torch.cuda.empty_cache()  # eager calls cannot use the segments that grew in the warm-up
         is_last = not (len(self._cache) or splitter.has_parts)
-        self.fallback.give_up(layout.refuse, reason, error, is_last=is_last)
+        self._fallback.give_up(layout.refuse, reason, error, is_last=is_last)
+
+    def refuse(self, layout: Layout, problem: str) -> None:
+        """Make the calls of a layout eager that were done in parts, because of this problem."""
+        self._give_up(layout, "cannot be captured", CaptureError(problem))
+
+    def warn_once(self, kind: str, message: str) -> None:
+        """Warn, unless there was a warning of this kind."""
+        self._fallback.warn_once(kind, message)
 
     def run(self, reason: str, fn: Callable[[], Any]) -> Any:
         """Return what `fn` returns, the caller's own; it is called eagerly, and counted under this reason."""
         return self._eager.run(reason, fn)
 
+    # ------------------------------------------------------------------------------------------ several calls at once
+
+    def settings_number(self) -> int | None:
+        """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
+        if self._fallback.refused or captures.recorded:
+            return None
+        if self._state.generation() is not self._surroundings.generation:
+            self._adapt()
+        return self._surroundings.number
+
+    def find(self, steps: Steps, windows: int, *, may_capture: bool) -> Captured | None:
+        """Return the graph of several calls, captured now if it must be, see `MultiStepGraphs.find`."""
+        return self._multi_step.find(steps, windows, may_capture=may_capture)
+
+    def launch(self, steps: Steps, windows: int, leaves: Sequence[Any]) -> Any:
+        """Do the calls by the graph that `find` has returned, see `MultiStepGraphs.launch`."""
+        return self._multi_step.launch(steps, windows, leaves, self._verified)
+
+    def decide_together(self, steps: Steps | None, windows: int) -> Together | None:
+        """Return what to do with several calls that every rank was given at once. To be called in each such call.
+
+        Args:
+            steps: the calls; None if they cannot be captured.
+            windows: how many windows they make.
+
+        Returns:
+            None to make the calls as if they had come one by one.
+        """
+        ranks, graphs = self._ranks, self._multi_step
+        if ranks.several and (not ranks.captured or graphs.given_up or captures.recorded):
+            return None
+        has = steps is not None and graphs.has(steps, windows)
+        ready = steps is not None and not has and graphs.is_ready(steps)
+        return ranks.decide_together(has, ready, settled=has or bool(self._fallback.refused))
+
     # ------------------------------------------------------------------------------------------ report and release
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured."""
+        return self._capture.captures + self._multi_step.captures
+
+    @property
+    def refusal(self) -> str:
+        """Why every call is eager from now on, in the words of a message; "" if some may be captured."""
+        return self._fallback.refused and (self._fallback.failure or self._fallback.refused)
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many calls were replayed so far, one by one or several at once, and how many there were."""
+        replayed = self.replays + self._multi_step.calls
+        return replayed, replayed + sum(self._eager.counts.values())
+
+    def kernel_tables(self) -> list[KernelTable] | None:
+        """Return the kernels of each graph so far. None without `annotate`."""
+        return None if self._session.names is None else list(self._session.names.tables)
 
     def report(self, skipped: int = 0) -> Report:
         """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""
         with self._turns.lock:
             saving = self._cache.saving()
-            self._variation.follow(self.replays + self.series.launches, self.captures)
+            self._variation.follow(self.replays + self._multi_step.launches, self.captures)
             return Report(
-                graphs=len(self._cache) + sum(len(family.graphs) for family in self._cache.families.values()),
+                graphs=len(self._cache) + sum(len(lengths.graphs) for lengths in self._cache.multi_step.values()),
                 captures=self.captures,
                 evictions=self._capture.evictions,
                 replays=self.replays,
-                eager={reason: count for reason, count in self.eager.items() if reason != IN_PARTS},
-                in_parts=self.eager[IN_PARTS],
+                eager={reason: count for reason, count in self._eager.counts.items() if reason != IN_PARTS},
+                in_parts=self._eager.counts[IN_PARTS],
                 **self._session.splitter.fields(),
                 bytes=self._cache.nbytes + self._session.splitter.nbytes,
                 input_bytes=self._cache.input_bytes,
-                per_graph=(*self._cache.reports(), *self.series.reports()),
+                per_graph=(*self._cache.reports(), *self._multi_step.reports()),
                 skipped=skipped,
-                failure=self.fallback.failure or self._variation.text or None,
+                failure=self._fallback.failure or self._variation.text or None,
                 eager_ms=saving.eager_ms,
                 replay_ms=saving.replay_ms,
                 saved_s=saving.seconds,
                 told_since=self._told_since,
-                launches=self.series.launches,
-                scanned=self.series.parts,
-                eager_optimizer=None if self.fallback.refused else self._session.optimizer.why_behind or None,
+                launches=self._multi_step.launches,
+                scanned=self._multi_step.windows,
+                eager_optimizer=None if self._fallback.refused else self._session.optimizer.why_behind or None,
                 emulated=self._session.options.graph == "emulate",
             )
 

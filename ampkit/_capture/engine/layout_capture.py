@@ -85,7 +85,7 @@ class LayoutCapture:
     def _within_budget(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
         """Capture again into a pool that fewer graphs share. Refuse this key if its graph alone is too large."""
         others = len(self._cache) - 1
-        if (others or self._cache.families) and not self._ranks.several:
+        if (others or self._cache.multi_step) and not self._ranks.several:
             limit, self._cache.limit = self._cache.limit, max(1, others)
             self.evictions += others  # their layouts stay warm, so that their next calls capture again
             self._cache.clear()

@@ -17,7 +17,6 @@ from ..._capture.graph.capture_query import captures
 from ..._capture.graph.timing import Clock, Durations, Shares
 from ..._capture.keys.key import Key
 from ..._capture.ranks.ranks import Ranks
-from ..._errors import CaptureError
 from ..._torch.tensors.modes import modes
 from ..._undo import Undo
 from ..training_step import Phase
@@ -129,10 +128,10 @@ class StepSplitter:
         if not split.refusal and not captures.recorded:
             outputs = split.call(engine, phase, args, kwargs)
             if words := split.first_words():
-                engine.fallback.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
+                engine.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
             if split.refusal:
                 self._why_not[split.refusal] = None
-                engine.give_up(layout, "cannot be captured", CaptureError(split.text(layout.problem)))
+                engine.refuse(layout, split.text(layout.problem))
             return outputs
         layout.refuse("cannot be captured")
         return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))

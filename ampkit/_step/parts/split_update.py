@@ -123,15 +123,15 @@ class CapturedUpdate:
     def is_settled(self) -> bool:
         """Whether it is captured, or will not be."""
         engine = self._engine
-        return self._step.steps_behind or (engine is not None and bool(engine.replays or engine.fallback.refused))
+        return self._step.steps_behind or (engine is not None and bool(engine.replays or engine.refusal))
 
     @property
     def why_eager(self) -> str:
         """Why it is not captured, as a clause; "" if it is, or may be."""
         if self._step.steps_behind:
             return "and the optimizer steps behind the graphs"
-        refused = self._engine is not None and self._engine.fallback.refused
-        return f"nor can {UPDATE}: {self._engine.fallback.failure}" if self._engine is not None and refused else ""
+        refusal = "" if self._engine is None else self._engine.refusal
+        return refusal and f"nor can {UPDATE}: {refusal}"
 
     @property
     def graphs(self) -> int:

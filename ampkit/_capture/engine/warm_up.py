@@ -58,8 +58,7 @@ class WarmUp:
         with Undo() as undo:
             undo.note(modes())
             noted = nullcontext() if cold.calls else layout.writes.noted(self._state)
-            watched = self._host_changes.watching(is_first=not cold.calls)
-            with self._segments(), noted, watched, self._session.ranks.reducers.watching() as why_not_averaged:
+            with self._segments(), noted, self._host_changes.watching(is_first=not cold.calls):
                 if not cold.checked and cold.calls_left <= preflight_left:
                     outputs = self._call_under_preflight(layout, cold, call)
                 elif cold.checked and not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
@@ -69,9 +68,8 @@ class WarmUp:
                     outputs = self._call(layout, cold, call)
                     layout.count_call(cold)
             undo.forget()
-        unaveraged = "" if layout.problem else why_not_averaged()  # which is said once
         unreadable = "" if layout.unreadable in layout.problem else layout.unreadable
-        problem = "\n".join(filter(None, (layout.problem, unaveraged, unreadable)))
+        problem = "\n".join(filter(None, (layout.problem, unreadable)))
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
         return outputs
 

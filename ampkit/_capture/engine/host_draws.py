@@ -44,25 +44,20 @@ class HostDraws:
         If the calls of the key draw nothing as far as is known, the key is returned as it is. The generator is put back
         to where it was. With several ranks, each of them must call it in the same calls.
         """
-        return self._joined(self._drawn(key)) if self._ranks.several else self._drawn(key)
-
-    def _joined(self, key: Key) -> Key:
-        """Return the key with what stands for the outcomes on all ranks, if all know what these lead to."""
-        joint = self._ranks.joint(None if key.outcomes is NEW else (key.outcomes,))
-        return key if joint is None or key.outcomes in (None, NEW) else key._replace(joint=joint)
-
-    def _drawn(self, key: Key) -> Key:
         tree = self._trees.get(key)
-        if tree is None:
+        if tree is not None:
+            self._calls += 1
+            self._before = torch.default_generator.get_state()
+            try:
+                outcomes = tree.draw()
+                self._after = torch.default_generator.get_state()
+            finally:
+                torch.default_generator.set_state(self._before)
+            key = key._replace(outcomes=NEW if outcomes is None else outcomes)
+        if not self._ranks.several:
             return key
-        self._calls += 1
-        self._before = torch.default_generator.get_state()
-        try:
-            outcomes = tree.draw()
-            self._after = torch.default_generator.get_state()
-        finally:
-            torch.default_generator.set_state(self._before)
-        return key._replace(outcomes=NEW if outcomes is None else outcomes)
+        of_all = self._ranks.outcome_of_all(None if key.outcomes is NEW else (key.outcomes,))
+        return key if of_all is None or key.outcomes in (None, NEW) else key._replace(ranks_outcome=of_all)
 
     def learn(self, key: Key, layout: Layout) -> None:
         """Take note of what an eager call of a layout has drawn, and have the layout be that of the outcomes.
@@ -74,7 +69,7 @@ class HostDraws:
             return
         if len(self._trees) == _MOST_KEYS:
             self._trees.clear()  # their layouts learn again
-        tree = self._trees.setdefault(key._replace(outcomes=None, joint=0), Tree())
+        tree = self._trees.setdefault(key._replace(outcomes=None, ranks_outcome=0), Tree())
         if not tree.add(path) or key.outcomes not in (None, NEW, path.outcomes):
             self._forget()
             return

@@ -57,7 +57,7 @@ class LayoutCapture:
         graph, inputs, flags = self._record(key, layout, leaves)
         self.captures += 1
         keep_apart(inputs, self._session.state, layout.writes.paths())
-        timing = layout.timing.of_another_graph() if key.joint else layout.timing
+        timing = layout.timing.of_another_graph() if key.ranks_outcome else layout.timing
         captured = self._cache.add(key, graph, inputs, pool_bytes, timing, layout.answer.sees_capture, flags)
         fits = self._ranks.agree(not self._cache.over_budget())
         return captured if fits else self._within_budget(key, layout, leaves)

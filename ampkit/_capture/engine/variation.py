@@ -166,7 +166,7 @@ class Variation:
         if key.phase is not None:
             yield from key.phase.parts()
         if key.outcomes is not None:
-            outcomes = key.outcomes, key.joint
+            outcomes = key.outcomes, key.ranks_outcome
             yield Part("outcomes", outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
         for name, value in call_settings.settings.named().items():
             advice = setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE)

@@ -13,7 +13,7 @@ from ..graph.graph import Graph
 from ..graph.kernel_names import NOT_NOTED, KernelNames, NotedKernels
 from ..graph.timing import Timing
 from ..keys.key import Key
-from ..preflight.draw_paths import Path
+from ..preflight.draw_paths import DrawPath
 from ..state.overlaps import Writes
 from .options import WARM_UP
 
@@ -92,7 +92,7 @@ class Layout:
         self.kernels: NotedKernels = NOT_NOTED
         self.writes: Writes = Writes()
         self.timing: Timing = Timing()
-        self._drawn: Path | None = None
+        self._drawn: DrawPath | None = None
         self._has_differed = False
 
     # ------------------------------------------------------------------------------------------------- the warm-up
@@ -115,11 +115,11 @@ class Layout:
         """Take note of why it cannot be told what a call has read, "" if it can."""
         self.unreadable = self.unreadable or why_unreadable
 
-    def note_draws(self, drawn: Path | None) -> None:
+    def note_draws(self, drawn: DrawPath | None) -> None:
         """Take note of what the call under the preflight has drawn on the host; None if it was nothing."""
         self._drawn = drawn
 
-    def take_draws(self) -> Path | None:
+    def take_draws(self) -> DrawPath | None:
         """Return what the call just made has drawn, if it was under the preflight."""
         drawn, self._drawn = self._drawn, None
         return drawn
@@ -230,11 +230,11 @@ class Layouts:
         return iter(self._by_key)
 
     def __contains__(self, key: Key) -> bool:
-        return key._replace(joint=0) in self._by_key
+        return key._replace(ranks_outcome=0) in self._by_key
 
     def layout_of(self, key: Key) -> Layout:
         """Return the layout of this key, a new one if there is none. The oldest is dropped if there are too many."""
-        key = key._replace(joint=0) if key.joint else key
+        key = key._replace(ranks_outcome=0) if key.ranks_outcome else key
         layout = self._by_key.get(key)
         if layout is None:
             if len(self._by_key) == MAX_LAYOUTS:

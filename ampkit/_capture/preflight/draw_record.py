@@ -19,7 +19,7 @@ from ..._torch.tensors.tensors import storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import SourceLocation, wraps_operations
-from .draw_paths import Like, Operation, Path, Read, Slot, Stretch, repeats
+from .draw_paths import DrawPath, Like, Operation, Read, Segment, Slot, repeats
 from .drawn_number import is_compared_at_once, told_of
 from .uncapturable import DRAW_ON_DEVICE, Problem
 
@@ -56,11 +56,11 @@ class DrawRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.path: Path | None = None
+        self.path: DrawPath | None = None
         self.refused: list[tuple[Problem, SourceLocation]] = []
         self._emulated = device.type == "cpu"
         self._thread = threading.get_ident()
-        self._stretches: list[Stretch] = []
+        self._segments: list[Segment] = []
         self._operations: list[Operation] = []  # since the last read
         self._count = 0  # of results of operations
         self._draws = 0
@@ -160,7 +160,7 @@ class DrawRecorder:
 
     def _learn(self, read: Read, value: Any, draws: frozenset[int]) -> None:
         """Record what the host learns of a number."""
-        self._stretches.append(Stretch(tuple(self._operations), read, read.outcome(value)))
+        self._segments.append(Segment(tuple(self._operations), read, read.outcome(value)))
         self._operations = []
         self._learned |= draws
 
@@ -274,7 +274,7 @@ class DrawRecorder:
 
     def end(self) -> None:
         """Take note that the call is over, in which nothing of it is alive but what it returns and what it keeps."""
-        path = Path((*self._stretches, Stretch(tuple(self._operations), None)))
+        path = DrawPath((*self._segments, Segment(tuple(self._operations), None)))
         if not (self._learned if self._emulated else self._draws):
             return
         self._used |= self._kept()

@@ -26,7 +26,7 @@ class Like(NamedTuple):
     dtype: torch.dtype
 
 
-class Operation(NamedTuple):
+class DrawOperation(NamedTuple):
     """An operation on the CPU.
 
     Attributes:
@@ -40,22 +40,22 @@ class Operation(NamedTuple):
     kwargs: tuple[tuple[str, Any], ...]
 
 
-class Read(NamedTuple):
+class NumberRead(NamedTuple):
     """The host reads a number.
 
     Attributes:
         slot: of which tensor.
-        of: returns what the host learns from the number.
+        learn: returns what the host learns from the number.
         by: its second argument, for a comparison with a number; None if it has one argument.
     """
 
     slot: Slot
-    of: Callable[..., Any]
+    learn: Callable[..., Any]
     by: Any = None
 
     def outcome(self, number: Any) -> Hashable:
         """Return what the host learns of this number."""
-        value = self.of(number) if self.by is None else self.of(number, self.by)
+        value = self.learn(number) if self.by is None else self.learn(number, self.by)
         assert isinstance(value, (bool, int))
         return value
 
@@ -69,8 +69,8 @@ class Segment(NamedTuple):
         outcome: what the host learned by that.
     """
 
-    operations: tuple[Operation, ...]
-    read: Read | None
+    operations: tuple[DrawOperation, ...]
+    read: NumberRead | None
     outcome: Hashable = None
 
 
@@ -137,7 +137,7 @@ class Tree:
         return None
 
 
-def _run(operation: Operation, results: Sequence[Tensor]) -> list[Tensor]:
+def _run(operation: DrawOperation, results: Sequence[Tensor]) -> list[Tensor]:
     args = [_filled(argument, results) for argument in operation.args]
     kwargs = {name: _filled(argument, results) for name, argument in operation.kwargs}
     result = operation.function(*args, **kwargs)

@@ -19,7 +19,7 @@ from ..._torch.tensors.tensors import storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import SourceLocation, wraps_operations
-from .draw_paths import DrawPath, Like, Operation, Read, Segment, Slot, repeats
+from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
 from .drawn_number import is_compared_at_once, told_of
 from .uncapturable import DRAW_ON_DEVICE, Problem
 
@@ -29,7 +29,7 @@ FindPlace = Callable[[], SourceLocation | None]
 _Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-class _Held(NamedTuple):
+class _HeldBack(NamedTuple):
     """A problem that is none if the host only compares what these draws have drawn."""
 
     draws: frozenset[int]
@@ -61,14 +61,14 @@ class DrawRecorder:
         self._emulated = device.type == "cpu"
         self._thread = threading.get_ident()
         self._segments: list[Segment] = []
-        self._operations: list[Operation] = []  # since the last read
+        self._operations: list[DrawOperation] = []  # since the last read
         self._count = 0  # of results of operations
         self._draws = 0
         self._slots: dict[_Geometry, int] = {}
         self._sources: dict[int, frozenset[int]] = {}  # which draws are in this memory, by its address
         self._alive: list[Tensor] = []  # so that no address is used again
-        self._constants: dict[int, tuple[weakref.ref[Tensor], Operation]] = {}  # tensors without a draw, by address
-        self._held: list[_Held] = []
+        self._constants: dict[int, tuple[weakref.ref[Tensor], DrawOperation]] = {}  # tensors without a draw, by address
+        self._held_back: list[_HeldBack] = []
         self._used: set[int] = set()  # draws whose numbers are used otherwise than in a comparison
         self._learned: set[int] = set()  # draws of which the host has learned something
         self._reads: Callable[..., Any] | None = None  # what the host makes of a number that it reads
@@ -120,7 +120,7 @@ class DrawRecorder:
         """Record an operation. If there are draws, they are in its results from now on."""
         given = tuple(map(self._argument, args))  # before the count goes up
         named = tuple((name, self._argument(value)) for name, value in kwargs.items())
-        self._operations.append(Operation(op, given, named))
+        self._operations.append(DrawOperation(op, given, named))
         for number, tensor in enumerate(results, self._count):
             if draws and (geometry := _geometry(tensor)) is not None:
                 self._slots[geometry] = number
@@ -129,7 +129,7 @@ class DrawRecorder:
         self._count += len(results)
 
     def _argument(self, value: Any) -> Any:
-        """Return an argument as `Operation` has it."""
+        """Return an argument as `DrawOperation` has it."""
         if isinstance(value, (list, tuple)):
             return tuple(map(self._argument, value))
         if not isinstance(value, Tensor):
@@ -155,10 +155,10 @@ class DrawRecorder:
             self._used |= draws
             return problems
         if of is not _later:
-            self._learn(Read(Slot(self._slots[geometry]), of), value, draws)
+            self._learn(NumberRead(Slot(self._slots[geometry]), of), value, draws)
         return self._hold(draws, problems, find_place)
 
-    def _learn(self, read: Read, value: Any, draws: frozenset[int]) -> None:
+    def _learn(self, read: NumberRead, value: Any, draws: frozenset[int]) -> None:
         """Record what the host learns of a number."""
         self._segments.append(Segment(tuple(self._operations), read, read.outcome(value)))
         self._operations = []
@@ -166,7 +166,7 @@ class DrawRecorder:
 
     def _hold(self, draws: frozenset[int], problems: list[Problem], find_place: FindPlace) -> list[Problem]:
         if problems and (place := find_place()) is not None:
-            self._held += (_Held(draws, problem, place) for problem in problems)
+            self._held_back += (_HeldBack(draws, problem, place) for problem in problems)
         return []
 
     def _note_constant(self, op: Any, args: Any, kwargs: Any, given: list[Tensor], results: list[Tensor]) -> None:
@@ -174,11 +174,11 @@ class DrawRecorder:
         one = len(results) == 1 and _geometry(results[0]) is not None
         if op is LIFT_FRESH and one:
             if results[0].numel() <= _MOST_CONSTANTS:
-                values = Operation(_made, (_values(results[0]), results[0].dtype, tuple(results[0].shape)), ())
+                values = DrawOperation(_made, (_values(results[0]), results[0].dtype, tuple(results[0].shape)), ())
                 self._constants[storage_address(results[0])] = weakref.ref(results[0]), values
         elif one and not given and _is_repeatable(op):
             named = tuple((name, self._argument(value)) for name, value in kwargs.items())
-            made = Operation(op, tuple(map(self._argument, args)), named)
+            made = DrawOperation(op, tuple(map(self._argument, args)), named)
             self._constants[storage_address(results[0])] = weakref.ref(results[0]), made
         elif not hasattr(op, "overloadpacket") or op_schema(op).is_mutable:
             self._changed(given)
@@ -189,7 +189,7 @@ class DrawRecorder:
             for tensor in given:
                 self._constants.pop(storage_address(tensor), None)
 
-    def _constant(self, tensor: Tensor) -> Operation | None:
+    def _constant(self, tensor: Tensor) -> DrawOperation | None:
         """Return what makes this tensor of numbers alone; None if that is not known."""
         reference, made = self._constants.get(storage_address(tensor), (None, None))
         return made if reference is not None and reference() is tensor else None
@@ -247,7 +247,7 @@ class DrawRecorder:
                 if by != by:  # with something else than a number
                     self._used |= draws
                 else:
-                    self._learn(Read(Slot(number), compare, by), value, draws)
+                    self._learn(NumberRead(Slot(number), compare, by), value, draws)
 
             return told_of(value, compared)
 
@@ -279,14 +279,14 @@ class DrawRecorder:
             return
         self._used |= self._kept()
         refused = self._used & self._learned if self._emulated else self._used
-        self.refused = [(_explained(held.problem), held.place) for held in self._held if held.draws & refused]
+        self.refused = [(_explained(held.problem), held.place) for held in self._held_back if held.draws & refused]
         if refused and not self.refused:
             self.refused = [(_explained(_HOST_DRAW), SourceLocation())]
         if not refused:
             if repeats(path, self._start, torch.default_generator.get_state()):
                 self.path = path
             else:
-                place = self._held[0].place if self._held else SourceLocation()
+                place = self._held_back[0].place if self._held_back else SourceLocation()
                 self.refused = [(_UNREPEATABLE, place)]
 
     def _kept(self) -> frozenset[int]:

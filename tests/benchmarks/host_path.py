@@ -155,7 +155,7 @@ def parts_of(setup: Setup) -> Part:
     key, _ = next(iter(engine._cache))
     spec, leaves = engine._reader.read(batch, {})
     watch, inputs, outputs = engine._watch, captured.inputs, captured._graph.replay()
-    look, number = watch._seen[0], engine._surroundings.number
+    look, number = watch._seen[0], engine._settings_history.number
 
     def objects() -> object:
         return gc.get_referents(*look._tables)

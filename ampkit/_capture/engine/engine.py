@@ -59,7 +59,7 @@ class Engine:
         self.turn: Turn = session.ranks.watched(Turn(self._turns, session.name))
         self._fallback = session.fallback
         self._cache, self._layouts = session.cache, session.layouts
-        self._surroundings = session.surroundings
+        self._settings_history = session.settings_history
         self._variation = Variation(session.device, session.warmup, session.one_argument)
         self._eager, self._draws = EagerCalls(session), HostDraws(session)
         self._warm_up_call = WarmUp(session, self._eager, self._draws)
@@ -85,11 +85,11 @@ class Engine:
         if self._fallback.refused or captures.recorded:
             changing = partial(may_change, self._state, None)
             return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves, changing)
-        if self._watch.present() is not self._surroundings.generation:
+        if self._watch.present() is not self._settings_history.generation:
             self._adapt()
-        captured = self._cache.get(spec, phase, self._surroundings.number)
+        captured = self._cache.get(spec, phase, self._settings_history.number)
         if captured is None or self._ranks.exchanges:
-            key = self._draws.decided(Key(spec, phase, self._surroundings.number))
+            key = self._draws.decided(Key(spec, phase, self._settings_history.number))
             captured = captured or self._cache.find(key)
         if captured is not None:
             if self._ranks.several:
@@ -177,7 +177,7 @@ class Engine:
             self.close()
         elif len(self._cache):
             self._say_behind()
-        change = self._surroundings.observe()
+        change = self._settings_history.observe()
         if change is not None and change.of_optimizer and self._session.optimizer.leave(change.reason):
             self._adapt()
             return
@@ -199,7 +199,7 @@ class Engine:
         """Return the layout of this key. Warn if there were too many of them."""
         full = len(self._layouts) == MAX_LAYOUTS and key not in self._layouts
         if full and not self._fallback.has_warned("variation"):
-            known = [(known, self._surroundings.call_settings) for known in self._layouts]
+            known = [(known, self._settings_history.call_settings) for known in self._layouts]
             self._fallback.warn_once("variation", self._variation.text_of(known))
         return self._layouts.layout_of(key)
 
@@ -219,7 +219,7 @@ class Engine:
             return ""
         self._variation.follow(self.replays + self._multi_step.launches, self.captures)
         kept = min(self._cache.limit, MAX_LAYOUTS)
-        cause = self._variation.note(key, self._surroundings.call_settings, self.captures, kept)
+        cause = self._variation.note(key, self._settings_history.call_settings, self.captures, kept)
         if cause is None:
             return ""
         if self._fallback.raises:
@@ -309,9 +309,9 @@ class Engine:
         """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
         if self._fallback.refused or captures.recorded:
             return None
-        if self._state.generation() is not self._surroundings.generation:
+        if self._state.generation() is not self._settings_history.generation:
             self._adapt()
-        return self._surroundings.number
+        return self._settings_history.number
 
     def find(self, steps: Steps, windows: int, *, may_capture: bool) -> Captured | None:
         """Return the graph of several calls, captured now if it must be, see `MultiStepGraphs.find`."""
@@ -398,7 +398,7 @@ class Engine:
         self._layouts.clear()
         self._session.splitter.close()
         self._draws.clear()
-        self._surroundings.forget()
+        self._settings_history.forget()
         self._variation.restart()
 
 

@@ -13,8 +13,8 @@ from ..graph.graph import capture_stream
 from ..graph.kernel_names import KernelNames
 from ..graph.timing import Clock
 from ..ranks.ranks import Ranks
+from ..state.settings_history import SettingsHistory
 from ..state.state import TrainingState
-from ..state.surroundings import Surroundings
 from .fallback import UNMOVED, Fallback, MovableOptimizer
 from .layouts import NEVER, Layouts, Splitter
 from .options import WARM_UP, Options
@@ -104,9 +104,9 @@ class Session:
         )
 
     @functools.cached_property
-    def surroundings(self) -> Surroundings:
+    def settings_history(self) -> SettingsHistory:
         """What a key has of the settings of a call."""
-        return Surroundings(self.state)
+        return SettingsHistory(self.state)
 
     @functools.cached_property
     def fallback(self) -> Fallback:

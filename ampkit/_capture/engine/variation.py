@@ -14,8 +14,8 @@ from ..host.contents import are_same
 from ..host.variables import VariableValues
 from ..keys.inputs import Constant, TensorSpec, paths
 from ..keys.key import Key, Part
+from ..state.settings_history import CallSettings, memory_advice, setting_advice
 from ..state.state import GRADIENTS, HOST_TENSORS, MODES
-from ..state.surroundings import CallSettings, memory_advice, setting_advice
 
 
 class Cause(NamedTuple):

@@ -151,12 +151,12 @@ class WarmUp:
         """Compare what the call just made has read with what it is in the next calls."""
         layout.note_reads(self._state.variables.take_problem())
         self._undeclared.take_without_tensors(self._state.variables.modules())
-        self._session.surroundings.take_values()
+        self._session.settings_history.take_values()
 
     def _with_undeclared(self, problem: str) -> str:
         """Return a problem, with what the user must declare. Take what need not be declared into the state."""
         if self._undeclared.adopt():
-            self._session.surroundings.accept()
+            self._session.settings_history.accept()
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
 
 

@@ -287,7 +287,7 @@ def lines(part: Part, times: dict[int, Times], depth: int) -> Iterator[str]:
 def calls_of(call: Callable[[], object]) -> str:
     """Return how many functions a call calls: those written in Python, and those written in C."""
     counted: collections.Counter[str] = collections.Counter()
-    calls = 64  # twice as many as `Outputs` allocates rows for
+    calls = 64  # twice as many as `GraphOutputs` allocates rows for
 
     def count(frame: object, event: str, arg: object) -> None:
         counted[event] += 1

@@ -23,7 +23,7 @@ from .session import Session
 _R = TypeVar("_R")
 
 
-class Call(NamedTuple):
+class EagerCall(NamedTuple):
     """A call for which there is no graph.
 
     Attributes:

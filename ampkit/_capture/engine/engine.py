@@ -21,7 +21,7 @@ from ..keys.key import Key
 from ..ranks.ranks import Together
 from ..state.bound import why_not_scripted
 from ..state.overlaps import may_change
-from .eager_call import Call, EagerCalls, call_aligned
+from .eager_call import EagerCall, EagerCalls, call_aligned
 from .host_draws import NEW, HostDraws
 from .layout_capture import LayoutCapture
 from .layouts import IN_PARTS, MAX_LAYOUTS, Cold, Layout, Refused, Warm
@@ -114,7 +114,7 @@ class Engine:
         layout = self._layout(key)
         stage = self._agreed_stage(key, layout)
         if isinstance(stage, Cold):
-            return self._warm_up(key, layout, stage, Call(key.phase, args, kwargs, leaves, start))
+            return self._warm_up(key, layout, stage, EagerCall(key.phase, args, kwargs, leaves, start))
         if isinstance(stage, Warm):
             outputs = self._capture_and_replay(key, layout, leaves)
             if outputs is not _NOT_CAPTURED:
@@ -229,7 +229,7 @@ class Engine:
             self._fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
         return ""
 
-    def _warm_up(self, key: Key, layout: Layout, cold: Cold, call: Call) -> Any:
+    def _warm_up(self, key: Key, layout: Layout, cold: Cold, call: EagerCall) -> Any:
         if call.start is not None and self._ranks.several:
             call = call._replace(start=self._session.clock.now())  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED

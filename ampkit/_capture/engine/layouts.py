@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..compare.rehearsal import Rehearsal
-from ..graph.cache import Outputs
+from ..graph.cache import GraphOutputs
 from ..graph.capture_query import Answer
 from ..graph.graph import Graph
 from ..graph.kernel_names import NOT_NOTED, KernelNames, NotedKernels
@@ -219,9 +219,9 @@ class Layouts:
         self._see_capture: set[int] = set()  # hashes of the inputs of `show_capture`
         self._seen: set[int] = set()  # hashes of inputs; the inputs themselves would keep objects of the user's alive
 
-    def make_outputs(self, tree: Any) -> Outputs:
+    def make_outputs(self, tree: Any) -> GraphOutputs:
         """Return what each replay gives the caller, with no kernel of its own if kernels are to have names."""
-        return Outputs(tree, gathers=self.names is None)
+        return GraphOutputs(tree, gathers=self.names is None)
 
     def __len__(self) -> int:
         return len(self._by_key)

@@ -20,7 +20,7 @@ from ..preflight.host_changes import HostChanges
 from ..preflight.preflight import Preflight, describe
 from ..preflight.undeclared import Undeclared
 from ..state.snapshot import Snapshot
-from .eager_call import Call, EagerCalls
+from .eager_call import EagerCall, EagerCalls
 from .host_draws import HostDraws
 from .layouts import Cold, Layout
 from .session import Session
@@ -45,7 +45,7 @@ class WarmUp:
         # In these, the allocator can give back later what a call frees.
         self._segments = growing_segments if session.on_cuda else nullcontext
 
-    def __call__(self, layout: Layout, cold: Cold, call: Call, *, preflight_left: int) -> Any:
+    def __call__(self, layout: Layout, cold: Cold, call: EagerCall, *, preflight_left: int) -> Any:
         """Do the next call of this layout.
 
         Args:
@@ -73,14 +73,14 @@ class WarmUp:
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
         return outputs
 
-    def _call(self, layout: Layout, cold: Cold, call: Call) -> Any:
+    def _call(self, layout: Layout, cold: Cold, call: EagerCall) -> Any:
         fn = seeing_capture(self._session.fn, layout.answer.sees_capture)
         outputs = self._eager.run(layout.reason, lambda: call.to(fn))
         if call.start is not None and cold.calls >= self._session.untimed and layout.timing.eager.wanted:
             layout.timing.eager.add(call.start, self._session.clock.now())
         return outputs
 
-    def _rehearse(self, layout: Layout, call: Call) -> Any:
+    def _rehearse(self, layout: Layout, call: EagerCall) -> Any:
         def rehearsal() -> Any:
             with layout.rehearsing(), answering(layout.answer.sees_capture):  # as a capture answers
                 return call.to(self._session.captured)
@@ -91,7 +91,7 @@ class WarmUp:
         self._compare_what_was_read(layout)
         return outputs
 
-    def _call_under_preflight(self, layout: Layout, cold: Cold, call: Call) -> Any:
+    def _call_under_preflight(self, layout: Layout, cold: Cold, call: EagerCall) -> Any:
         """Call under the preflight. If it tries the other answer, and that does not help either, the call is undone.
 
         Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.

@@ -53,7 +53,7 @@ class Captured:
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
         """
         self.inputs.copy_(leaves)
-        outputs: Outputs = self._graph.replay()
+        outputs: GraphOutputs = self._graph.replay()
         if self.inputs.any_changed:
             self.inputs.copy_back(leaves)
         if self._set_flags is not None:
@@ -96,7 +96,7 @@ class GraphLengths:
             self.graphs.popitem()[1].reset()
 
 
-class Outputs:
+class GraphOutputs:
     """What a captured function returned, from which each replay gives the caller tensors of his own.
 
     The numbers among the outputs (loss, norm, whether the step was skipped) are gathered in one block of bytes, by one
@@ -203,7 +203,7 @@ class Rebuilt:
     def __init__(self, tree: Any) -> None:
         self.tensors: list[Tensor] = []
         self._constants: list[Any] = []
-        containers: list[tuple[Callable[[Sequence[Any]], Any], list[_Place]]] = []
+        containers: list[tuple[Callable[[Sequence[Any]], Any], list[_TreePlace]]] = []
         self._find(tree, containers)
         begin = {_TENSOR: 0, _CONSTANT: len(self.tensors), _CONTAINER: len(self.tensors) + len(self._constants)}
         # How each container is made of what comes before it: tensors, constants, containers inside of it.
@@ -226,20 +226,20 @@ class Rebuilt:
             made.append(map(make, zip(*inside, strict=False) if inside else repeat(())))
         return made[-1]
 
-    def _find(self, node: Any, containers: list[Any]) -> "_Place":
+    def _find(self, node: Any, containers: list[Any]) -> "_TreePlace":
         """Note what a node has in it, and return where it will be."""
         if isinstance(node, Tensor):
             self.tensors.append(node)
-            return _Place(_TENSOR, len(self.tensors) - 1)
+            return _TreePlace(_TENSOR, len(self.tensors) - 1)
         make, children = (None, ()) if _is_constant(node) else _parts(node)
         if make is None:
             self._constants.append(node)
-            return _Place(_CONSTANT, len(self._constants) - 1)
+            return _TreePlace(_CONSTANT, len(self._constants) - 1)
         containers.append((make, [self._find(child, containers) for child in children]))
-        return _Place(_CONTAINER, len(containers) - 1)
+        return _TreePlace(_CONTAINER, len(containers) - 1)
 
 
-class _Place(NamedTuple):
+class _TreePlace(NamedTuple):
     kind: str
     number: int
 

@@ -19,7 +19,7 @@ from ..schedule import Schedule
 from ..training_step import PartOfStep, StepOutput, TrainingStep
 from ..window import Window
 from .slices import Slices, micro_batches
-from .stack import SCAN, Outputs, Stack, concatenated, stacked
+from .stack import SCAN, Stack, StackedOutputs, concatenated, stacked
 
 Rates = Sequence[Any]  # by param group
 
@@ -42,7 +42,7 @@ class Windows:
         self._table = table
         self._size = size
 
-    def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+    def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StackedOutputs:
         """Do this many windows."""
         leaves, tree = flatten(args, kwargs)
         done: list[PartOfStep] = []
@@ -98,7 +98,7 @@ class Scan:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the calls of a stack; return their outputs, stacked."""
         stack = Stack(args, kwargs, self._step.device, SCAN, self._buckets)
-        pieces: list[Outputs] = []
+        pieces: list[StackedOutputs] = []
         singles: list[StepOutput] = []  # behind these
         done, self._warming = 0, False
         while done < stack.count:
@@ -118,7 +118,7 @@ class Scan:
 
     # ------------------------------------------------------------------------------------------------ several at once
 
-    def _launched(self, stack: Stack, start: int) -> Outputs | None:
+    def _launched(self, stack: Stack, start: int) -> StackedOutputs | None:
         """Do windows from this call on by one launch. Return None, and do nothing, if there is no graph for them."""
         windows = min(self._lengths[-1], (stack.count - start) // self._size)
         if not self._may_launch or self._window.count or windows not in self._lengths:
@@ -152,7 +152,7 @@ class Scan:
             return self._with_rates(rates, entries, stack, start)
         failure: StepDoneError | None = None
         try:
-            out: Outputs = self._engine.launch(steps, windows, leaves)
+            out: StackedOutputs = self._engine.launch(steps, windows, leaves)
         except StepDoneError as error:
             out, failure = error.outputs, error
         self._window.launched(None if out.grad_norms is None else out.grad_norms[-1], windows)
@@ -194,7 +194,9 @@ class Scan:
         table.write()
         return rates
 
-    def _with_rates(self, rates: list[Rates], entries: list[dict[str, Any]], stack: Stack, start: int) -> Outputs:
+    def _with_rates(
+        self, rates: list[Rates], entries: list[dict[str, Any]], stack: Stack, start: int
+    ) -> StackedOutputs:
         """Do windows one by one that the scheduler was stepped ahead of, with these rates and other entries."""
         outs = []
         groups = self._groups.param_groups

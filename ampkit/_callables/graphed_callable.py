@@ -3,7 +3,6 @@
 import copy
 import functools
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -25,13 +24,14 @@ from .._torch.tensors.modes import modes
 from .._torch.tensors.modules import GLOBAL_HOOKS, has_legacy_backward_hooks, hook_tables
 from .._torch.tensors.tree import TreeSpec
 from .._undo import Undo, call
-from .._user_line import users_level
+from .._user_line import WarnOnce
 from .arguments import LEGACY_HOOK, check_options, device_of, parse
 from .autograd_node import PENDING, GraphedPasses
 from .input_leaves import Wants, detached, places_of, static_inputs, wanted_by
 from .passes import Passes, UnusedError, undone
 from .shared_memory import SharedMemory, shared_memory_of
 
+_NAME = "make_graphed_callables"
 _MAX_CAPTURES = 32  # per callable; otherwise an input with a new shape or constant in each call is always captured
 
 
@@ -118,7 +118,7 @@ def make_graphed_callables(
         warmup, blocker = max(2, num_warmup_iters), _why_never_captured(function, device, graph)
         made.append(GraphedCallable(function, shared, warmup, allow_unused_input, blocker, capturing))
     for reason in dict.fromkeys(each.blocker for each in made if each.blocker and graph != "off"):
-        _warn(f"{reason} Calls are eager; graph='off' makes them eager without a warning.")
+        WarnOnce(_NAME, CaptureWarning)(f"{reason} Calls are eager; graph='off' makes them eager without a warning.")
     for each, sample in zip(made, samples, strict=True):
         each.prepare(*sample)
     results = tuple([each.install() for each in made])
@@ -157,7 +157,7 @@ class GraphedCallable:
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[int] = []
         self._graphs: dict[_GraphKey, GraphedPasses | None] = {}
-        self._warned: set[str] = set()
+        self._warn = WarnOnce(_NAME, CaptureWarning)
         self._attempts = 0
         self._capturing_thread: int | None = None
         self.captures = 0
@@ -360,11 +360,6 @@ class GraphedCallable:
                 )
         return GraphedPasses(self._shared, passes, *graphs)
 
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            _warn(message)
-
 
 def _tensors_of(generation: Generation) -> tuple[Any, ...]:
     return generation.walk, generation.addresses, generation.layouts
@@ -416,7 +411,3 @@ def _why_never_captured(function: Any, device: torch.device, graph: str) -> str:
     if cudagraphs_of_its_own(function):
         return "it is compiled with CUDA graphs of its own. Compile in the default mode, torch.compile(module)."
     return ""
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"make_graphed_callables: {message}", CaptureWarning, stacklevel=users_level())

@@ -1,11 +1,10 @@
 """What follows where something cannot be captured: one warning and eager calls from then on, or an error."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..._errors import CaptureError, CaptureWarning
-from ..._user_line import users_level
+from ..._user_line import WarnOnce
 from .options import Options
 
 _GOES_ON = "Training goes on eagerly"
@@ -79,7 +78,7 @@ class Fallback:
         self.raises: bool = options.on_failure == "raise"
         self.refused: str = "graph='off'" if options.graph == "off" else ""
         self.failure: str | None = None
-        self._warned: set[str] = set()
+        self._warn = WarnOnce(name, CaptureWarning)
 
     def error(self, reason: object) -> CaptureError:
         """Return the error that gives this reason."""
@@ -127,15 +126,8 @@ class Fallback:
 
     def has_warned(self, kind: str) -> bool:
         """Return whether there was a warning of this kind."""
-        return kind in self._warned
+        return kind in self._warn
 
     def warn_once(self, kind: str, message: str) -> bool:
         """Warn unless there was a warning of this kind; return whether there was none."""
-        if kind in self._warned:
-            return False
-        self._warned.add(kind)
-        self._warn(message)
-        return True
-
-    def _warn(self, message: str) -> None:
-        warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())
+        return self._warn(message, kind)

@@ -4,7 +4,6 @@ import itertools
 import operator
 import sys
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,7 +22,7 @@ from ..._optimizer.step_kind import why_not_capturable
 from ..._text import ProgressBar, dtype_name
 from ..._torch.compile import Compiler, GraphBreak, notice_compiled_code
 from ..._torch.tensors.tensors import versions
-from ..._user_line import innermost_users_line, users_level
+from ..._user_line import WarnOnce, innermost_users_line
 from ..training_step import PartOfStep, Phase, TrainingStep
 from ..working_weights import LOW, WorkingWeights, cast_gradients
 from .compiled_ddp import compiled_around, is_of_wrapper
@@ -100,7 +99,7 @@ class CompiledTrainingStep(TrainingStep):
         self._constant: set[int] = set()  # ids of the parameters that the last call without compiled code left alone
         self._layout: CompiledLayout | None = None  # of the call that runs; None for a call that is not compiled
         self._leaves: list[Any] = []  # of the batch of the call that runs
-        self._said: set[str] = set()
+        self._warn = WarnOnce(self._where, AmpkitWarning)
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
@@ -375,11 +374,6 @@ class CompiledTrainingStep(TrainingStep):
         """Say on a terminal how long a compilation took."""
         if sys.stderr.isatty():
             print(f"{self._where}: {part} compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
-
-    def _warn(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            warnings.warn(f"{self._where}: {text}", AmpkitWarning, stacklevel=users_level())
 
 
 class CompiledLayout:

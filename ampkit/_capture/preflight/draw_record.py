@@ -104,11 +104,21 @@ class DrawRecorder:
             source = frozenset((self._draws,))
             self._draws += 1
             self._note(op, args, kwargs, results, drawn | source if known else frozenset())
-            return self._hold(source, problems, find_place)
+            return self._hold_back(source, problems, find_place)
         if op is READ and drawn:
-            return self._read(given[0], result, drawn, problems, find_place)
+            tensor = given[0]
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            of, geometry = _itself if whole else self._reads, _geometry(tensor)
+            if of is None or geometry not in self._slots:
+                self._used |= drawn
+                return problems
+            if of is not _later:
+                self._learn(NumberRead(Slot(self._slots[geometry]), of), result, drawn)
+            return self._hold_back(drawn, problems, find_place)
         if drawn:
-            if self._stays(op, given, result, results):
+            # A result that stays on the host: made of draws and numbers alone, by what can be repeated.
+            made = isinstance(result, Tensor) or (isinstance(result, (list, tuple)) and len(result) == len(results))
+            if made and _is_repeatable(op) and all(map(self._is_known, given)) and all(map(_is_on_host, results)):
                 self._note(op, args, kwargs, results, drawn)
             else:
                 self._used |= drawn
@@ -145,26 +155,13 @@ class DrawRecorder:
         self._count += 1
         return Slot(self._count - 1)
 
-    def _read(
-        self, tensor: Tensor, value: Any, draws: frozenset[int], problems: list[Problem], find_place: FindPlace
-    ) -> list[Problem]:
-        """Record that the host reads a number."""
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        of, geometry = _itself if whole else self._reads, _geometry(tensor)
-        if of is None or geometry not in self._slots:
-            self._used |= draws
-            return problems
-        if of is not _later:
-            self._learn(NumberRead(Slot(self._slots[geometry]), of), value, draws)
-        return self._hold(draws, problems, find_place)
-
     def _learn(self, read: NumberRead, value: Any, draws: frozenset[int]) -> None:
         """Record what the host learns of a number."""
         self._segments.append(Segment(tuple(self._operations), read, read.outcome(value)))
         self._operations = []
         self._learned |= draws
 
-    def _hold(self, draws: frozenset[int], problems: list[Problem], find_place: FindPlace) -> list[Problem]:
+    def _hold_back(self, draws: frozenset[int], problems: list[Problem], find_place: FindPlace) -> list[Problem]:
         if problems and (place := find_place()) is not None:
             self._held_back += (_HeldBack(draws, problem, place) for problem in problems)
         return []
@@ -174,8 +171,10 @@ class DrawRecorder:
         one = len(results) == 1 and _geometry(results[0]) is not None
         if op is LIFT_FRESH and one:
             if results[0].numel() <= _MOST_CONSTANTS:
-                values = DrawOperation(_made, (_values(results[0]), results[0].dtype, tuple(results[0].shape)), ())
-                self._constants[storage_address(results[0])] = weakref.ref(results[0]), values
+                with without_torch_function():
+                    values = tuple(_to_list(results[0].detach().reshape(-1)))
+                made = DrawOperation(_made, (values, results[0].dtype, tuple(results[0].shape)), ())
+                self._constants[storage_address(results[0])] = weakref.ref(results[0]), made
         elif one and not given and _is_repeatable(op):
             named = tuple((name, self._argument(value)) for name, value in kwargs.items())
             made = DrawOperation(op, tuple(map(self._argument, args)), named)
@@ -205,11 +204,6 @@ class DrawRecorder:
     def _is_known(self, tensor: Tensor) -> bool:
         """Return whether a tensor is made of draws and numbers alone."""
         return _geometry(tensor) in self._slots or self._constant(tensor) is not None
-
-    def _stays(self, op: Any, given: list[Tensor], result: Any, results: list[Tensor]) -> bool:
-        """Return whether an operation makes tensors on the CPU of draws and numbers alone, and can be repeated."""
-        made = isinstance(result, Tensor) or (isinstance(result, (list, tuple)) and len(result) == len(results))
-        return made and _is_repeatable(op) and all(map(self._is_known, given)) and all(map(_is_on_host, results))
 
     def _using(self, original: Callable[..., Any], place: int) -> Callable[..., Any]:
         """Return a function that takes note of draws in an argument. They are read where no mode sees it."""
@@ -277,7 +271,14 @@ class DrawRecorder:
         path = DrawPath((*self._segments, Segment(tuple(self._operations), None)))
         if not (self._learned if self._emulated else self._draws):
             return
-        self._used |= self._kept()
+        # What the step returns or keeps.
+        wanted = [tensor for tensor in self._alive if not self._emulated or self._draws_in(tensor) & self._learned]
+        memory = [(StorageWeakRef(tensor.untyped_storage()), self._draws_in(tensor)) for tensor in wanted]
+        wanted.clear()
+        self._alive.clear()
+        if not all(reference.expired() for reference, _ in memory):
+            gc.collect()
+        self._used |= set[int]().union(*(draws for reference, draws in memory if not reference.expired()))
         refused = self._used & self._learned if self._emulated else self._used
         self.refused = [(_explained(held.problem), held.place) for held in self._held_back if held.draws & refused]
         if refused and not self.refused:
@@ -288,16 +289,6 @@ class DrawRecorder:
             else:
                 place = self._held_back[0].place if self._held_back else SourceLocation()
                 self.refused = [(_UNREPEATABLE, place)]
-
-    def _kept(self) -> frozenset[int]:
-        """Return the draws in memory that the step returns or keeps."""
-        wanted = [tensor for tensor in self._alive if not self._emulated or self._draws_in(tensor) & self._learned]
-        memory = [(StorageWeakRef(tensor.untyped_storage()), self._draws_in(tensor)) for tensor in wanted]
-        wanted.clear()
-        self._alive.clear()
-        if not all(reference.expired() for reference, _ in memory):
-            gc.collect()
-        return frozenset[int]().union(*(draws for reference, draws in memory if not reference.expired()))
 
 
 _HOST_DRAW = Problem("draws random numbers on the host, which a graph would freeze", DRAW_ON_DEVICE, graph_only=True)
@@ -342,11 +333,6 @@ def _geometry(tensor: Tensor) -> _Geometry | None:
 
 
 _to_list = Tensor.tolist  # the recorder replaces it
-
-
-def _values(tensor: Tensor) -> tuple[Any, ...]:
-    with without_torch_function():
-        return tuple(_to_list(tensor.detach().reshape(-1)))
 
 
 def _made(values: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -12,8 +12,8 @@ from ..._torch.tensors.tree import TreeSpec
 from ..host.constants import are_same
 from ..keys.inputs import Constant, TensorSpec, paths
 from ..keys.key import Key, Part
+from ..state.settings_history import CallSettings, memory_advice, setting_advice
 from ..state.state import ATTRIBUTES, GRADIENTS, HOST_TENSORS, MODES, READS, VARIABLES
-from ..state.surroundings import CallSettings, memory_advice, setting_advice
 
 
 class Cause(NamedTuple):
@@ -164,7 +164,7 @@ class Variation:
         if key.phase is not None:
             yield from key.phase.parts()
         if key.outcomes is not None:
-            outcomes = key.outcomes, key.joint
+            outcomes = key.outcomes, key.ranks_outcome
             yield Part("outcomes", outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
         for name, value in call_settings.settings.named().items():
             if name == READS:

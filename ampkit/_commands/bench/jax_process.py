@@ -28,7 +28,7 @@ class JaxError(UsageError):
     """The case cannot be trained in JAX, or the process that did so has failed."""
 
 
-class Measured(NamedTuple):
+class JaxFigures(NamedTuple):
     """What a process measured.
 
     Attributes:
@@ -61,7 +61,7 @@ def measure_jax(
     schedule: int,
     max_norm: float,
     steps_per_call: int,
-) -> Measured:
+) -> JaxFigures:
     """Train the case in JAX and measure that.
 
     Args:
@@ -95,7 +95,7 @@ def measure_jax(
         _run(folder, device)
         result = json.loads(Path(folder, jax_worker.RESULT).read_text())
     losses, ms, setup_s, peak_mib = [result.pop(name) for name in ("losses", "ms", "setup_s", "peak_mib")]
-    return Measured(losses, ms, setup_s, peak_mib, versions=result)
+    return JaxFigures(losses, ms, setup_s, peak_mib, versions=result)
 
 
 def _options(case: Case, policy: Policy) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .cases import Case
 from .process import clean_up
 from .report import Row, error_text
-from .session import Plan, Session
+from .session import Plan, TimedLoop
 from .variants import Setting, torch_amp
 
 # By how much a loss may differ from the expected one, as a share of the fall (largest minus smallest loss), for each
@@ -134,9 +134,9 @@ class Expectations:
         # float32 may run as TF32, whose mantissa is as long as that of float16.
         return torch.float16 if compute == torch.float32 and self._setting.device.type == "cuda" else compute
 
-    def _session(self, whole: bool) -> Session:
+    def _session(self, whole: bool) -> TimedLoop:
         batches = self._case.batches
-        return Session(batches if whole else [batches[0]] * len(batches), self._setting.device, self._plan)
+        return TimedLoop(batches if whole else [batches[0]] * len(batches), self._setting.device, self._plan)
 
 
 def nudge(model: nn.Module, dtype: torch.dtype, seed: int) -> nn.Module:

@@ -11,12 +11,12 @@ import torch
 
 from ..._text import ProgressBar
 from .cases import Case, CaseError, ready
-from .jax_process import Measured, has_jax
+from .jax_process import JaxFigures, has_jax
 from .losses import TOLERANCE, Expectations, Expected
 from .process import Caches, clean_up, fast_kernels, little_garbage, pay_one_time_costs
 from .profile import host_time, profile
 from .report import OUT_OF_MEMORY, Figures, Result, Row, error_text, is_out_of_memory
-from .session import Plan, Session
+from .session import Plan, TimedLoop
 from .variants import VARIANTS, Setting, Variant, has_lightning
 
 
@@ -240,7 +240,7 @@ def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: Expect
 
 def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:
     known = expected.of(variant.whole)  # before the variant is built, since this may train and frees all memory
-    session = Session(case.batches, setting.device, plan, variant.together)
+    session = TimedLoop(case.batches, setting.device, plan, variant.together)
     if variant.measure is not None:
         _fill(row, variant.measure(case, setting, plan), session, known)
         return ""
@@ -259,7 +259,7 @@ def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Pla
     return ""
 
 
-def _fill(row: Row, measured: Measured, session: Session, known: Expected | None) -> None:
+def _fill(row: Row, measured: JaxFigures, session: TimedLoop, known: Expected | None) -> None:
     """Fill in the row with what another process measured."""
     row.ms, row.fastest, row.slowest = statistics.median(measured.ms), min(measured.ms), max(measured.ms)
     row.setup_s, row.peak_mib, row.report = measured.setup_s, measured.peak_mib, {**measured.versions}

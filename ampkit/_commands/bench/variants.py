@@ -19,7 +19,7 @@ from ..._optimizer.scaler import GradScaler
 from ..._precision.policy import Policy
 from ..._step.graphed_step import graphed_step
 from .cases import Batch, Case
-from .jax_process import Measured, measure_jax
+from .jax_process import JaxFigures, measure_jax
 from .session import Plan
 
 MAX_NORM = 1.0
@@ -86,7 +86,7 @@ class Variant:
     compiles: bool = False
     on_cpu: str = ""
     together: int = 1
-    measure: Callable[[Case, Setting, Plan], Measured] | None = None
+    measure: Callable[[Case, Setting, Plan], JaxFigures] | None = None
 
     def label_on(self, device: torch.device) -> str:
         """Return its name in tables of this device."""
@@ -349,7 +349,7 @@ def lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------------ JAX
 
 
-def _in_jax(case: Case, setting: Setting, plan: Plan, steps_per_call: int = 0) -> Measured:
+def _in_jax(case: Case, setting: Setting, plan: Plan, steps_per_call: int = 0) -> JaxFigures:
     return measure_jax(
         case,
         plan,

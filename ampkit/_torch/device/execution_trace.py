@@ -65,7 +65,7 @@ class ExecutionTrace:
     def __init__(self) -> None:
         self.begun = False
         self.text = ""
-        self._observer: _Observer | None = None
+        self._observer: _OperationObserver | None = None
         self._alone = _is_only_thread()
         self._ends = iter((_disable_trace,))
 
@@ -103,7 +103,7 @@ class ExecutionTrace:
         _one_trace.pop("trace", None)
 
 
-class _Observer:
+class _OperationObserver:
     """torch's observer, which is registered once and then enabled for each trace.
 
     torch 2.11 crashes if another thread is within a function of an observer that is removed, and also if an operation
@@ -158,17 +158,17 @@ class _Observer:
 
 
 _one_trace: dict[str, ExecutionTrace] = {}  # at most one; `setdefault` is one step for all threads
-_registered: list[_Observer] = []  # at most one
+_registered: list[_OperationObserver] = []  # at most one
 _FILLER = "ampkit: end of a trace" + 8192 * "."
 
 
-def _observer() -> _Observer | None:
+def _observer() -> _OperationObserver | None:
     """Return torch's observer if it is ampkit's, registered now if there is none; None if it is the user's."""
     if _registered and _registered[0].is_registered():
         if _registered[0].process == os.getpid():
             return _registered[0]
         _registered[0].remove()  # the copy that a fork has made, which writes to the same file
-    _registered[:] = [_Observer()]  # first, so that an interrupt finds it
+    _registered[:] = [_OperationObserver()]  # first, so that an interrupt finds it
     _registered[0].register()
     return _registered[0] if _registered[0].is_registered() else None
 

@@ -39,7 +39,7 @@ class Change(NamedTuple):
     of_optimizer: bool = False
 
 
-class Surroundings:
+class SettingsHistory:
     """Compares the settings, and the memory of the state, with those of the call before.
 
     Args:

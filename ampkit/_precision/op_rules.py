@@ -172,7 +172,16 @@ class _OpRulesMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, on cast inputs if it has a rule."""
-        found = self._find(func)
+        found = None
+        if isinstance(func, FunctionType):
+            # From torch 2.13 on, torch.compile does not find the function of an operator in the table, because it
+            # computes another hash for it. An example is `1 - x`, which is Tensor.__rsub__.
+            for function, its_rule in self.in_python:
+                if func is function:
+                    found = its_rule
+                    break
+        else:
+            found = self.table.get(func)
         kwargs = kwargs or {}
         if found is None:
             return func(*args, **kwargs)
@@ -192,16 +201,6 @@ class _OpRulesMode(TorchFunctionMode):
         # Autocast has its own rule for many operations, and would cast the inputs again.
         with torch.autocast(self.device_type, enabled=False):
             return func(*args, **kwargs)
-
-    def _find(self, func: Callable[..., Any]) -> _FunctionRule | None:
-        if isinstance(func, FunctionType):
-            # From torch 2.13 on, torch.compile does not find the function of an operator in the table, because it
-            # computes another hash for it. An example is `1 - x`, which is Tensor.__rsub__.
-            for function, found in self.in_python:
-                if func is function:
-                    return found
-            return None
-        return self.table.get(func)
 
 
 def _castable(value: object, device_type: str) -> bool:

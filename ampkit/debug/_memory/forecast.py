@@ -220,7 +220,19 @@ def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], devi
         device: where the copies are.
     """
     made = copies[id(optimizer)] = copy.copy(optimizer)
-    made.param_groups = [_group_of(group, optimizer, copies, device) for group in optimizer.param_groups]
+    made.param_groups = []
+    for group in optimizer.param_groups:
+        options = {name: fake_copy(value, device) for name, value in group.items() if name != "params"}
+        for param in group["params"]:
+            if id(param) not in copies:
+                copies[id(param)] = fake_copy(param, device)
+        # On CUDA torch uses foreach by default, but it asks for parameters of class Tensor or Parameter. Fake ones are
+        # not.
+        if device == "cuda" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
+            tensor_rate = isinstance(options.get("lr"), Tensor) and not options.get("capturable")
+            # Adam does not use foreach then: see torch/optim/adam.py.
+            options["foreach"] = not (tensor_rate and isinstance(optimizer, torch.optim.Adam))
+        made.param_groups.append({"params": [copies[id(param)] for param in group["params"]], **options})
     made.state = defaultdict(dict)
     if isinstance(optimizer, torch.optim.Adagrad):  # whose constructor makes the state
         for param, state in optimizer.state.items():
@@ -246,20 +258,3 @@ def _attribute_of(optimizer: torch.optim.Optimizer, name: str, value: Any, copie
             f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
             "Forecast with an optimizer without it."
         ) from error
-
-
-def _group_of(
-    group: dict[str, Any], optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str
-) -> dict[str, Any]:
-    """Return a copy of a parameter group, over the fake parameters."""
-    options = {name: fake_copy(value, device) for name, value in group.items() if name != "params"}
-    for param in group["params"]:
-        if id(param) not in copies:
-            copies[id(param)] = fake_copy(param, device)
-    params = [copies[id(param)] for param in group["params"]]
-    # On CUDA torch uses foreach by default, but it asks for parameters of class Tensor or Parameter. Fake ones are not.
-    if device == "cuda" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
-        tensor_rate = isinstance(options.get("lr"), Tensor) and not options.get("capturable")
-        # Adam does not use foreach then: see torch/optim/adam.py.
-        options["foreach"] = not (tensor_rate and isinstance(optimizer, torch.optim.Adam))
-    return {"params": params, **options}

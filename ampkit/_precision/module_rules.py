@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import chain
@@ -155,7 +155,13 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
     chosen = _choose(model, paths, wanted.rules)
     rules: dict[nn.Module, _ForwardRule] = {}
     param_dtypes: dict[nn.Module, torch.dtype] = {}
-    for path, module, around in _walk(model, chosen):
+    # Each path, the module there, and the dtype of the innermost rule for a module around it.
+    left: list[tuple[str, nn.Module, torch.dtype | None]] = [("", model, None)]
+    while left:
+        path, module, around = left.pop()
+        for name, child in module_tables(module)[2].items():
+            if child is not None:
+                left.append((f"{path}.{name}".lstrip("."), child, chosen.get(module, around)))
         compute = chosen.get(module)
         inside = compute or around
         param_dtype = wanted.params if wanted.params is torch.float32 or inside is None else inside
@@ -178,19 +184,6 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
             place = f"module {paths[module][0]!r} ({_name(module)})"
             raise ValueError(f"Policy.apply: {place} cannot have a rule: {why}.")
     return _Assignment(rules, _tensor_dtypes(model, param_dtypes))
-
-
-def _walk(
-    model: nn.Module, chosen: dict[nn.Module, torch.dtype]
-) -> Iterator[tuple[str, nn.Module, torch.dtype | None]]:
-    """Yield each path, the module there, and the dtype of the innermost rule for a module around it."""
-    left: list[tuple[str, nn.Module, torch.dtype | None]] = [("", model, None)]
-    while left:
-        path, module, around = left.pop()
-        yield path, module, around
-        for name, child in module_tables(module)[2].items():
-            if child is not None:
-                left.append((f"{path}.{name}".lstrip("."), child, chosen.get(module, around)))
 
 
 def _choose(

@@ -203,16 +203,13 @@ class _OpRulesMode(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _castable(value: object, device_type: str) -> bool:
-    return isinstance(value, Tensor) and value.dtype in CASTABLE and value.device.type == device_type
-
-
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_cast(item, dtype, device_type) for item in value]
         # A namedtuple is made from its fields by _make; its class takes them as separate arguments.
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    return value.to(dtype) if _castable(value, device_type) else value
+    castable = isinstance(value, Tensor) and value.dtype in CASTABLE and value.device.type == device_type
+    return value.to(dtype) if castable else value
 
 
 def _widest(values: Any, device_type: str) -> torch.dtype | None:
@@ -220,7 +217,7 @@ def _widest(values: Any, device_type: str) -> torch.dtype | None:
     widest = None
     for value in values:
         dtype = _widest(value, device_type) if isinstance(value, (list, tuple)) else None
-        if _castable(value, device_type):
+        if isinstance(value, Tensor) and value.dtype in CASTABLE and value.device.type == device_type:
             dtype = value.dtype
         if dtype is not None:
             # Neither of float16 and bfloat16 holds all values of the other, so both together need float32.

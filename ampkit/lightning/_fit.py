@@ -250,8 +250,7 @@ class Fit:
             return
         if (self._logs and trainer.loggers) or self._bar is not None:
             step = trainer.global_step - 1  # the number under which Lightning logs the metrics of this step
-            graphs = {"graph_replays": float(self._step.replays), "replay_share": self._step.replay_share}
-            numbers = {**graphs, **self._measurements.figures(self.device)}
+            numbers = {**self._step.figures(), **self._measurements.figures(self.device)}
             self.log(self.statistics.start(step, self.scaler, self._step.grad_norm, numbers))
 
     def log(self, arrived: Sequence[TrainingStatistics]) -> None:

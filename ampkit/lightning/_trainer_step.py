@@ -179,19 +179,15 @@ class TrainerStep:
             ),
         )
 
-    @property
-    def replays(self) -> int:
-        """How many batches were replayed."""
-        return self._engine.replays
-
     def kernel_tables(self) -> list[KernelTable]:
         """Return the names of the kernels of all graphs so far."""
         return [] if self._engine.names is None else list(self._engine.names.tables)
 
-    @property
-    def replay_share(self) -> float:
-        """The share of the batches so far that were replayed."""
-        return self._engine.replays / max(1, self._engine.replays + sum(self._engine.eager.values()))
+    def figures(self) -> dict[str, float]:
+        """Return how many batches were replayed so far, and their share of all."""
+        replays = self._engine.replays
+        share = replays / max(1, replays + sum(self._engine.eager.values()))
+        return {"graph_replays": float(replays), "replay_share": share}
 
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""

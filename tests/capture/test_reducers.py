@@ -12,6 +12,7 @@ import ddp_cases
 import pytest
 import torch
 import torch.distributed as dist
+from harness import COMPILER
 from rank_cases import Cases, Rows, cases_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
@@ -22,7 +23,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import ampkit
 from ampkit._capture.ranks.ranks import WARMUP_DDP, Ranks
 from ampkit._capture.ranks.reducers import Reducers
-from ampkit._torch import compile as torch_compile
 from ampkit._torch.ranks import reducer as torch_reducer
 
 CPU = torch.device("cpu")
@@ -230,7 +230,7 @@ def test_compiled_code_ends_where_buckets_do(monkeypatch: pytest.MonkeyPatch, po
         compiled.append(graph)
         return aot_eager(graph, inputs)
 
-    monkeypatch.setattr(torch_compile, "inductor", lambda: compile)
+    monkeypatch.setattr(COMPILER, lambda: compile)
     ddp = DistributedDataParallel(ddp_cases.wide(), bucket_cap_mb=1)
     bucket_bytes, forward = ddp.bucket_bytes_cap, ddp.forward
     step = step_of(ddp, policy=policy, compile="default", on_failure="raise")

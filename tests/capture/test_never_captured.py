@@ -271,6 +271,7 @@ def filled(words: list[str], engine: Engine) -> list[str]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(3)
 def test_what_varies_is_named_once(engine: Engine, case: str) -> None:
     """R9: one warning within 32 calls says what keeps changing, with values, and what to write; so does the report."""
     varying, words, named, warning = CASES[case]
@@ -294,6 +295,7 @@ def test_what_varies_is_named_once(engine: Engine, case: str) -> None:
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(6)
 def test_what_varies_is_an_error(engine: Engine, case: str) -> None:
     """R9: with on_failure="raise" it is a CaptureError at the 32nd call, which has not done its step."""
     varying, words, _, _ = CASES[case]
@@ -449,6 +451,7 @@ SLOW: dict[str, tuple[dict[str, Any], Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.sampled(3)
 def test_a_slow_warm_up_is_silent(slow: str) -> None:
     """R9: inputs that come back are captured in the end, so there is neither warning nor error."""
     options, inputs, calls = SLOW[slow]
@@ -668,6 +671,7 @@ IN_A_TRAINER: dict[str, tuple[Any, Any, str, str]] = {
 
 
 @pytest.mark.parametrize("what", IN_A_TRAINER)
+@pytest.mark.sampled(2)
 def test_a_trainer(what: str, tmp_path: Path) -> None:
     """R9: in a Trainer, messages call the whole batch `batch`. One warning and the report name what varies."""
     make_module, data, changing, advice = IN_A_TRAINER[what]
@@ -693,6 +697,7 @@ def test_a_trainer(what: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:AmpkitCallback. param_groups.0...betas..")
 @pytest.mark.filterwarnings("ignore:AmpkitCallback. the attribute model.weight changed")
 @pytest.mark.parametrize("what", IN_A_TRAINER)
+@pytest.mark.sampled(2)
 def test_a_trainer_that_is_to_fail(what: str, tmp_path: Path) -> None:
     """R9: with on_failure="raise" the fit ends in the 32nd batch."""
     make_module, data, changing, advice = IN_A_TRAINER[what]

@@ -111,7 +111,7 @@ def test_captured_as_uncaptured(engine: Engine, case: str) -> None:
 
 ON_GPU = pytest.mark.cuda
 INDUCTOR = [  # Inductor has no kernels to choose from on a CPU
-    pytest.param(("cpu", "emulate"), "default", "bfloat16"),
+    pytest.param(("cpu", "emulate"), "default", "bfloat16", marks=pytest.mark.seeds),
     pytest.param(("cpu", "emulate"), "default", "float16"),
     pytest.param(("cuda", "auto"), "default", "bfloat16", marks=ON_GPU),
     pytest.param(("cuda", "auto"), "default", "float16", marks=ON_GPU),

@@ -65,7 +65,7 @@ QUICK = [
     ],
 )
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_equals_lightning(
     engine: Engine, tmp_path: Path, kind: str, accumulate: int, clip: float | None, interval: str
 ) -> None:
@@ -177,6 +177,7 @@ def test_other_forms_of_training_step(engine: Engine, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.sampled(2)
 def test_resume(engine: Engine, tmp_path: Path, kind: str) -> None:
     """L2: graphed to plain, plain to graphed, graphed to graphed, from the end of an epoch and from the middle of one:
     all end with the bits of a run that was never stopped, and resume with the same loss scale."""

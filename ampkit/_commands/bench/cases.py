@@ -43,8 +43,6 @@ class Case:
             one. An example is `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         batches: used in order, again and again.
         decode: turns a batch on the device into the arguments of `loss_fn`; None if it needs no decoding.
-        widths: of an MLP with a ReLU behind each layer but the last, trained on (inputs, targets) with the mean
-            cross-entropy, from the input's to the output's. Then it can be trained in JAX too. () for other cases.
     """
 
     loss_fn: Callable[..., Tensor]
@@ -52,7 +50,6 @@ class Case:
     optimizer: Callable[..., torch.optim.Optimizer]
     batches: Sequence[Batch]
     decode: Callable[[Batch], Batch] | None = None
-    widths: tuple[int, ...] = ()
 
     @property
     def batch_size(self) -> int:
@@ -173,7 +170,7 @@ def _relu_mlp(widths: tuple[int, ...]) -> nn.Module:
 def _trained_by_adamw(batch: int, *, widths: tuple[int, ...], seed: int = 0, count: int = 4) -> Case:
     """Return a case that people train in JAX: a small MLP, and AdamW."""
     case = _classifier(functools.partial(_relu_mlp, widths), widths[:1], 10, batch, seed=seed, count=count)
-    return replace(case, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), widths=widths)
+    return replace(case, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
 
 
 def _torchvision(name: str, classes: int) -> Any:

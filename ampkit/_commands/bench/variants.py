@@ -19,8 +19,6 @@ from ..._optimizer.scaler import GradScaler
 from ..._precision.policy import Policy
 from ..._step.graphed_step import graphed_step
 from .cases import Batch, Case
-from .jax_process import Measured, measure_jax
-from .session import Plan
 
 MAX_NORM = 1.0
 # The first step must not overflow: torch's fused SGD would leave its momentum uninitialised (see seed_momentum).
@@ -74,7 +72,6 @@ class Variant:
         compiles: whether it uses torch.compile.
         on_cpu: its name in tables without a CUDA device, "" if that is the label.
         together: how many steps its loop does per call, on batches that are stacked.
-        measure: measures the step in a process of its own, in place of `build`; None if it runs in this process.
     """
 
     label: str
@@ -86,7 +83,6 @@ class Variant:
     compiles: bool = False
     on_cpu: str = ""
     together: int = 1
-    measure: Callable[[Case, Setting, Plan], Measured] | None = None
 
     def label_on(self, device: torch.device) -> str:
         """Return its name in tables of this device."""
@@ -346,27 +342,8 @@ def lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
     return {"precision": name}
 
 
-# ------------------------------------------------------------------------------------------------------------------ JAX
+# ------------------------------------------------------------------------------------------------------------ the table
 
-
-def _in_jax(case: Case, setting: Setting, plan: Plan, steps_per_call: int = 0) -> Measured:
-    return measure_jax(
-        case,
-        plan,
-        policy=setting.policy,
-        device=setting.device,
-        source=setting.source,
-        schedule=setting.schedule,
-        max_norm=MAX_NORM,
-        steps_per_call=steps_per_call,
-    )
-
-
-def _elsewhere(case: Case, setting: Setting) -> Loop:
-    raise ValueError("it is measured in a process of its own")
-
-
-_JAX_SCAN = 100  # steps per call
 _SCAN = 96  # steps per call, in launches of 16
 
 
@@ -426,11 +403,4 @@ VARIANTS: dict[str, Variant] = {
     "scan-default": _scan("default"),
     "scan-max": _scan("max"),
     "lightning": Variant("Lightning, AmpkitCallback", _lightning, on_cpu="Lightning, AmpkitCallback, emulated"),
-    "jax-jit": Variant("JAX, jit", _elsewhere, default=False, measure=_in_jax),
-    "jax-scan": Variant(
-        f"JAX, lax.scan of {_JAX_SCAN}",
-        _elsewhere,
-        default=False,
-        measure=functools.partial(_in_jax, steps_per_call=_JAX_SCAN),
-    ),
 }

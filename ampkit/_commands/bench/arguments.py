@@ -128,7 +128,15 @@ def _run_bench(args: argparse.Namespace, output: Output) -> int:
         return DONE
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    plan = _plan(args, cuda)
+    repeats, seconds = (3, 0.1) if args.quick else (7, 0.3)
+    plan = Plan(
+        repeats=args.repeats or repeats,
+        seconds=args.seconds or seconds,
+        checked=8 if args.quick and not cuda else 20,
+        profile=not args.no_profile,
+        limit=args.time_limit or math.inf,
+        compiled_code=None if args.compiled_code is None else args.compiled_code.absolute(),
+    )
     setting = Setting(args.policy or usual_policy(device), device, args.input or "prefetch", plan.checked)
     keys, notes = _bench.select(args.variants, device, args.quick, args.sweep)
     if plan.compiled_code is not None:
@@ -138,20 +146,18 @@ def _run_bench(args: argparse.Namespace, output: Output) -> int:
     command = shlex.join(["python", "-m", "ampkit", *args.argv])
     figures = _bench_report.Figures(_bench.describe(setting, plan, command), notes)
     _measure(figures, _jobs(args, cuda), keys, setting, plan, output)
-    return _exit_code(figures, args.parser.prog)
+    rows = _bench_report.cases(figures.results)
+    if (failed := sum(row.ms is None for _, row in rows)) == len(rows):
+        complain(args.parser.prog, "no variant could be measured. Each row of the table, or of the JSON, says why.")
+        return FOUND
+    if failed:
+        say(args.parser.prog, f"{failed} of {len(rows)} rows failed. Each of them says why.")
+    return DONE
 
 
 def usual_policy(device: torch.device) -> Policy:
     """Return the policy if none is given. A CPU computes float16 many times slower than bfloat16."""
     return Policy.parse("float16" if device.type == "cuda" else "bfloat16")
-
-
-def _plan(args: argparse.Namespace, cuda: bool) -> Plan:
-    repeats, seconds = (3, 0.1) if args.quick else (7, 0.3)
-    checked = 8 if args.quick and not cuda else 20
-    limit = args.time_limit or math.inf
-    folder = None if args.compiled_code is None else args.compiled_code.absolute()
-    return Plan(args.repeats or repeats, args.seconds or seconds, checked, not args.no_profile, limit, folder)
 
 
 def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:
@@ -193,15 +199,3 @@ def _measure(
     finally:
         if figures.results:
             output.show(_bench_report.table(figures), figures.to_json())
-
-
-def _exit_code(figures: _bench_report.Figures, command: str) -> int:
-    """Return the exit code of a complete run, and print to standard error how many rows failed."""
-    rows = _bench_report.cases(figures.results)
-    failed = sum(row.ms is None for _, row in rows)
-    if failed == len(rows):
-        complain(command, "no variant could be measured. Each row of the table, or of the JSON, says why.")
-        return FOUND
-    if failed:
-        say(command, f"{failed} of {len(rows)} rows failed. Each of them says why.")
-    return DONE

@@ -158,10 +158,6 @@ def torch_amp(
     return _loop(step, case, setting)
 
 
-def _float32(case: Case, setting: Setting) -> Loop:
-    return torch_amp(case, setting._replace(policy=Policy()))
-
-
 def _compiled(mode: str) -> Callable[[Case, Setting], Loop]:
     return functools.partial(torch_amp, fused=True, mode=mode)
 
@@ -183,20 +179,17 @@ class _CaptureByHand:
         """Do one step, on the batch that is part of the body."""
         if self._graph is None:
             if self._eager_steps < 3:
-                return self._warm_up()
+                self._eager_steps += 1
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    loss = self._body()
+                torch.cuda.current_stream().wait_stream(self._stream)
+                return loss
             self._optimizer.zero_grad()
             graph = CudaGraph(self._stream, Pool())
             graph.capture(self._body)
             self._graph = graph
         return self._graph.replay()  # type: ignore[no-any-return]  # what the body returns
-
-    def _warm_up(self) -> Tensor:
-        self._eager_steps += 1
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            loss = self._body()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return loss
 
 
 def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
@@ -360,7 +353,11 @@ def _scan(compile: str | None = None) -> Variant:
 
 
 VARIANTS: dict[str, Variant] = {
-    "float32": Variant("float32 with TF32, eager", _float32, on_cpu="float32, eager"),
+    "float32": Variant(
+        "float32 with TF32, eager",
+        lambda case, setting: torch_amp(case, setting._replace(policy=Policy())),
+        on_cpu="float32, eager",
+    ),
     "amp": Variant("torch AMP, eager", torch_amp, quick=True),
     "amp-fused": Variant("torch AMP, fused optimizer", functools.partial(torch_amp, fused=True), quick=True),
     "compile": Variant("torch.compile", _compiled("default"), compiles=True),

@@ -612,7 +612,7 @@ def test_setup_is_what_the_first_steps_take_longer(monkeypatch: pytest.MonkeyPat
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(_bench_session.time, "perf_counter", lambda: clock.now)
     plan = _bench_session.Plan(repeats=3, seconds=10.0, checked=10)
-    session = _bench_session.Session([(1,), (2,)], torch.device("cpu"), plan)
+    session = _bench_session.TimedLoop([(1,), (2,)], torch.device("cpu"), plan)
     clock.now += 7.0  # the variant is built
     for i, batch in enumerate(session.steps()):
         assert batch == (1 + i % 2,) or i >= 10
@@ -1029,7 +1029,7 @@ def test_a_block_of_the_longest_finite_time_is_cut_short(monkeypatch: pytest.Mon
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(_bench_session.time, "perf_counter", lambda: clock.now)
     plan = _bench_session.Plan(repeats=1, seconds=1e308, checked=4)
-    session = _bench_session.Session([(1,)], torch.device("cpu"), plan)
+    session = _bench_session.TimedLoop([(1,)], torch.device("cpu"), plan)
     steps = 0
     for _ in session.steps():
         clock.now += 0.001

@@ -29,7 +29,7 @@ from ampkit._commands.bench.losses import Expectations
 from ampkit._commands.bench.measure import describe
 from ampkit._commands.bench.process import fast_kernels
 from ampkit._commands.bench.report import Figures, FiguresError, Row, error_text, joined, read, table
-from ampkit._commands.bench.session import Plan, Session
+from ampkit._commands.bench.session import Plan, TimedLoop
 from ampkit._commands.bench.variants import MAX_NORM, Setting
 from ampkit._errors import UsageError
 from ampkit._precision.policy import Policy
@@ -45,7 +45,7 @@ class JaxError(UsageError):
     """The case cannot be trained in JAX, or the process that did so has failed."""
 
 
-class Measured(NamedTuple):
+class JaxFigures(NamedTuple):
     """What a process measured.
 
     Attributes:
@@ -98,14 +98,14 @@ def add(figures: Figures) -> None:
                 continue
             row.ms, row.fastest, row.slowest = statistics.median(found.ms), min(found.ms), max(found.ms)
             row.setup_s, row.peak_mib, row.report = found.setup_s, found.peak_mib, {**found.versions}
-            ends = Session(case.batches, device, plan).ends
+            ends = TimedLoop(case.batches, device, plan).ends
             losses = [statistics.fmean(found.losses[end - ends.step : end]) for end in ends]
             row.loss = losses[-1]
             if known is not None:
                 known.judge(losses, row)
 
 
-def measure(case: Case, setting: Setting, plan: Plan, steps_per_call: int) -> Measured:
+def measure(case: Case, setting: Setting, plan: Plan, steps_per_call: int) -> JaxFigures:
     """Train the case in JAX and measure that.
 
     Args:
@@ -135,7 +135,7 @@ def measure(case: Case, setting: Setting, plan: Plan, steps_per_call: int) -> Me
         _run(folder, setting.device)
         result = json.loads(Path(folder, jax_worker.RESULT).read_text())
     losses, ms, setup_s, peak_mib = [result.pop(name) for name in ("losses", "ms", "setup_s", "peak_mib")]
-    return Measured(losses, ms, setup_s, peak_mib, versions=result)
+    return JaxFigures(losses, ms, setup_s, peak_mib, versions=result)
 
 
 def options(case: Case, policy: Policy) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def parts_of(setup: Setup) -> Part:
     key, _ = next(iter(engine._cache))
     spec, leaves = engine._reader.read(batch, {})
     watch, inputs, outputs = engine._watch, captured.inputs, captured._graph.replay()
-    look, number = watch._seen[0], engine._surroundings.number
+    look, number = watch._seen[0], engine._settings_history.number
 
     def objects() -> object:
         return gc.get_referents(*look._tables)
@@ -287,7 +287,7 @@ def lines(part: Part, times: dict[int, Times], depth: int) -> Iterator[str]:
 def calls_of(call: Callable[[], object]) -> str:
     """Return how many functions a call calls: those written in Python, and those written in C."""
     counted: collections.Counter[str] = collections.Counter()
-    calls = 64  # twice as many as `Outputs` allocates rows for
+    calls = 64  # twice as many as `GraphOutputs` allocates rows for
 
     def count(frame: object, event: str, arg: object) -> None:
         counted[event] += 1

@@ -109,7 +109,7 @@ def by_hand(engine: tuple[str, str], answers: list[bool], checkpointed: bool = F
     with deterministic():
         for i, answer in enumerate(answers):
             x = torch.linspace(-1, 1, 24, device=device).reshape(4, 6) + i / 8
-            call = capture_query.answered(step, answer)
+            call = capture_query.seeing_capture(step, answer)
             history.append((call(x).loss, x, training_state(model, optimizer, step.scaler)))
     return history
 

@@ -19,8 +19,8 @@ import ampkit
 from ampkit._capture.engine.variation import Variation
 from ampkit._capture.keys.inputs import read_batch
 from ampkit._capture.keys.key import Key
+from ampkit._capture.state.settings_history import SettingsHistory
 from ampkit._capture.state.state import TrainingState
-from ampkit._capture.state.surroundings import Surroundings
 
 # Tens of calls in each case, most of them under the preflight.
 pytestmark = [*(pytest.mark.filterwarnings(text) for text in QUIET), pytest.mark.slow]
@@ -560,10 +560,10 @@ def test_closing_begins_a_new_count() -> None:
 
 
 def causes(*batches: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    surroundings = Surroundings(TrainingState({}, []))
-    surroundings.observe()
+    history = SettingsHistory(TrainingState({}, []))
+    history.observe()
     calls = [
-        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), surroundings.call_settings)
+        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), history.call_settings)
         for args, kwargs in batches
     ]
     return Variation(torch.device("cuda", 1), 3, False).explain(calls)

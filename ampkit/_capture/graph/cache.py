@@ -27,7 +27,7 @@ class Captured:
         inputs: the buffers.
         nbytes: device memory that came with it: what the pool grew by in its capture, and the buffers.
         timing: how often it was replayed, and how long a replay and an eager call take.
-        told: whether the code of its eager calls is told that it is being captured.
+        sees_capture: whether the code of its eager calls is told that it is being captured.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Captured:
         inputs: StaticInputs,
         pool_bytes: int,
         timing: Timing,
-        told: bool,
+        sees_capture: bool,
         set_flags: Callable[[], None] | None = None,
     ) -> None:
         self._graph = graph
@@ -44,7 +44,7 @@ class Captured:
         self.inputs = inputs
         self.nbytes: int = pool_bytes + inputs.nbytes
         self.timing = timing
-        self.told = told
+        self.sees_capture = sees_capture
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.
@@ -53,7 +53,7 @@ class Captured:
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
         """
         self.inputs.copy_(leaves)
-        outputs: Outputs = self._graph.replay()
+        outputs: GraphOutputs = self._graph.replay()
         if self.inputs.any_changed:
             self.inputs.copy_back(leaves)
         if self._set_flags is not None:
@@ -65,22 +65,22 @@ class Captured:
         self._graph.reset()
 
 
-class Family:
-    """Graphs that do several calls each, of one layout. They read their inputs from the same buffers.
+class GraphLengths:
+    """Graphs that do several calls each, of one layout and different lengths. They read from the same buffers.
 
     Attributes:
         buffers: for as many calls as the longest graph does.
-        graphs: by the number of parts of a series that they do.
-        told: whether the code of its eager calls is told that it is being captured.
+        graphs: by the number of windows that they do.
+        sees_capture: whether the code of its eager calls is told that it is being captured.
         writes: the paths of the tensors of the state that the calls change.
         launches: how often one of them was launched.
         pool_bytes: what the pool grew by in their captures.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], told: bool, writes: set[str]) -> None:
+    def __init__(self, buffers: Sequence[Tensor], sees_capture: bool, writes: set[str]) -> None:
         self.buffers = list(buffers)
         self.graphs: dict[int, Captured] = {}
-        self.told = told
+        self.sees_capture = sees_capture
         self.writes = writes
         self.launches = 0
         self.pool_bytes = 0
@@ -96,7 +96,7 @@ class Family:
             self.graphs.popitem()[1].reset()
 
 
-class Outputs:
+class GraphOutputs:
     """What a captured function returned, from which each replay gives the caller tensors of his own.
 
     The numbers among the outputs (loss, norm, whether the step was skipped) are gathered in one block of bytes, by one
@@ -203,7 +203,7 @@ class Rebuilt:
     def __init__(self, tree: Any) -> None:
         self.tensors: list[Tensor] = []
         self._constants: list[Any] = []
-        containers: list[tuple[Callable[[Sequence[Any]], Any], list[_Place]]] = []
+        containers: list[tuple[Callable[[Sequence[Any]], Any], list[_TreePlace]]] = []
         self._find(tree, containers)
         begin = {_TENSOR: 0, _CONSTANT: len(self.tensors), _CONTAINER: len(self.tensors) + len(self._constants)}
         # How each container is made of what comes before it: tensors, constants, containers inside of it.
@@ -226,20 +226,20 @@ class Rebuilt:
             made.append(map(make, zip(*inside, strict=False) if inside else repeat(())))
         return made[-1]
 
-    def _find(self, node: Any, containers: list[Any]) -> "_Place":
+    def _find(self, node: Any, containers: list[Any]) -> "_TreePlace":
         """Note what a node has in it, and return where it will be."""
         if isinstance(node, Tensor):
             self.tensors.append(node)
-            return _Place(_TENSOR, len(self.tensors) - 1)
+            return _TreePlace(_TENSOR, len(self.tensors) - 1)
         make, children = (None, ()) if _is_constant(node) else _parts(node)
         if make is None:
             self._constants.append(node)
-            return _Place(_CONSTANT, len(self._constants) - 1)
+            return _TreePlace(_CONSTANT, len(self._constants) - 1)
         containers.append((make, [self._find(child, containers) for child in children]))
-        return _Place(_CONTAINER, len(containers) - 1)
+        return _TreePlace(_CONTAINER, len(containers) - 1)
 
 
-class _Place(NamedTuple):
+class _TreePlace(NamedTuple):
     kind: str
     number: int
 
@@ -295,7 +295,7 @@ class Cache:
 
     Attributes:
         limit: how many graphs are kept from now on.
-        families: graphs of several calls each, the least recently used first. They do not count against the limit.
+        multi_step: graphs of several calls each, the least recently used first. They do not count against the limit.
     """
 
     def __init__(self, max_graphs: int, memory_budget: int | None) -> None:
@@ -303,7 +303,7 @@ class Cache:
         self._budget = memory_budget
         self._pool = Pool()
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
-        self.families: OrderedDict[Key, Family] = OrderedDict()
+        self.multi_step: OrderedDict[Key, GraphLengths] = OrderedDict()
         self._dropped = Saving(0, None, None)
         self._last: tuple[Key, Captured] | None = None  # the most recently used one
 
@@ -369,11 +369,13 @@ class Cache:
         inputs: StaticInputs,
         pool_bytes_before: int,
         timing: Timing,
-        told: bool,
+        sees_capture: bool,
         set_flags: Callable[[], None] | None = None,
     ) -> Captured:
         """Keep a graph that was captured. The pool had `pool_bytes_before` bytes before that."""
-        captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, told, set_flags)
+        captured = Captured(
+            graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, sees_capture, set_flags
+        )
         self._last = None
         self._graphs[key] = captured
         return captured
@@ -385,13 +387,13 @@ class Cache:
     def clear(self) -> None:
         """Reset all graphs. The last one releases the pool."""
         self._last = None
-        while self.families:
-            self.families.popitem()[1].reset()
+        while self.multi_step:
+            self.multi_step.popitem()[1].reset()
         while self._graphs:
             self._drop(self._graphs.popitem()[1])  # taken out first: a graph that is reset must not be found
 
     def reports(self) -> list[GraphReport]:
-        """Return what the report says of each graph, families aside. Sync: waits for the timed calls to end."""
+        """Return what the report says of each graph of a single call. Sync: waits for the timed calls to end."""
         return [GraphReport(key.text, graph.nbytes, *graph.timing.saving()) for key, graph in self]
 
     def saving(self) -> Saving:
@@ -412,4 +414,4 @@ class Cache:
     def input_bytes(self) -> int:
         """Bytes of the buffers that graphs read their inputs from."""
         inputs = sum(captured.inputs.nbytes for captured in self._graphs.values())
-        return inputs + sum(family.buffer_bytes for family in self.families.values())
+        return inputs + sum(lengths.buffer_bytes for lengths in self.multi_step.values())

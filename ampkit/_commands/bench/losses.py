@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .cases import Case
 from .process import clean_up
 from .report import Row, error_text
-from .session import Plan, Session
+from .session import Plan, TimedLoop
 from .variants import Setting, torch_amp
 
 # By how much a loss may differ from the expected one, as a share of the fall (largest minus smallest loss), for each
@@ -132,9 +132,9 @@ class Expectations:
         torch_amp(case, self._setting, whole=whole).train(session.checked_steps(), session.on_loss)
         return session.losses
 
-    def _session(self, whole: bool) -> Session:
+    def _session(self, whole: bool) -> TimedLoop:
         batches = self._case.batches
-        return Session(batches if whole else [batches[0]] * len(batches), self._setting.device, self._plan)
+        return TimedLoop(batches if whole else [batches[0]] * len(batches), self._setting.device, self._plan)
 
 
 def nudge(model: nn.Module, dtype: torch.dtype, seed: int) -> nn.Module:

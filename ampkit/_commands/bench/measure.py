@@ -15,7 +15,7 @@ from .losses import TOLERANCE, Expectations
 from .process import Caches, clean_up, fast_kernels, little_garbage, pay_one_time_costs
 from .profile import host_time, profile
 from .report import OUT_OF_MEMORY, Figures, Result, Row, error_text, is_out_of_memory
-from .session import Plan, Session
+from .session import Plan, TimedLoop
 from .variants import VARIANTS, Setting, Variant, has_lightning
 
 
@@ -225,7 +225,7 @@ def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: Expect
 
 def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:
     known = expected.of(variant.whole)  # before the variant is built, since this may train and frees all memory
-    session = Session(case.batches, setting.device, plan, variant.together)
+    session = TimedLoop(case.batches, setting.device, plan, variant.together)
     loop = variant.build(case, setting)
     loop.train(session.steps(), session.on_loss)
     row.ms, row.fastest, row.slowest = statistics.median(session.ms), min(session.ms), max(session.ms)

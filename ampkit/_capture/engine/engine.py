@@ -81,7 +81,7 @@ class Engine:
         if self._starts_to_mark:
             self._starts_to_mark -= 1
             start = self._session.clock.now()
-        spec, leaves = self._reader.read(args, kwargs)  # raises the same errors with and without graphs
+        spec, leaves = self._reader.spec_and_leaves(args, kwargs)  # raises the same errors with and without graphs
         if self._fallback.refused or captures.recorded:
             changing = partial(may_change, self._state, None)
             return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves, changing)

@@ -15,6 +15,7 @@ from .._capture.engine.options import Options
 from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
+from .._capture.host.constants import HostConstants
 from .._capture.keys.containers import own_batch
 from .._capture.keys.inputs import flatten
 from .._capture.preflight.sparse_gradients import why_not_dense
@@ -232,6 +233,10 @@ class GraphedFunction:
             return Report(0, 0, 0, 0, {}, 0, (), 0, None)
         skipped = None if self._scaler is None else self._scaler.skipped
         return self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
+
+    def constants(self) -> HostConstants:
+        """Return the values of the host that the graphs of this function hold, see `GraphedStep.constants`."""
+        return HostConstants() if self._engine is None else self._engine.constants()
 
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""

@@ -13,6 +13,7 @@ from .._capture.engine.options import Options
 from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
+from .._capture.host.constants import HostConstants
 from .._capture.preflight.sparse_gradients import why_not_dense
 from .._capture.ranks.ranks import Ranks
 from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
@@ -351,6 +352,15 @@ class GraphedStep:
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
         return replace(self._engine.report(self.skipped), **self._compiled())
+
+    def constants(self) -> HostConstants:
+        """Return the values of the host that the graphs of this step hold, as they are now.
+
+        These are the attributes of modules, variables, and small tensors on the host that the step has read in its
+        warm-up, each with the line that reads it, and with the reason if calls do not compare it. Before that there is
+        none. Hyperparameters and the arguments of the step are no part of it. Replays do nothing for it. Sync: none.
+        """
+        return self._engine.constants()
 
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""

@@ -180,20 +180,14 @@ class TrainerStep:
         )
         return Engine(session)
 
-    @property
-    def replays(self) -> int:
-        """How many batches were replayed."""
-        return self._engine.replays
-
     def kernel_tables(self) -> list[KernelTable]:
         """Return the names of the kernels of all graphs so far."""
         return self._engine.kernel_tables() or []
 
-    @property
-    def replay_share(self) -> float:
-        """The share of the batches so far that were replayed."""
+    def figures(self) -> dict[str, float]:
+        """Return how many batches were replayed so far, and their share of all."""
         replayed, calls = self._engine.counts()
-        return replayed / max(1, calls)
+        return {"graph_replays": float(replayed), "replay_share": replayed / max(1, calls)}
 
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""

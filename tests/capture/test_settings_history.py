@@ -1,9 +1,14 @@
 """What surrounds a call: the number that stands for its settings, and what is said of a change."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from ampkit._capture.engine.variation import Variation
+from ampkit._capture.keys.inputs import read_batch
+from ampkit._capture.keys.key import Key
 from ampkit._capture.state.settings_history import SettingsHistory
 from ampkit._capture.state.state import Generation, TrainingState
 
@@ -99,3 +104,51 @@ def test_optimizers_are_told_apart() -> None:
     change = history.observe()
     assert change is not None
     assert change.reason == "optimizers[1].param_groups[0]['momentum'] changed"
+
+
+def causes(*batches: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    history = SettingsHistory(TrainingState({}, []))
+    history.observe()
+    calls = [
+        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), history.call_settings)
+        for args, kwargs in batches
+    ]
+    return Variation(torch.device("cuda", 1), 3, False).explain(calls)
+
+
+@pytest.mark.parametrize(
+    ("batches", "examples", "advice"),
+    [
+        (
+            [((torch.zeros(2, 3),), {}), ((torch.zeros(3, 2).t(),), {})],
+            "batch[0] kept changing (it was (2, 3) float32 on cpu, then (2, 3) float32 on cpu with strides (1, 2))",
+            "Pass batch[0].contiguous().",
+        ),
+        (
+            [((torch.zeros(2),), {}), ((torch.zeros(2).half(),), {})],
+            "batch[0] kept changing (it was (2,) float32 on cpu, then (2,) float16 on cpu)",
+            "Pass batch[0] in one dtype.",
+        ),
+        (
+            [((), {"mask": torch.zeros(2)}), ((), {"mask": None})],
+            "batch['mask'] kept changing (it was (2,) float32 on cpu, then None)",
+            "Pass a tensor as batch['mask'] in each call.",
+        ),
+        (
+            [((), {"k": 1}), ((), {"k": True}), ((), {"k": None})],
+            "batch['k'] kept changing (it was 1, then True, then None)",
+            "Pass a number that varies as a tensor, torch.tensor(x, device='cuda:1'), or take it out of the batch if "
+            "the step does not compute with it.",
+        ),
+        (
+            [((), {"k": "a" * 100}), ((), {"k": b"b"})],
+            f"batch['k'] kept changing (it was 'aaaaaaaaaaaaaaaaaa..{'a' * 38}', then b'b')",
+            "Take batch['k'] out of the batch that you pass to the step: a graph computes with tensors only.",
+        ),
+    ],
+    ids=["strides", "dtype", "sometimes None", "number", "text"],
+)
+def test_words_for_a_leaf(batches: Any, examples: str, advice: str) -> None:
+    """R9: the advice depends on the kind of leaf, and on how its values differ."""
+    cause = causes(*batches)
+    assert (cause.examples, cause.advice) == (examples, advice)

@@ -303,7 +303,7 @@ def test_the_package_is_a_map():
         (layer_errors, "_batches/buckets.py", "from .._callables.passes import f"),
         (layer_errors, "debug/_syncs.py", "from .._commands.bench.measure import f"),
         (room_errors, "_capture/graph/cache.py", "from ..state.watch import Look"),
-        (room_errors, "_capture/keys/key.py", "from ..host.contents import are_same"),
+        (room_errors, "_capture/keys/key.py", "from ..host.constants import are_same"),
         (room_errors, "_capture/key.py", "import torch"),
         (room_errors, "_torch/tensors/tree.py", "from ..optimizers import step_hooks"),
         (room_errors, "_step/window.py", "from .graphed import graphed"),

@@ -16,6 +16,7 @@ from ..graph.capture_query import captures, seeing_capture
 from ..graph.kernel_names import KernelTable
 from ..graph.report import Report
 from ..graph.turns import Turn, turns_on
+from ..host.constants import HostConstants
 from ..keys.inputs import BatchReader
 from ..keys.key import Key
 from ..ranks.ranks import Together
@@ -336,6 +337,11 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ report and release
 
+    def constants(self) -> HostConstants:
+        """Return the values of the host that graphs hold."""
+        with self._turns.lock:
+            return self._state.constants()
+
     @property
     def captures(self) -> int:
         """How many graphs were captured."""
@@ -381,6 +387,7 @@ class Engine:
                 scanned=self._multi_step.windows,
                 eager_optimizer=None if self._fallback.refused else self._session.optimizer.why_behind or None,
                 emulated=self._session.options.graph == "emulate",
+                constants=self._state.constants(),
             )
 
     def close_in_turn(self) -> None:

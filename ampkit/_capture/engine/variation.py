@@ -9,13 +9,11 @@ import torch
 
 from ..._text import value_text
 from ..._torch.tensors.tree import TreeSpec
-from ..host.attributes import AttributeValues
-from ..host.contents import are_same
-from ..host.variables import VariableValues
+from ..host.constants import are_same
 from ..keys.inputs import Constant, TensorSpec, paths
 from ..keys.key import Key, Part
 from ..state.settings_history import CallSettings, memory_advice, setting_advice
-from ..state.state import GRADIENTS, HOST_TENSORS, MODES
+from ..state.state import ATTRIBUTES, GRADIENTS, HOST_TENSORS, MODES, READS, VARIABLES
 
 
 class Cause(NamedTuple):
@@ -169,10 +167,12 @@ class Variation:
             outcomes = key.outcomes, key.ranks_outcome
             yield Part("outcomes", outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
         for name, value in call_settings.settings.named().items():
-            advice = setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE)
-            if isinstance(value, (AttributeValues, VariableValues)):
-                yield from (Part(each, found, advice, same=are_same) for each, found in value.named().items())
+            if name == READS:
+                for each, found in value.named().items():
+                    kind = ATTRIBUTES if each.startswith("the attribute") else VARIABLES
+                    yield Part(each, found, setting_advice(kind), same=are_same)
                 continue
+            advice = setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE)
             # The values of these say nothing to a user.
             unsaid = name in (MODES, GRADIENTS, HOST_TENSORS)
             yield Part(name, value, advice, f"{name} kept changing" if unsaid else "")

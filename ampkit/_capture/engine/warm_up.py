@@ -149,8 +149,8 @@ class WarmUp:
 
     def _compare_what_was_read(self, layout: Layout) -> None:
         """Compare what the call just made has read with what it is in the next calls."""
-        layout.note_reads(self._state.variables.take_problem())
-        self._undeclared.take_without_tensors(self._state.variables.modules())
+        layout.note_reads(self._state.reads.take_problem())
+        self._undeclared.take_without_tensors(self._state.reads.modules())
         self._session.settings_history.take_values()
 
     def _with_undeclared(self, problem: str) -> str:

@@ -66,7 +66,7 @@ class ExecutionTrace:
         self.begun = False
         self.text = ""
         self._observer: _OperationObserver | None = None
-        self._alone = _is_only_thread()
+        self._alone = len(sys._current_frames()) == 1  # no other thread
         self._ends = iter((_disable_trace,))
 
     def begin(self) -> None:
@@ -97,7 +97,7 @@ class ExecutionTrace:
         if _one_trace.get("trace") is not self:
             return
         self._stop()
-        if self._observer is not None and self._alone and _is_only_thread():
+        if self._observer is not None and self._alone and len(sys._current_frames()) == 1:
             with _less_logging():
                 self._observer.remove()
         _one_trace.pop("trace", None)
@@ -180,10 +180,6 @@ def _remove_at_exit() -> None:
         if observer.is_registered() and observer.process == os.getpid():
             with _less_logging():
                 observer.remove()
-
-
-def _is_only_thread() -> bool:
-    return len(sys._current_frames()) == 1
 
 
 def _graph_in_other_thread() -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._text import value_text
+from ..._text import CONSTANTS, value_text
 from ..._torch.autograd.gradient_nodes import renew_gradient_nodes
 from ..._torch.optimizers import step_hooks
 from ..._torch.tensors.modes import DeviceContext, function_modes
@@ -354,4 +354,4 @@ def _containers(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def _by_value(value: Any) -> Any:
     """Return something to compare a value by: a number or a text by itself, everything else by its identity."""
-    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else Objects([value])
+    return value if isinstance(value, CONSTANTS) else Objects([value])

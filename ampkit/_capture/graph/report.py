@@ -130,7 +130,8 @@ class Report:
         reasons += [f"  eager behind each graph: {self.eager_optimizer}"] if self.eager_optimizer else []
         failure = [f"  not captured: {self.failure}"] if self.failure else []
         left = sum(bool(each.not_compared) for each in self.constants)
-        held = f"  {len(self.constants)} values of the host are constants, {left or 'none'} of them not compared"
+        which = f"{left} of them not compared" if left else "all of them compared in each call"
+        held = f"  {len(self.constants)} values of the host are constants, {which}"
         reasons += [f"{held}: see constants()"] if self.constants else []
         compiled = [] if self.compile_s is None else [f"  calls that compiled took {self.compile_s:.1f} s"]
         compiled += [f"  {part}" for part in (*self.compiled, *self.split)]

@@ -133,15 +133,11 @@ class BatchReader:
         spec, leaves = read_batch(args, kwargs, self._device)
         if spec == before:
             spec, self._is_same = before, layout_check(leaves)
-            self._flat = len(args) if not kwargs and spec.structure == _structure_of_tensors(len(args)) else -1
+            of_tensors = (tuple, *[None] * len(args)), (dict,)  # each argument is a tensor
+            self._flat = len(args) if not kwargs and spec.structure == of_tensors else -1
         if {*map(type, spec.leaves)} == {TensorSpec}:  # constants may be large, and are not to be kept
             self._previous = spec
         return spec, leaves
-
-
-def _structure_of_tensors(count: int) -> Hashable:
-    """Return the structure of a batch of so many arguments, each of them a tensor."""
-    return (tuple, *[None] * count), (dict,)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The eager calls before a capture, which show whether and how the step can be captured."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..preflight.host_changes import HostChanges
 from ..preflight.preflight import Preflight, describe
 from ..preflight.undeclared import Undeclared
 from ..state.snapshot import Snapshot
+from ..state.state import TrainingState
 from .eager_call import EagerCall, EagerCalls
 from .host_draws import HostDraws
 from .layouts import Cold, Layout
@@ -102,16 +103,9 @@ class WarmUp:
 
         def looked() -> Any:
             before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if other_answer else None
-            with preflight, noting_questions(answer.sees_capture), layout.rehearsal.looking(), ExitStack() as stack:
-                # In inference mode a dispatch mode gets composite operations as one, and they then compute something
-                # else than without it: autocast does not reach their parts. Under `no_grad` they compute the same as
-                # in inference mode. But a tensor made in inference mode may not be written to outside of it.
-                args, kwargs = call.args, call.kwargs
-                if torch.is_inference_mode_enabled() and not any(map(Tensor.is_inference, state.tensors().values())):
-                    args, kwargs = stack.enter_context(writable(args, kwargs))
-                    stack.enter_context(torch.inference_mode(False))
-                    stack.enter_context(torch.no_grad())
-                outputs = session.fn(call.phase, *args, **kwargs)
+            noting = noting_questions(answer.sees_capture)
+            with preflight, noting, layout.rehearsal.looking(), _outside_of_inference_mode(call, state) as own:
+                outputs = own.to(session.fn)
             if before is not None and preflight.findings:
                 before.restore()
                 outputs = call.to(session.fn)
@@ -158,6 +152,21 @@ class WarmUp:
         if self._undeclared.adopt():
             self._session.settings_history.accept()
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
+
+
+@contextmanager
+def _outside_of_inference_mode(call: EagerCall, state: TrainingState) -> Iterator[EagerCall]:
+    """Context with `no_grad` in place of inference mode, if the call is in that. It yields the call to be made.
+
+    In inference mode a dispatch mode gets composite operations as one, and they then compute something else than
+    without it: autocast does not reach their parts. Under `no_grad` they compute the same as in inference mode.
+    """
+    # A tensor made in inference mode may not be written to outside of it.
+    if not torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, state.tensors().values())):
+        yield call
+        return
+    with writable(call.args, call.kwargs) as (args, kwargs), torch.inference_mode(False), torch.no_grad():
+        yield call._replace(args=args, kwargs=kwargs)
 
 
 @contextmanager

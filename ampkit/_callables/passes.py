@@ -48,7 +48,7 @@ class Passes:
         inputs: the static inputs, filled with a sample.
         wants_grad: what each leaf of the input wants.
         device: where all of these are.
-        told: whether user code is told that it is being captured, in the calls before the capture, too.
+        sees_capture: whether user code is told that it is being captured, in the calls before the capture, too.
 
     Attributes:
         grad_inputs: which leaves of the input require grad, by number.
@@ -74,10 +74,10 @@ class Passes:
         inputs: StaticInputs,
         wants_grad: tuple[Wants, ...],
         device: torch.device,
-        told: bool,
+        sees_capture: bool,
     ) -> None:
         self.inputs = inputs
-        self._told = told
+        self._sees_capture = sees_capture
         self.grad_inputs = [i for i, wanted in enumerate(wants_grad) if wanted]
         self.params = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
         self.grads: Sequence[Tensor | None] = ()
@@ -236,7 +236,7 @@ class Passes:
                 torch.clear_autocast_cache()
             Passes.recording.add(run)
             exchange(self._places)
-            with answering(True) if self._told else nullcontext():
+            with answering(True) if self._sees_capture else nullcontext():
                 yield
 
     # --------------------------------------------------------------------------------------------------------- checks

@@ -29,7 +29,7 @@ from .many.slices import Slices
 from .many.whole_window import SHORT, WholeWindow
 from .metrics import StepMetrics
 from .observer import Observer
-from .optimizer_place import place_of
+from .optimizer_place import OptimizerPlace, place_of
 from .parts.split import StepSplitter, why_not_compiled_in_parts
 from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
@@ -183,21 +183,7 @@ def graphed_step(
         observer=numerics,
     )
     state = step.state({"model": model, **followers})
-    session = Session(
-        fn=step,
-        captured=step.captured,
-        state=state,
-        device=device,
-        options=options,
-        ranks=ranks,
-        name="graphed_step",
-        blocker=blocker,
-        whole=step.whole,
-        optimizer=place,
-        watching=step.watching,
-        untimed=1 if compile is None else 2,
-        splitter=_splitter(step, state, model, options, compile),
-    )
+    session = _session(step, state, model, options, blocker, place, compile)
     return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
 
 
@@ -428,13 +414,33 @@ class GraphedStep:
         self.close()
 
 
-def _splitter(
-    step: TrainingStep, state: TrainingState, model: nn.Module, options: Options, compile: str | None
-) -> StepSplitter:
-    """Return what does the step in parts where it cannot be captured as a whole."""
-    ranks, device, why_never = step.ranks, step.device, why_not_compiled_in_parts(compile)
-    update = CapturedUpdate(step, state, options, ranks, device, "graphed_step")
-    return StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never)
+def _session(
+    step: TrainingStep,
+    state: TrainingState,
+    model: nn.Module,
+    options: Options,
+    blocker: str,
+    place: OptimizerPlace,
+    compile: str | None,
+) -> Session:
+    ranks, device, name = step.ranks, step.device, "graphed_step"
+    update = CapturedUpdate(step, state, options, ranks, device, name)
+    why_never = why_not_compiled_in_parts(compile)
+    return Session(
+        fn=step,
+        captured=step.captured,
+        state=state,
+        device=device,
+        options=options,
+        ranks=ranks,
+        name=name,
+        blocker=blocker,
+        whole=step.whole,
+        optimizer=place,
+        watching=step.watching,
+        untimed=1 if compile is None else 2,
+        splitter=StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never),
+    )
 
 
 def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:

@@ -63,7 +63,7 @@ OVERFLOWS = ["--policy", "float16", "--overflows", "1", "9"]
 def test_ranks_train_the_bits_of_eager(options: list[str], accumulate: int) -> None:
     """L4: over windows and overflows, weights are equal on both ranks, and all state is that of eager DDP."""
     options = ["--graph", "emulate", "off", "--accumulate", str(accumulate), *options]
-    rows = launch(*options, forked=accumulate > 1)  # one with processes as users start them
+    rows = launch(*options)
     for run in assert_equal_runs(rows, "emulate"):
         assert (run["captures"], run["replays"]) == (accumulate, 18 - 3 * accumulate)
         assert run["skipped"] == (2 if "float16" in options else 0)

@@ -185,7 +185,7 @@ def test_resume(engine: Engine, tmp_path: Path, kind: str) -> None:
     make = lambda: Net(fused if device == "cuda" else adamw, halving, "step", dropout=0.0)  # noqa: E731
     options: dict[str, Any] = {"make": make, "kind": kind, "max_epochs": 4, "logger": False}
     whole = fit(tmp_path / "whole", device, None, data=Batches(loader(device)), **options)
-    for first, second in ((None, None), (graph, None), (None, graph), (graph, graph)):
+    for first, second in ((graph, None), (None, graph), (graph, graph)):
         for stop in ("epoch", "step"):
             folder = tmp_path / f"{first}-{second}-{stop}"
             until: dict[str, Any] = {"max_epochs": 2} if stop == "epoch" else {"max_steps": 15, "max_epochs": 4}
@@ -202,6 +202,7 @@ def test_resume(engine: Engine, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.sampled(2)
 def test_resume_within_a_window(tmp_path: Path, accumulate: int) -> None:
     """L2: Lightning drops what the window had so far; so do we."""
     ends = []

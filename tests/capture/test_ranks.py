@@ -162,6 +162,7 @@ def test_a_job_ends(how: str) -> None:
     [("6", gloo_ends.HOW[:3]), ("4", gloo_ends.HOW[3:]), ("5", gloo_ends.HOW_SHARDED)],
     ids=["group destroyed", "group not destroyed", "fully_shard"],
 )
+@pytest.mark.sampled(2)
 def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:
     """R10: jobs end with 0 wherever the model lives, destroyed group or not. (`gloo_ends.py --jobs 200 --busy 2`: 200.)
 

@@ -1,11 +1,15 @@
 """Mixed-precision training steps at the speed of the GPU, and bitwise the same steps."""
 
-from . import debug as debug
+import importlib as _importlib
+import typing as _typing
+
 from ._batches.buckets import Buckets as Buckets
 from ._batches.prefetch import prefetch as prefetch
 from ._callables.graphed_callable import make_graphed_callables as make_graphed_callables
 from ._capture.graph.report import GraphReport as GraphReport
 from ._capture.graph.report import Report as Report
+from ._capture.host.constants import HostConstant as HostConstant
+from ._capture.host.constants import HostConstants as HostConstants
 from ._errors import AmpkitError as AmpkitError
 from ._errors import AmpkitWarning as AmpkitWarning
 from ._errors import CaptureError as CaptureError
@@ -38,6 +42,8 @@ __all__ = [
     "GraphReport",
     "GraphedFunction",
     "GraphedStep",
+    "HostConstant",
+    "HostConstants",
     "InputMismatch",
     "OpTable",
     "Policy",
@@ -54,3 +60,16 @@ __all__ = [
     "op_table",
     "prefetch",
 ]
+
+if _typing.TYPE_CHECKING:
+    from . import debug as debug
+else:  # a type checker would take every name for one of ampkit
+
+    def __getattr__(name: str) -> object:
+        """Import `ampkit.debug` when it is first asked for: most programs never do."""
+        if name == "debug":
+            return _importlib.import_module("ampkit.debug")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

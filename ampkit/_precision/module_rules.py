@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import chain
@@ -68,16 +68,12 @@ def module_key(key: object) -> ModuleKey:
     return key
 
 
-def class_name(cls: type[nn.Module]) -> str:
-    """Return the name by which `class_named` finds the class."""
-    if getattr(nn, cls.__name__, None) is cls:
-        return f"torch.nn.{cls.__name__}"
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def key_text(key: ModuleKey) -> str:
     """Return a key as the text of a policy has it: the name of a class, or a string in double quotes."""
-    return class_name(key) if isinstance(key, type) else '"' + key.replace('"', '""') + '"'
+    if not isinstance(key, type):
+        return '"' + key.replace('"', '""') + '"'
+    in_nn = getattr(nn, key.__name__, None) is key
+    return f"torch.nn.{key.__name__}" if in_nn else f"{key.__module__}.{key.__qualname__}"
 
 
 def class_named(name: str) -> type[nn.Module]:
@@ -107,8 +103,7 @@ def apply(model: nn.Module, wanted: ModuleRules) -> None:
         ValueError: see `Policy.apply`. The model is unchanged then.
     """
     assigned = _assign(model, wanted)
-    _check_own_classes("apply", model)
-    before = _take_off(model)
+    before = _take_off("apply", model)
     for module, rule in assigned.rules.items():
         module.__class__ = _subclass(type(module), rule)
     for path, (tensor, dtype) in assigned.tensors.items():
@@ -128,8 +123,7 @@ def remove(model: nn.Module, rules: ModuleRules) -> None:
     if applied is None or applied.rules != rules:
         other = "another policy is" if applied else "no policy is"
         raise ValueError(f"Policy.remove({_name(model)}): {other} applied to this module.")
-    _check_own_classes("remove", model)
-    before = _take_off(model)
+    before = _take_off("remove", model)
     for path, tensor in chain(model.named_parameters(), model.named_buffers()):
         if path in before:
             _cast_in_place(tensor, before[path])
@@ -161,7 +155,13 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
     chosen = _choose(model, paths, wanted.rules)
     rules: dict[nn.Module, _ForwardRule] = {}
     param_dtypes: dict[nn.Module, torch.dtype] = {}
-    for path, module, around in _walk(model, chosen):
+    # Each path, the module there, and the dtype of the innermost rule for a module around it.
+    left: list[tuple[str, nn.Module, torch.dtype | None]] = [("", model, None)]
+    while left:
+        path, module, around = left.pop()
+        for name, child in module_tables(module)[2].items():
+            if child is not None:
+                left.append((f"{path}.{name}".lstrip("."), child, chosen.get(module, around)))
         compute = chosen.get(module)
         inside = compute or around
         param_dtype = wanted.params if wanted.params is torch.float32 or inside is None else inside
@@ -175,21 +175,15 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
                 "around them have different rules. Give both the same."
             )
     for module in rules:
-        _check_can_have_rule(paths[module][0], module)
+        why = ""
+        if isinstance(module, torch.jit.ScriptModule):
+            why = "it is scripted. Apply the policy before torch.jit.script"
+        elif "forward" in vars(module):
+            why = "something put a forward on the instance, so the rule would not run. Apply the policy before that"
+        if why:
+            place = f"module {paths[module][0]!r} ({_name(module)})"
+            raise ValueError(f"Policy.apply: {place} cannot have a rule: {why}.")
     return _Assignment(rules, _tensor_dtypes(model, param_dtypes))
-
-
-def _walk(
-    model: nn.Module, chosen: dict[nn.Module, torch.dtype]
-) -> Iterator[tuple[str, nn.Module, torch.dtype | None]]:
-    """Yield each path, the module there, and the dtype of the innermost rule for a module around it."""
-    left: list[tuple[str, nn.Module, torch.dtype | None]] = [("", model, None)]
-    while left:
-        path, module, around = left.pop()
-        yield path, module, around
-        for name, child in module_tables(module)[2].items():
-            if child is not None:
-                left.append((f"{path}.{name}".lstrip("."), child, chosen.get(module, around)))
 
 
 def _choose(
@@ -200,10 +194,16 @@ def _choose(
     unused = dict(rules)
     chosen = {}
     for module, names in paths.items():
-        matching = [(key, dtype) for key, dtype in rules if _matches(key, module, names, every)]
+        matching = []
+        for key, dtype in rules:
+            if isinstance(key, type):
+                fits = isinstance(module, key)
+            else:  # the path of one module, or a regular expression
+                fits = key in names if key in every else any(re.fullmatch(key, name) for name in names)
+            if fits:
+                matching.append((key, dtype))
+                unused.pop(key, None)
         exact = [(key, dtype) for key, dtype in matching if key in names]
-        for key, _ in matching:
-            unused.pop(key, None)
         deciding = exact or matching
         if len({dtype for _, dtype in deciding}) > 1:
             shown = " and ".join(f"{key_text(key)}: {dtype_name(dtype)}" for key, dtype in deciding)
@@ -219,14 +219,6 @@ def _choose(
     return chosen
 
 
-def _matches(key: ModuleKey, module: nn.Module, names: list[str], every: set[str]) -> bool:
-    if isinstance(key, type):
-        return isinstance(module, key)
-    if key in every:
-        return key in names
-    return any(re.fullmatch(key, name) for name in names)
-
-
 def _suggestion(key: ModuleKey, paths: dict[nn.Module, list[str]]) -> str:
     if isinstance(key, type):
         classes = sorted({_name(module) for module in paths})
@@ -235,26 +227,6 @@ def _suggestion(key: ModuleKey, paths: dict[nn.Module, list[str]]) -> str:
     every = [path for names in paths.values() for path in names if path]
     close = difflib.get_close_matches(key, every, n=3, cutoff=0.4) or every[:3]
     return f"Close paths: {', '.join(map(repr, close))}." if close else "The model has no modules inside."
-
-
-def _check_can_have_rule(path: str, module: nn.Module) -> None:
-    why = ""
-    if isinstance(module, torch.jit.ScriptModule):
-        why = "it is scripted. Apply the policy before torch.jit.script"
-    elif "forward" in vars(module):
-        why = "something put a forward on the instance, so the rule would not run. Apply the policy before that"
-    if why:
-        raise ValueError(f"Policy.apply: module {path!r} ({_name(module)}) cannot have a rule: {why}.")
-
-
-def _check_own_classes(call: str, model: nn.Module) -> None:
-    """Raise a ValueError if a module's class is a subclass of one that a rule gave it."""
-    for path, module in model.named_modules():
-        if type(module) not in _ORIGINALS and any(cls in _ORIGINALS for cls in type(module).__mro__):
-            raise ValueError(
-                f"Policy.{call}: the class of module {path!r} ({_name(module)}) was changed after a policy was "
-                "applied, for example by torch.nn.utils.parametrize. Undo that first."
-            )
 
 
 def _tensor_dtypes(
@@ -290,8 +262,18 @@ def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
             tensor.grad.data = tensor.grad.data.to(dtype)
 
 
-def _take_off(model: nn.Module) -> dict[str, torch.dtype]:
-    """Give every module its own class back. Return by path the dtypes that tensors had before any policy."""
+def _take_off(call: str, model: nn.Module) -> dict[str, torch.dtype]:
+    """Give every module its own class back. Return by path the dtypes that tensors had before any policy.
+
+    Raises:
+        ValueError: a module's class is a subclass of one that a rule gave it. The model is unchanged then.
+    """
+    for path, module in model.named_modules():
+        if type(module) not in _ORIGINALS and any(cls in _ORIGINALS for cls in type(module).__mro__):
+            raise ValueError(
+                f"Policy.{call}: the class of module {path!r} ({_name(module)}) was changed after a policy was "
+                "applied, for example by torch.nn.utils.parametrize. Undo that first."
+            )
     before: dict[str, torch.dtype] = {}
     for prefix, module in model.named_modules():
         applied = vars(module).pop(APPLIED, None)
@@ -309,7 +291,23 @@ def _subclass(base: type[nn.Module], rule: _ForwardRule) -> type[nn.Module]:
 
     @wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, base.forward, rule, args, kwargs)
+        if rule.compute is None:
+            out = base.forward(self, *args, **kwargs)
+        else:
+            device_type = _device_type(args, kwargs, self)
+            has_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+            around = torch.get_autocast_dtype(device_type) if has_autocast else None
+            args = tuple([_cast_tree(arg, rule.compute) for arg in args])
+            kwargs = {name: _cast_tree(arg, rule.compute) for name, arg in kwargs.items()}
+            with _autocast(device_type, rule.compute, rule.autocast):
+                out = base.forward(self, *args, **kwargs)
+            # To a dtype that the code around the module can take. Autocast refuses the other low precision in its
+            # widest-type operations. float32 holds every value of both.
+            if around is None:
+                out = _cast_tree(out, rule.outside)
+            elif other := {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(around):
+                out = _cast_tree(out, torch.float32, (other,))
+        return out if rule.output is None else _cast_tree(out, rule.output)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
         # The subclass exists in this process only, so an instance of `base` is pickled.
@@ -328,23 +326,6 @@ def _rebuild(rule: _ForwardRule, make: Callable[..., nn.Module], args: tuple[Any
     module = make(*args)
     module.__class__ = _subclass(type(module), rule)
     return module
-
-
-def _forward(
-    module: nn.Module, forward: Callable[..., Any], rule: _ForwardRule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if rule.compute is None:
-        out = forward(module, *args, **kwargs)
-    else:
-        device_type = _device_type(args, kwargs, module)
-        has_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
-        around = torch.get_autocast_dtype(device_type) if has_autocast else None
-        args = tuple([_cast_tree(arg, rule.compute) for arg in args])
-        kwargs = {name: _cast_tree(arg, rule.compute) for name, arg in kwargs.items()}
-        with _autocast(device_type, rule.compute, rule.autocast):
-            out = forward(module, *args, **kwargs)
-        out = _cast_back(out, around, rule.outside)
-    return out if rule.output is None else _cast_tree(out, rule.output)
 
 
 def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> str:
@@ -374,21 +355,6 @@ def _cast_tree(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...] = CAST
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return tree
     return tree_unflatten([_cast_tree(leaf, dtype, of) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-
-def _cast_back(out: Any, around: torch.dtype | None, outside: torch.dtype) -> Any:
-    """Return a module's outputs in a dtype that the code around the module can take.
-
-    Args:
-        out: the outputs.
-        around: the dtype of the autocast around the module, None without one.
-        outside: the dtype to cast to without one.
-    """
-    if around is None:
-        return _cast_tree(out, outside)
-    # Autocast refuses the other low precision in its widest-type operations. float32 holds every value of both.
-    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(around)
-    return out if other is None else _cast_tree(out, torch.float32, (other,))
 
 
 def _name(module: nn.Module) -> str:

@@ -77,8 +77,11 @@ class Policy:
     ) -> None:
         for name, value in {"params": params, "compute": compute, "output": output}.items():
             object.__setattr__(self, name, _dtype(name, value))
-        object.__setattr__(self, "ops", _op_rules(_pairs("ops", ops)))
-        object.__setattr__(self, "modules", _module_rule_pairs(_pairs("modules", modules)))
+        for name, rules, checked in (("ops", ops, _op_rules), ("modules", modules, _module_rule_pairs)):
+            pairs = listed(rules.items() if isinstance(rules, Mapping) else rules)
+            if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+                raise ValueError(f"Policy({name}={shown(rules)}): expected a dict of rules. {_LEGAL}")
+            object.__setattr__(self, name, checked(pairs))
         if self.compute is torch.float32 and self.params is not torch.float32:
             raise ValueError(
                 f"Policy(params={dtype_name(self.params)}, compute=float32): autocast cannot raise a dtype. "
@@ -203,7 +206,7 @@ class Policy:
                 module wins over other rules. A class does not win over a regular expression, nor the reverse.
         """
         check_instance("Policy.apply", "model", model, nn.Module, "a torch.nn.Module")
-        module_rules.apply(model, self._rules_for_modules())
+        module_rules.apply(model, ModuleRules(self.modules, self.params, self.output))
         return model
 
     def remove(self, model: Model) -> Model:
@@ -219,11 +222,8 @@ class Policy:
             ValueError: this policy is not applied to `model`.
         """
         check_instance("Policy.remove", "model", model, nn.Module, "a torch.nn.Module")
-        module_rules.remove(model, self._rules_for_modules())
+        module_rules.remove(model, ModuleRules(self.modules, self.params, self.output))
         return model
-
-    def _rules_for_modules(self) -> ModuleRules:
-        return ModuleRules(self.modules, self.params, self.output)
 
 
 def read_policy(where: str, value: Any) -> Policy | None:
@@ -266,13 +266,6 @@ def _dtype(field: str, value: object) -> torch.dtype:
         meant = _meant(value, (*DTYPES, "half")) if isinstance(value, str) else ""
         raise ValueError(f"Policy({field}={shown(value)}): expected one of {', '.join(DTYPES)}.{meant} {_LEGAL}")
     return dtype
-
-
-def _pairs(field: str, rules: Any) -> list[tuple[Any, Any]]:
-    pairs = listed(rules.items() if isinstance(rules, Mapping) else rules)
-    if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"Policy({field}={shown(rules)}): expected a dict of rules. {_LEGAL}")
-    return pairs
 
 
 def _op_rules(pairs: list[tuple[Any, Any]]) -> OpRules:
@@ -332,19 +325,19 @@ def _rules(text: str, field: str, value: str) -> list[tuple[Any, str]]:
     if not (value.startswith("{") and value.endswith("}")):
         problem = f"{field}={shortened(value)} is not a list of rules in braces."
         raise ValueError(f"Policy.parse({shown(text)}): {problem} {_LEGAL}")
-    rules = []
+    rules: list[tuple[Any, str]] = []
     for part in _split(value[1:-1], text) if value[1:-1].strip() else []:
         key, colon, rule = (piece.strip() for piece in part.rpartition(":"))
         if not colon:
             raise ValueError(f"Policy.parse({shown(text)}): {shown(part)} is not a rule. {_LEGAL}")
-        rules.append((key if field == "ops" else _written_key(text, key), rule))
+        written: ModuleKey = key
+        if field == "modules" and len(key) > 1 and key.startswith('"') and key.endswith('"'):
+            written = key[1:-1].replace('""', '"')
+        elif field == "modules":
+            try:
+                written = class_named(key)
+            except ValueError as error:
+                quoted = "A path or a pattern stands in double quotes."
+                raise ValueError(f"Policy.parse({shown(text)}): {error} {quoted}") from None
+        rules.append((written, rule))
     return rules
-
-
-def _written_key(text: str, key: str) -> ModuleKey:
-    if len(key) > 1 and key.startswith('"') and key.endswith('"'):
-        return key[1:-1].replace('""', '"')
-    try:
-        return class_named(key)
-    except ValueError as error:
-        raise ValueError(f"Policy.parse({shown(text)}): {error} A path or a pattern stands in double quotes.") from None

@@ -72,8 +72,6 @@ class WorkingWeights:
 
     def learn(self, uses: "_Uses", loss: Tensor) -> None:
         """Make copies of the weights that this forward has only cast. Give up copies of those it used otherwise."""
-        if self._averaging is not None and self._averaging.searching:
-            return
         consumers = _consumers(loss)
         for param in self._model.parameters():
             nodes = consumers.get(param, [])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
+from .._capture.engine.session import Session
 from .._capture.engine.warm_up import writable
 from .._capture.graph.report import Report
 from .._capture.keys.containers import own_batch
@@ -81,17 +82,18 @@ class EvaluationStep:
         self._problem = ""  # found in the current call
         self.why_eager = ""
         state = TrainingState({"model": module}, ())
-        self._engine = Engine(
-            self._captured,
-            state,
+        session = Session(
+            fn=self._captured,
+            captured=self._captured,
+            state=state,
             device=device,
             options=options,
             ranks=Ranks(None, device),
-            blocker="",
             name=f"AmpkitCallback, {method}",
             declared=True,
             one_argument=True,
         )
+        self._engine = Engine(session)
 
     def report(self) -> Report:
         """Return graphs, replays, and eager calls with reasons, so far. Waits for the device."""
@@ -116,7 +118,7 @@ class EvaluationStep:
         self._further_args, self._problem = further_args, ""
         replays = self._engine.replays
         try:
-            outputs = self._engine.turn.take(self._called, phase, batch)
+            outputs = self._engine.turn.call(self._called, phase, batch)
         except InputMismatch as error:
             self._stay_eager(not_comparable(batch) or str(error))
             return self._forward(batch, *further_args)
@@ -139,7 +141,9 @@ class EvaluationStep:
         if loader in self._loaders_seen:
             return self._engine((batch,), {}, phase)
         self._loaders_seen.add(loader)
-        before = [(tensor, tensor.clone()) for tensor in _inference_tensors(self._module)]
+        values = [value for part in self._module.modules() for value in vars(part).values()]
+        tensors = [value for value in values if isinstance(value, Tensor) and value.is_inference()]
+        before = [(tensor, tensor.clone()) for tensor in tensors]
         outputs = self._engine.run("warm-up", lambda: self._recorded(batch))
         if any(not torch.equal(tensor, value) for tensor, value in before):  # sync, in inference mode alone
             self._problem = self._problem or _WRITES_ELSEWHERE.format(self._method)
@@ -193,12 +197,6 @@ class EvaluationStep:
 def _set_gradients(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient
-
-
-def _inference_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the attributes of a module and its parts that are tensors which were made in inference mode."""
-    values = (value for part in module.modules() for value in vars(part).values())
-    return [value for value in values if isinstance(value, Tensor) and value.is_inference()]
 
 
 _WRITES_ELSEWHERE = (

@@ -61,7 +61,9 @@ class GradientUses(TorchFunctionMode):
     def restore_hooks(self) -> None:
         """Give all objects their own hooks back."""
         for hook in self._hooks:
-            hook.restore()
+            del vars(hook.owner)[hook.name]
+            if hook.before is not None:
+                vars(hook.owner)[hook.name] = hook.before
         self._hooks = []
 
     def run(self, hook: "_WatchedHook", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,22 +84,20 @@ class GradientUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GRAD_METHODS and not (self.problem and self.gradients_exist) and id(args[0]) in self._parameters:
-            self._on_use(sys._getframe(1))
+            hook, frame = self._running, sys._getframe(1)
+            assert hook is not None  # the mode is on while a hook runs
+            module = frame.f_globals.get("__name__", "")
+            in_zero_grad = frame.f_code.co_name == "zero_grad" and module.startswith("torch.")
+            if not (in_zero_grad and hook.name in _AFTER_STEP):  # the next step clears the gradients anyway
+                line = hook.line(frame)
+                self.problem = f"{hook} uses gradients, which a captured step does not leave: {line}. {_ADVICE}"
+                if not self.gradients_exist:
+                    raise _NoGradientError
         return func(*args, **(kwargs or {}))
 
     @functools.cached_property
     def _parameters(self) -> set[int]:
         return {id(param) for param in self._module.parameters()}  # a callback may train a model of its own
-
-    def _on_use(self, frame: FrameType) -> None:
-        hook = self._running
-        assert hook is not None  # the mode is on while a hook runs
-        in_zero_grad = frame.f_code.co_name == "zero_grad" and frame.f_globals.get("__name__", "").startswith("torch.")
-        if in_zero_grad and hook.name in _AFTER_STEP:
-            return  # the next step clears the gradients anyway
-        self.problem = f"{hook} uses gradients, which a captured step does not leave: {hook.line(frame)}. {_ADVICE}"
-        if not self.gradients_exist:
-            raise _NoGradientError
 
 
 class _NoGradientError(Exception):
@@ -123,9 +123,9 @@ class _WatchedHook:
     def __init__(self, owner: Any, name: str, uses: GradientUses) -> None:
         self.function = getattr(owner, name)
         self.name = name
-        self._owner = owner
+        self.owner = owner
         self._uses = uses
-        self._before = vars(owner).get(name)
+        self.before = vars(owner).get(name)
         functools.update_wrapper(self, self.function)
         vars(owner)[name] = self
 
@@ -133,16 +133,10 @@ class _WatchedHook:
         return self._uses.run(self, args, kwargs)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._owner, self.name)
+        return getattr, (self.owner, self.name)
 
     def __str__(self) -> str:
-        return f"{type(self._owner).__name__}.{self.name}"
-
-    def restore(self) -> None:
-        """Give the object its own hook back."""
-        del vars(self._owner)[self.name]
-        if self._before is not None:
-            vars(self._owner)[self.name] = self._before
+        return f"{type(self.owner).__name__}.{self.name}"
 
     def line(self, frame: FrameType) -> str:
         """Return the line of the hook from which, over any number of calls, this frame was called."""

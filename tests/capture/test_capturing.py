@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ENGINES, answered, answering, assert_same, deterministic, training_state
+from harness import ENGINES, answering, assert_same, deterministic, seeing_capture, training_state
 from torch import Tensor, nn
 
 import ampkit
@@ -108,7 +108,7 @@ def by_hand(engine: tuple[str, str], answers: list[bool], checkpointed: bool = F
     with deterministic():
         for i, answer in enumerate(answers):
             x = torch.linspace(-1, 1, 24, device=device).reshape(4, 6) + i / 8
-            call = answered(step, answer)
+            call = seeing_capture(step, answer)
             history.append((call(x).loss, x, training_state(model, optimizer, step.scaler)))
     return history
 

@@ -50,7 +50,7 @@ class CompiledShards:
         self._buffers = list(model.buffers())
         self._first = False  # whether the call that runs compiles
         self._leaves: Sequence[Any] = ()  # of the batch of that call
-        self._calls: _Calls | None = None  # the calls that the loss makes of the model, while it is compiled
+        self._calls: _ModelCalls | None = None  # the calls that the loss makes of the model, while it is compiled
         self.problems: dict[str, str] = {}
         eager, wrapped, between = parts_of(model)
         names = {module: name or "the model" for name, module in model.named_modules()}
@@ -108,7 +108,7 @@ class CompiledShards:
         ]
 
     def _first_loss(self, args: Any) -> Any:
-        before, calls = self._snapshot(self._leaves), _Calls()
+        before, calls = self._snapshot(self._leaves), _ModelCalls()
         with Undo() as undo:
             undo.note(setattr, self, "_calls", None)
             self._calls = calls
@@ -150,7 +150,7 @@ class CompiledShards:
         return Snapshot(state, self._generators, leaves, on_host=True)
 
 
-class _Calls:
+class _ModelCalls:
     """The calls of a model in a loss, so that the loss can be called again without them.
 
     Attributes:

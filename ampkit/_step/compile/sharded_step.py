@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..._text import ProgressBar
 from ..._torch.compile import GraphBreak
-from .compiled import CompiledTrainingStep, Layout, call_loss
+from .compiled import CompiledLayout, CompiledTrainingStep, call_loss
 from .compiled_shards import CompiledShards, is_of_wrapper
 
 
@@ -19,17 +19,19 @@ class ShardedCompiledStep(CompiledTrainingStep):
     itself. A part that cannot be compiled is called as eager code from then on, and no call is made again.
     """
 
-    def _compiled_loss(self, layout: Layout) -> CompiledShards:
+    def _compiled_loss(self, layout: CompiledLayout) -> CompiledShards:
         if layout.call is None:
             layout.call = CompiledShards(call_loss, self._model, self.compiler, self._generators)
         assert isinstance(layout.call, CompiledShards)  # of this step's own layouts
         return layout.call
 
-    def _compiled_pass(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _compiled_pass(
+        self, layout: CompiledLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
         with self._compiled_loss(layout).in_place():  # in backward too: activation checkpoints call modules there
             return super()._compiled_pass(layout, args, kwargs)
 
-    def _compile(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _compile(self, layout: CompiledLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         start, bar = time.perf_counter(), ProgressBar(1)
         shards = self._compiled_loss(layout)
         try:
@@ -46,13 +48,13 @@ class ShardedCompiledStep(CompiledTrainingStep):
             self._say_problem(problem)
         return outputs
 
-    def _say_breaks(self, layout: Layout, breaks: list[GraphBreak]) -> None:
+    def _say_breaks(self, layout: CompiledLayout, breaks: list[GraphBreak]) -> None:
         super()._say_breaks(layout, [found for found in breaks if not is_of_wrapper(found)])
 
     def _why_not_updated(self) -> str:
         return "all ranks share the norm and the overflow check of parameters that fully_shard has split"
 
-    def _compiled_passes(self, done: list[Layout]) -> list[str]:
+    def _compiled_passes(self, done: list[CompiledLayout]) -> list[str]:
         parts = [self._compiled_loss(layout) for layout in done]
         counted = Counter(text for shards in parts if (text := shards.compiled_text()))
         lines = [

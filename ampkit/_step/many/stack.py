@@ -132,8 +132,8 @@ def _unequal(leaves: Sequence[Any], tree: TreeSpec, i: int, first: int, words: W
     )
 
 
-class Outputs(NamedTuple):
-    """Outputs of several calls in a row, each tensor with the calls along dimension 0.
+class StackedOutputs(NamedTuple):
+    """StackedOutputs of several calls in a row, each tensor with the calls along dimension 0.
 
     Attributes:
         loss: see `StepOutput`.
@@ -148,7 +148,7 @@ class Outputs(NamedTuple):
     skipped: Tensor
 
 
-def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> Outputs:
+def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> StackedOutputs:
     """Return the outputs of calls as one.
 
     Args:
@@ -163,7 +163,7 @@ def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> Outputs:
     # Without a loss scale a step returns the same constant each time.
     is_constant = views and all(flag is flags[0] for flag in flags)
     loss, aux = losses_and_aux(outs, SCAN)
-    return Outputs(
+    return StackedOutputs(
         loss,
         aux,
         torch.stack(norms) if norms else None,
@@ -185,7 +185,7 @@ def losses_and_aux(outs: Sequence[StepOutput], words: Words) -> tuple[Tensor, An
     return torch.stack([out.loss for out in outs]), aux
 
 
-def concatenated(pieces: Sequence[Outputs]) -> StepOutput:
+def concatenated(pieces: Sequence[StackedOutputs]) -> StepOutput:
     """Return the outputs of several calls each as one.
 
     Raises:

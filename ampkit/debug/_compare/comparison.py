@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -92,15 +91,12 @@ class Comparison:
     @property
     def worst(self) -> ComparedTensor | None:
         """The tensor with the lowest SQNR, the first of several. None if all are equal bit by bit."""
-        return min((row for row in self.rows if not row.equal), key=_worst_first, default=None)
+        return min((row for row in self.rows if not row.equal), key=lambda row: (row.db, -row.ulp), default=None)
 
     def _differs(self, row: ComparedTensor) -> bool:
         if self.min_db is None:
             return not row.equal
         return row.db < self.min_db
-
-    def __str__(self) -> str:
-        return self.table()
 
     def table(self, all: bool = False) -> str:
         """Return the table.
@@ -110,7 +106,8 @@ class Comparison:
         """
         first, rows = self.first, list(self.rows)
         if not all:
-            worst = sorted((row for row in rows if not row.equal and row is not first), key=_worst_first)
+            apart = (row for row in rows if not row.equal and row is not first)
+            worst = sorted(apart, key=lambda row: (row.db, -row.ulp))
             shown = [*([first] if first else []), *worst][:_SHOWN]
             rows = [row for row in rows if any(row is other for other in shown)]
         threshold = "bit by bit" if self.min_db is None else f"to {self.min_db:g} dB"
@@ -118,30 +115,26 @@ class Comparison:
         if first is not None:
             differ = sum(map(self._differs, self.rows))
             head = f"{differ} of {len(self.rows)} tensors are not equal {threshold}. The first is {first}"
-        lines = [head, *self._only_in_one_run()]
-        if rows:
-            cells = [_COLUMNS, *(_cells(row, row is first) for row in rows)]
-            width = shutil.get_terminal_size(_WITHOUT_TERMINAL).columns
-            lines += ["", *grid(cells, texts=6, width=width, shrink=[(_WHERE, _LEAST_WHERE)])]
-        if len(rows) < len(self.rows):
-            lines.append(f"... {len(self.rows) - len(rows)} more rows; .table(all=True) shows all")
-        return "\n".join(lines)
-
-    def _only_in_one_run(self) -> Iterator[str]:
+        lines = [head]
         for run, names in (("a", self.only_a), ("b", self.only_b)):
             hooked = [name for name in names if name.endswith(_SEEN_BY_HOOKS)]
             others = [name for name in names if not name.endswith(_SEEN_BY_HOOKS)]
             for some, why in ((hooked, " (replayed graphs and compiled code call no hooks)"), (others, "")):
                 if some:
                     tensors, more = "tensors" if len(some) > 1 else "tensor", "; ..." if len(some) > _NAMED else ""
-                    yield f"{len(some)} {tensors} only in run {run}{why}: {'; '.join(some[:_NAMED])}{more}"
+                    named = "; ".join(some[:_NAMED])
+                    lines.append(f"{len(some)} {tensors} only in run {run}{why}: {named}{more}")
+        if rows:
+            cells: list[tuple[str, ...]] = [_COLUMNS]
+            for row in rows:
+                numbers = ("equal", "") if row.equal else (f"{row.db:.1f}", f"{row.ulp:.3g}")
+                shape = "x".join(map(str, row.shapes[0])) or "()"
+                mark, dtypes = ">" if row is first else "", map(dtype_name, row.dtypes)
+                cells.append((mark, row.where, row.direction, shape, *dtypes, *numbers))
+            width = shutil.get_terminal_size(_WITHOUT_TERMINAL).columns
+            lines += ["", *grid(cells, texts=6, width=width, shrink=[(_WHERE, _LEAST_WHERE)])]
+        if len(rows) < len(self.rows):
+            lines.append(f"... {len(self.rows) - len(rows)} more rows; .table(all=True) shows all")
+        return "\n".join(lines)
 
-
-def _worst_first(row: ComparedTensor) -> tuple[float, float]:
-    return row.db, -row.ulp
-
-
-def _cells(row: ComparedTensor, is_first: bool) -> tuple[str, ...]:
-    numbers = ("equal", "") if row.equal else (f"{row.db:.1f}", f"{row.ulp:.3g}")
-    shape = "x".join(map(str, row.shapes[0])) or "()"
-    return (">" if is_first else "", row.where, row.direction, shape, *map(dtype_name, row.dtypes), *numbers)
+    __str__ = table

@@ -78,13 +78,19 @@ class OutputHooks:
     @contextmanager
     def on(self, model: nn.Module | None) -> Iterator[None]:
         """Context in which the hooks are on the modules of `model`."""
+        modules: dict[str, nn.Module] = {}  # by paths without wrappers; where a module is wrapped, it is the wrapper
+        if model is not None:
+            wrapped = _wrapped_paths(model)
+            for path, module in model.named_modules():
+                if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
+                    modules.setdefault(_without_wrappers(path, wrapped), module)
         with ExitStack() as self._handles:
-            for path, module in () if model is None else _modules_by_path(model).items():
+            for path, module in modules.items():
                 self._handles.callback(module.register_forward_hook(partial(self._on_output, path)).remove)
             yield
 
     def _on_output(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or is_capturing():  # neither compiled code nor a graph may keep these copies
+        if torch.compiler.is_compiling() or is_capturing():  # as in `_copy`
             return
         self._calls[path] += 1
         leaves, _ = tree_flatten_with_path(output)
@@ -93,29 +99,18 @@ class OutputHooks:
                 name = path + (keystr(where) if len(leaves) > 1 else "")
                 self._copy(TensorId("forward", name, self._calls[path]), leaf)
                 if leaf.requires_grad:
-                    hook = partial(self._on_gradient, TensorId("backward", name, self._calls[path]))
+                    hook = partial(self._copy, TensorId("backward", name, self._calls[path]))
                     self._handles.callback(leaf.register_hook(hook).remove)
 
-    def _on_gradient(self, which: TensorId, grad: Tensor) -> None:
-        if not (torch.compiler.is_compiling() or is_capturing()):
-            self._copy(which, grad)
-
     def _copy(self, which: TensorId, tensor: Tensor) -> None:
+        if torch.compiler.is_compiling() or is_capturing():  # neither compiled code nor a graph may keep these copies
+            return
         # A block often returns what its last module returned: one copy is enough. Inference tensors have no version
         # that would tell whether they were changed in between, so each of them is copied.
         number = None if tensor.is_inference() else version(tensor)
         if number is None or self._last is None or self._last[0] is not tensor or self._last[1] != number:
             self._last = (tensor, number, tensor.detach().clone())
         self.tensors[which] = self._last[2]
-
-
-def _modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by their paths without wrappers. Where a module is wrapped, it is the wrapper."""
-    wrapped, found = _wrapped_paths(model), dict[str, nn.Module]()
-    for path, module in model.named_modules():
-        if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
-            found.setdefault(_without_wrappers(path, wrapped), module)
-    return found
 
 
 def _wrapped_paths(model: nn.Module, prefix: str = "") -> set[str]:

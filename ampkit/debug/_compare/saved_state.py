@@ -3,7 +3,7 @@
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,21 @@ class SavedState:
         groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
         self._groups = [(group, {key: _restorer(group[key]) for key in group if key != "params"}) for group in groups]
         others = [part for part in parts if not isinstance(part, (nn.Module, torch.optim.Optimizer))]
-        self._state_dicts = [(part, _copied_state_dict(part)) for part in others]
-        self._random = list(_random_states(generators))
+        for part in others:
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise ValueError(
+                    f"compare(state=[{type(part).__name__}]): expected modules, optimizers, and objects with "
+                    "state_dict and load_state_dict, such as a gradient scaler or a scheduler."
+                )
+        self._state_dicts = [(part, copy.deepcopy(part.state_dict())) for part in others]
+        # For each source of random numbers, the function that sets its state, and its state.
+        self._random: list[tuple[Callable[[Any], Any], Any]] = [(random.setstate, random.getstate())]
+        if (numpy := sys.modules.get("numpy")) is not None:  # it loads numpy.random when that is first looked up
+            self._random.append((numpy.random.set_state, numpy.random.get_state()))
+        self._random.append((torch.set_rng_state, torch.get_rng_state()))
+        if torch.cuda.is_available():
+            self._random.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        self._random += [(generator.set_state, generator.get_state()) for generator in generators]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -71,15 +84,6 @@ class SavedState:
             set_state(saved)
 
 
-def _copied_state_dict(part: Any) -> Any:
-    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-        raise ValueError(
-            f"compare(state=[{type(part).__name__}]): expected modules, optimizers, and objects with state_dict and "
-            "load_state_dict, such as a gradient scaler or a scheduler."
-        )
-    return copy.deepcopy(part.state_dict())
-
-
 def _restorer(value: Any) -> Callable[[], Any]:
     """Return a function that gives the same object with its present content: of tensors, lists and dicts, deeply."""
     if isinstance(value, Tensor):
@@ -101,15 +105,3 @@ def _refilled(value: Any, content: Any) -> Any:
     elif isinstance(value, list):
         value[:] = content
     return value  # a tuple still holds the same objects, whose content is restored by now
-
-
-def _random_states(generators: Sequence[torch.Generator]) -> Iterator[tuple[Callable[[Any], Any], Any]]:
-    """Yield, for each source of random numbers, the function that sets its state, and its state."""
-    yield random.setstate, random.getstate()
-    if (numpy := sys.modules.get("numpy")) is not None:  # it loads numpy.random when that is first looked up
-        yield numpy.random.set_state, numpy.random.get_state()
-    yield torch.set_rng_state, torch.get_rng_state()
-    if torch.cuda.is_available():
-        yield torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()
-    for generator in generators:
-        yield generator.set_state, generator.get_state()

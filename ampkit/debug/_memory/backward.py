@@ -110,7 +110,10 @@ class _PythonEngine:
         accumulate_grad: bool = True,
     ) -> tuple[Tensor | None, ...]:
         """Do what the engine does with these arguments: see torch.autograd.backward and torch.autograd.grad."""
-        roots, wanted = [*map(_edge, outputs)], [*map(_edge, inputs)]
+        roots, wanted = (
+            [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in given]
+            for given in (outputs, inputs)
+        )
         task = _GraphTask(roots, wanted if inputs else None, accumulate_grad)
         for edge, grad in zip(roots, grads, strict=True):
             task.add(edge.node, edge.output_nr, _fitted(grad, input_metadata(edge.node)[edge.output_nr]))
@@ -118,7 +121,7 @@ class _PythonEngine:
         try:
             with graph_task():
                 with torch.set_grad_enabled(create_graph):
-                    self._run_nodes(task, _keep if keep_graph else self._release)
+                    self._run_nodes(task, (lambda node: None) if keep_graph else self._release)
                 for callback in self._callbacks[-1]:  # one may queue others
                     callback()
         finally:
@@ -165,7 +168,12 @@ class _GraphTask:
         self._accumulates = accumulates
         self.results: list[Tensor | None] = [] if accumulates else [None] * len(self._wanted)
         nodes = list(graph_nodes(roots))
-        self._needed = set(nodes) if wanted is None else _leading_to(nodes, {edge.node for edge in wanted})
+        self._needed = set(nodes)
+        if wanted is not None:  # the nodes from which a backward pass gets to one of those, and these
+            self._needed = {edge.node for edge in wanted}
+            for node in sorted(nodes, key=sequence_number):  # a node leads only to nodes that were made before it
+                if any(following in self._needed for following, _ in node.next_functions):
+                    self._needed.add(node)
         self._dependencies = Counter(  # how many nodes have yet to send a gradient to a node
             following for node in nodes if node in self._needed for following, _ in node.next_functions
         )
@@ -190,8 +198,12 @@ class _GraphTask:
         arrived = self._arrived.setdefault(node, [None] * len(input_metadata(node)))
         if grad is None:
             return
-        if arrived[i] is not None:
-            grad = _sum(arrived, i, grad)
+        before = arrived[i]
+        if before is not None:
+            # The gradient that has arrived before is changed if nothing but this list has it or its memory.
+            alone = sys.getrefcount(before) <= _SOLE_OWNER_REFERENCES and use_count(before) == 1
+            reusable = alone and shares_storage_with_none(before) and before.layout is torch.strided
+            grad = before.add_(grad) if reusable and not torch.is_grad_enabled() else before + grad
         arrived[i] = grad
 
     def run_node(self, node: Any, arrived: list[Tensor | None], release: Callable[[Any], object]) -> None:
@@ -221,23 +233,6 @@ class _GraphTask:
                 if not self._dependencies[following]:
                     self._push(following)
             del grad
-
-
-def _keep(node: Any) -> None:
-    """Leave what a node has saved to a later backward."""
-
-
-def _edge(tensor: Tensor | GradientEdge) -> GradientEdge:
-    return get_gradient_edge(tensor) if isinstance(tensor, Tensor) else tensor
-
-
-def _leading_to(nodes: list[Any], ends: set[Any]) -> set[Any]:
-    """Return the nodes from which a backward pass gets to one of the ends, and the ends themselves."""
-    needed = set(ends)
-    for node in sorted(nodes, key=sequence_number):  # a node leads only to nodes that were made before it
-        if any(following in needed for following, _ in node.next_functions):
-            needed.add(node)
-    return needed
 
 
 def _call_output_hooks(node: Any, arrived: list[Tensor | None]) -> None:
@@ -270,22 +265,6 @@ def _fitted(grad: Tensor | None, metadata: Any) -> Tensor | None:
     return grad if grad.dtype is metadata.dtype else grad.to(metadata.dtype)
 
 
-def _sum(arrived: list[Tensor | None], i: int, grad: Tensor) -> Tensor:
-    """Return the sum of a gradient and the one that has arrived before, which is changed if nothing else uses it."""
-    reusable = _is_sole_owner(arrived, i)
-    before = arrived[i]
-    assert before is not None
-    return before.add_(grad) if reusable and not torch.is_grad_enabled() else before + grad
-
-
-def _is_sole_owner(tensors: list[Tensor | None], i: int) -> bool:
-    """Return whether nothing but this list has the tensor or its memory, so that it may be changed."""
-    tensor = tensors[i]
-    assert tensor is not None
-    alone = sys.getrefcount(tensor) <= _SOLE_OWNER_REFERENCES and use_count(tensor) == 1
-    return alone and shares_storage_with_none(tensor) and tensor.layout is torch.strided
-
-
 def _accumulate(leaf: Tensor, arrived: list[Tensor | None]) -> None:
     """Run a leaf's hooks, and add the gradient to its `.grad`, as the engine does."""
     for hook in leaf_hooks(leaf):
@@ -300,20 +279,16 @@ def _accumulate(leaf: Tensor, arrived: list[Tensor | None]) -> None:
         else:
             leaf.grad += grad
     else:
-        del grad  # `_first_grad` counts the references
-        leaf.grad = _first_grad(leaf, arrived)
+        # The gradient itself if nothing else has it and its layout is the leaf's, else a copy.
+        alone = sys.getrefcount(grad) <= _SOLE_OWNER_REFERENCES and use_count(grad) == 1
+        if not grad.is_sparse and not torch.is_grad_enabled() and alone and _same_layout(grad, leaf):
+            leaf.grad = grad.detach()
+        elif grad.is_sparse or _same_layout(grad, leaf):
+            leaf.grad = grad.clone()
+        else:
+            leaf.grad = torch.empty_like(leaf).copy_(grad)
     for hook_after in post_accumulate_hooks(leaf):
         hook_after(leaf)
-
-
-def _first_grad(leaf: Tensor, arrived: list[Tensor | None]) -> Tensor:
-    """Return the arrived gradient itself if nothing else has it and its layout is the leaf's, else a copy."""
-    grad = arrived[0]
-    assert grad is not None
-    alone = sys.getrefcount(grad) <= _SOLE_OWNER_REFERENCES and use_count(grad) == 1
-    if not grad.is_sparse and not torch.is_grad_enabled() and alone and _same_layout(grad, leaf):
-        return grad.detach()
-    return grad.clone() if grad.is_sparse or _same_layout(grad, leaf) else torch.empty_like(leaf).copy_(grad)
 
 
 def _same_layout(grad: Tensor, leaf: Tensor) -> bool:

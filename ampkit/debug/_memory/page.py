@@ -4,7 +4,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..._arguments import check_path
@@ -54,9 +54,16 @@ def memory_page(profile: MemoryProfile, *others: MemoryProfile, path: str | os.P
 def _figure(plotted: PlottedProfile, axis: ByteAxis) -> str:
     """Return the timeline of one profile, the table of what is alive under the pointer, and the data of its script."""
     xs = [round(_x(plotted, x), 2) for x in plotted.x]
+    when = []  # the time of each event, with the step and the phase that it belongs to
+    for event, x in zip(plotted.events, plotted.x, strict=True):
+        begun = [mark for mark in plotted.profile.marks if mark.at <= event]
+        step = next((mark for mark in reversed(begun) if mark.name.startswith("step ")), None)
+        phase = begun[-1] if begun and begun[-1] is not step else None
+        time = f"event {event}" if plotted.profile.forecast else f"{x:.3f} ms"
+        when.append(", ".join([time, *(mark.name for mark in (step, phase) if mark)]))
     data = {
         "x": xs,
-        "when": [_when(plotted, i, x) for i, x in zip(plotted.events, plotted.x, strict=True)],
+        "when": when,
         "series": [plotted.series[category] for category in axis.categories],
         "peak": plotted.events.index(plotted.peak_at),
     }
@@ -77,15 +84,6 @@ def _title(plotted: PlottedProfile) -> str:
     return html.escape(profile_title(plotted.profile))
 
 
-def _when(plotted: PlottedProfile, event: int, x: float) -> str:
-    """Return the time of an event, with the step and the phase that it belongs to."""
-    begun = [mark for mark in plotted.profile.marks if mark.at <= event]
-    step = next((mark for mark in reversed(begun) if mark.name.startswith("step ")), None)
-    phase = begun[-1] if begun and begun[-1] is not step else None
-    time = f"event {event}" if plotted.profile.forecast else f"{x:.3f} ms"
-    return ", ".join([time, *(mark.name for mark in (step, phase) if mark)])
-
-
 def _x(plotted: PlottedProfile, x: float) -> float:
     """Return where in the SVG a value of the x axis is."""
     return _LEFT + (x - plotted.x[0]) / ((plotted.x[-1] - plotted.x[0]) or 1) * (_WIDTH - _LEFT - _RIGHT)
@@ -97,27 +95,40 @@ def _y(axis: ByteAxis, size: float) -> float:
 
 
 def _svg(plotted: PlottedProfile, axis: ByteAxis, xs: Sequence[float]) -> str:
-    parts = [*_grid(plotted, axis), *_areas(plotted, axis, xs)]
-    for mark in plotted.marks:
-        x, kind = _x(plotted, mark.x), "step" if mark.is_step else "phase"
-        parts.append(f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        y = _TOP - (20 if mark.is_step else 5)  # steps in a row of labels above that of phases
-        parts.append(f'<text class="{kind}" x="{x:.1f}" y="{y}">{html.escape(mark.label)}</text>')
-    parts += _peak(plotted, axis)
-    parts.append(f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-    label = f"{_title(plotted)}: bytes alive by category, peak {size_text(plotted.peak)}"
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def _areas(plotted: PlottedProfile, axis: ByteAxis, xs: Sequence[float]) -> Iterator[str]:
-    """Yield an area for each category, stacked."""
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = []
+    for value in _ticks(axis.top / axis.unit):
+        y = _y(axis, value * axis.unit)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{value:g}</text>')
+    for value in _ticks(plotted.x[-1] - plotted.x[0]):
+        x = _x(plotted, plotted.x[0] + value)
+        parts.append(f'<text class="x" x="{x:.1f}" y="{bottom + 16}">{value:g}</text>')
+    place = f"translate(16 {(_TOP + bottom) / 2}) rotate(-90)"
+    parts.append(f'<text class="x" x="{(_LEFT + right) / 2}" y="{_HEIGHT - 8}">{plotted.x_label}</text>')
+    parts.append(f'<text class="x" transform="{place}">memory alive, {axis.unit_name}</text>')
     below = [0] * len(xs)
-    for category in axis.categories:
+    for category in axis.categories:  # an area for each, stacked
         above = [low + value for low, value in zip(below, plotted.series[category], strict=True)]
         outline = _corners(axis, xs, above) + _corners(axis, xs, below)[::-1]
         points = " ".join(f"{x:g},{y:.1f}" for x, y in outline)
-        yield f'<polygon fill="{COLOURS[category]}" points="{points}"><title>{category}</title></polygon>'
+        parts.append(f'<polygon fill="{COLOURS[category]}" points="{points}"><title>{category}</title></polygon>')
         below = above
+    for mark in plotted.marks:
+        x, kind = _x(plotted, mark.x), "step" if mark.is_step else "phase"
+        parts.append(f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
+        top = _TOP - (20 if mark.is_step else 5)  # steps in a row of labels above that of phases
+        parts.append(f'<text class="{kind}" x="{x:.1f}" y="{top}">{html.escape(mark.label)}</text>')
+    x, height = _x(plotted, plotted.peak_x), _y(axis, plotted.peak)
+    label_left = x > _WIDTH / 2  # of the dot, where there is more room
+    anchor = f'y="{height - 7:.1f}" text-anchor="{"end" if label_left else "start"}"'
+    parts.append(f'<line class="phase" x1="{_LEFT}" x2="{right}" y1="{height:.1f}" y2="{height:.1f}"/>')
+    parts.append(f'<circle cx="{x:.1f}" cy="{height:.1f}" r="4"/>')
+    text = f"peak {size_text(plotted.peak)}"
+    parts.append(f'<text class="peak" x="{x + (-8 if label_left else 8):.1f}" {anchor}>{text}</text>')
+    parts.append(f'<line class="cursor" y1="{_TOP}" y2="{bottom}"/>')
+    label = f"{_title(plotted)}: bytes alive by category, peak {size_text(plotted.peak)}"
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def _corners(axis: ByteAxis, xs: Sequence[float], sizes: Sequence[int]) -> list[tuple[float, float]]:
@@ -129,19 +140,6 @@ def _corners(axis: ByteAxis, xs: Sequence[float], sizes: Sequence[int]) -> list[
     return [*corners, (xs[-1], ys[-1])]
 
 
-def _grid(plotted: PlottedProfile, axis: ByteAxis) -> Iterator[str]:
-    bottom = _HEIGHT - _BOTTOM
-    for value in _ticks(axis.top / axis.unit):
-        y = _y(axis, value * axis.unit)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{value:g}</text>'
-    for value in _ticks(plotted.x[-1] - plotted.x[0]):
-        yield f'<text class="x" x="{_x(plotted, plotted.x[0] + value):.1f}" y="{bottom + 16}">{value:g}</text>'
-    middle = (_TOP + bottom) / 2
-    yield f'<text class="x" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 8}">{plotted.x_label}</text>'
-    yield f'<text class="x" transform="translate(16 {middle}) rotate(-90)">memory alive, {axis.unit_name}</text>'
-
-
 def _ticks(end: float) -> list[float]:
     """Return four to eight round numbers from 0 up to `end`."""
     if end <= 0:
@@ -149,14 +147,6 @@ def _ticks(end: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(end / 4))
     distance = next(step * power for step in (1, 2, 5, 10) if end / (step * power) < 8)
     return [float(f"{i * distance:.12g}") for i in range(int(end / distance) + 1)]
-
-
-def _peak(plotted: PlottedProfile, axis: ByteAxis) -> Iterator[str]:
-    x, y = _x(plotted, plotted.peak_x), _y(axis, plotted.peak)
-    label_left = x > _WIDTH / 2  # of the dot, where there is more room
-    place = f'x="{x + (-8 if label_left else 8):.1f}" y="{y - 7:.1f}" text-anchor="{"end" if label_left else "start"}"'
-    yield f'<line class="phase" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/><text class="peak" {place}>peak {size_text(plotted.peak)}</text>'
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables

@@ -9,41 +9,41 @@ from torch import nn
 from ampkit._capture.engine.variation import Variation
 from ampkit._capture.keys.inputs import read_batch
 from ampkit._capture.keys.key import Key
+from ampkit._capture.state.settings_history import SettingsHistory
 from ampkit._capture.state.state import Generation, TrainingState
-from ampkit._capture.state.surroundings import Surroundings
 
 
-def observed() -> tuple[nn.Linear, torch.optim.SGD, Surroundings]:
-    """Return a module, its optimizer, and their `Surroundings` after one call."""
+def observed() -> tuple[nn.Linear, torch.optim.SGD, SettingsHistory]:
+    """Return a module, its optimizer, and their `SettingsHistory` after one call."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    surroundings = Surroundings(TrainingState({"model": model}, [optimizer]))
-    assert surroundings.observe() is None
-    return model, optimizer, surroundings
+    history = SettingsHistory(TrainingState({"model": model}, [optimizer]))
+    assert history.observe() is None
+    return model, optimizer, history
 
 
 def test_settings_that_come_back_have_their_number() -> None:
     """The first settings are no change. Other settings get another number, once. Both are known from then on."""
-    model, _, surroundings = observed()
-    first = surroundings.number
+    model, _, history = observed()
+    first = history.number
     model.eval()
-    change = surroundings.observe()
+    change = history.observe()
     assert change is not None
     assert (change.outdates, change.reason, change.advice) == (False, "train/eval mode or requires_grad changed", {})
     assert "call model.train() before the next step" in change.text
-    second = surroundings.number
+    second = history.number
     assert second != first
     for training, number in ((True, first), (False, second)):
         model.train(training)
-        assert surroundings.observe() is None
-        assert surroundings.number == number
+        assert history.observe() is None
+        assert history.number == number
 
 
 def test_a_hyperparameter_comes_with_values_and_advice() -> None:
     """The message has the values; the reason, which calls are counted under, has not, for there is one per step."""
-    _, optimizer, surroundings = observed()
+    _, optimizer, history = observed()
     optimizer.param_groups[0]["momentum"] = 0.8
-    change = surroundings.observe()
+    change = history.observe()
     assert change is not None
     assert change.reason == "param_groups[0]['momentum'] changed"
     assert change.text == "param_groups[0]['momentum'] changed from 0.9 to 0.8"
@@ -53,33 +53,33 @@ def test_a_hyperparameter_comes_with_values_and_advice() -> None:
 def test_no_number_comes_twice() -> None:
     """Behind a replacement of memory, and behind more settings than are remembered, old numbers stay unused: a graph
     that is still there by then is never found again."""
-    model, optimizer, surroundings = observed()
-    numbers = [surroundings.number]
+    model, optimizer, history = observed()
+    numbers = [history.number]
     model.weight = nn.Parameter(torch.ones(2, 2))
-    change = surroundings.observe()
+    change = history.observe()
     assert change is not None
     assert (change.outdates, change.reason) == (True, "model.weight was replaced")
-    assert (surroundings.call_settings.replacements, surroundings.call_settings.replaced) == (
+    assert (history.call_settings.replacements, history.call_settings.replaced) == (
         1,
         "model.weight was replaced",
     )
-    numbers.append(surroundings.number)
+    numbers.append(history.number)
     outdated = []
     for i in range(70):
         optimizer.param_groups[0]["momentum"] = 0.001 * i
-        change = surroundings.observe()
+        change = history.observe()
         assert change is not None
         outdated.append(change.outdates)
-        numbers.append(surroundings.number)
+        numbers.append(history.number)
     assert sum(outdated) == 2
-    surroundings.forget()
-    assert surroundings.observe() is None
-    assert len({*numbers, surroundings.number}) == 73
+    history.forget()
+    assert history.observe() is None
+    assert len({*numbers, history.number}) == 73
 
 
 def test_a_look_that_is_interrupted_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """R8: after an interrupt during the comparison, the next call finds the change."""
-    model, _, surroundings = observed()
+    model, _, history = observed()
     model.weight = nn.Parameter(torch.ones(2, 2))
 
     def interrupted(self: Generation, new: Generation) -> str:
@@ -88,8 +88,8 @@ def test_a_look_that_is_interrupted_is_repeated(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patched:
         patched.setattr(Generation, "replaced_in", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            surroundings.observe()
-    change = surroundings.observe()
+            history.observe()
+    change = history.observe()
     assert change is not None
     assert change.outdates
 
@@ -98,19 +98,19 @@ def test_optimizers_are_told_apart() -> None:
     """Of several optimizers the message says which one it is."""
     modules = [nn.Linear(2, 2) for _ in range(2)]
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
-    surroundings = Surroundings(TrainingState({f"modules[{i}]": part for i, part in enumerate(modules)}, optimizers))
-    surroundings.observe()
+    history = SettingsHistory(TrainingState({f"modules[{i}]": part for i, part in enumerate(modules)}, optimizers))
+    history.observe()
     optimizers[1].param_groups[0]["momentum"] = 0.8
-    change = surroundings.observe()
+    change = history.observe()
     assert change is not None
     assert change.reason == "optimizers[1].param_groups[0]['momentum'] changed"
 
 
 def causes(*batches: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    surroundings = Surroundings(TrainingState({}, []))
-    surroundings.observe()
+    history = SettingsHistory(TrainingState({}, []))
+    history.observe()
     calls = [
-        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), surroundings.call_settings)
+        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), history.call_settings)
         for args, kwargs in batches
     ]
     return Variation(torch.device("cuda", 1), 3, False).explain(calls)

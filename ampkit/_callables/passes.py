@@ -17,6 +17,7 @@ from .._capture.keys.containers import own_batch
 from .._capture.keys.inputs import Constant, StaticInputs
 from .._capture.preflight.host_values import refuse_reads
 from .._errors import CaptureError, CaptureWarning
+from .._text import CONSTANTS
 from .._torch.autograd.autograd import graph_nodes
 from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.tensors.modules import module_tables
@@ -26,7 +27,7 @@ from .._undo import Undo, keep_warning_filters
 from .input_leaves import Wants, as_input
 from .shared_memory import SharedMemory
 
-CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+CAPTURED_AS_THEY_ARE = (*CONSTANTS, torch.dtype, torch.device, torch.Size)
 
 
 class UnusedError(CaptureError):
@@ -252,7 +253,7 @@ class Passes:
                 fits = plain and output.device == self._device
             else:
                 parts.append(Constant.for_value(output))
-                shown, fits = type(output).__name__, type(output) in CONSTANTS
+                shown, fits = type(output).__name__, type(output) in CAPTURED_AS_THEY_ARE
             if not fits:
                 raise CaptureError(
                     f"it returned a {shown}, which a replay cannot compute anew. Return strided "

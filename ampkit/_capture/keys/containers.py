@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._text import CONSTANTS
 from ..._torch.tensors.tree import tree_flatten, tree_unflatten
 
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, str, bytes)
@@ -37,7 +38,7 @@ def holds_tensors(thing: object) -> bool:
     return type(thing) not in _PLAIN and next(tensors_held(thing), None) is not None
 
 
-_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+_PLAIN = frozenset(CONSTANTS)
 
 
 def own_batch(tree: Any) -> Any:

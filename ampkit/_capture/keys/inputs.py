@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..._arguments import shown
 from ..._errors import InputMismatch
-from ..._text import dtype_name
+from ..._text import CONSTANTS, dtype_name
 from ..._torch.tensors.tensors import foreach_copy_, is_wrapper, layout_check, storage_address, versions
 from ..._torch.tensors.tree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .containers import holds_tensors, is_record
@@ -234,7 +234,7 @@ def _structure(node: Any, leaves: list[Any]) -> Hashable:
 
 
 _PLAIN = (Tensor, nn.Parameter)  # a tensor of another class would reach the loss function as a plain tensor
-_LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
+_LEAVES = frozenset((Tensor, *CONSTANTS))
 _MAX_TREES = 256  # batches that are dicts with other keys each time make one per call
 _trees: dict[Hashable, TreeSpec] = {}
 

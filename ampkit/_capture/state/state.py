@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._text import value_text
+from ..._text import CONSTANTS, value_text
 from ..._torch.autograd.gradient_nodes import renew_gradient_nodes
 from ..._torch.optimizers import step_hooks
 from ..._torch.tensors.modes import DeviceContext, function_modes
@@ -339,14 +339,11 @@ def _host(look: Look) -> tuple[tuple[str, Any], ...]:
         named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))
         if look.held:
             values = own_values(optimizer)  # numbers and texts are compared by value, everything else by identity
-            compared = (value if isinstance(value, _BY_VALUE) else Objects([value]) for value in values)
+            compared = (value if isinstance(value, CONSTANTS) else Objects([value]) for value in values)
             named.append((f"{owner}'s attributes and state", tuple(compared)))
     if look.scaler is not None and look.scaler.is_enabled():
         named.extend((f"the scaler's {name}", value) for name, value in look.scaler.rule().items())
     return tuple(named)
-
-
-_BY_VALUE = (type(None), bool, int, float, complex, str)
 
 
 def _unchangeable(value: Any) -> Any:

@@ -23,18 +23,18 @@ class ModuleRuns:
     Args:
         units: for each `nn.Sequential`, what it calls one after the other: runs, and children that are in none.
         names: the paths of the `nn.Sequential` modules.
+
+    Attributes:
+        units: as given.
     """
 
     def __init__(self, units: dict[nn.Sequential, list[nn.Module]], names: dict[nn.Sequential, str]) -> None:
-        self._units = units
+        self.units = units
         self._names = names
-
-    def __len__(self) -> int:
-        return len(self._units)
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the runs, each with a name that reads like a slice of its `nn.Sequential`."""
-        for module, units in self._units.items():
+        for module, units in self.units.items():
             start = 0
             for unit in units:
                 length = len(unit) if isinstance(unit, ModuleRun) else 1
@@ -46,17 +46,10 @@ class ModuleRuns:
     def installed(self) -> Iterator[None]:
         """Context in which the `nn.Sequential` modules call the runs."""
         with Undo() as undo:
-            for module, units in self._units.items():
+            for module, units in self.units.items():
                 if "forward" not in vars(module):  # else somebody has replaced it since
                     replace_forward(undo, module, _calling(module, units))
             yield
-
-    def owners(self) -> Sequence[nn.Module]:
-        """Return the `nn.Sequential` modules."""
-        return list(self._units)
-
-
-NO_RUNS = ModuleRuns({}, {})
 
 
 def _calling(module: nn.Sequential, units: list[nn.Module]) -> Callable[..., Any]:
@@ -94,20 +87,15 @@ def runs_in(calls: Sequence[ModuleCall], fewest: int) -> ModuleRuns:
             continue
         if not call.lines and not call.problems and call.kernels >= fewest:
             captured.add(call)
-        elif isinstance(call.module, nn.Sequential) and _is_plain(call.module):
-            by_module[call.module].append(call)
+        elif isinstance(call.module, nn.Sequential) and "forward" not in vars(call.module):
+            kind = type(call.module)  # else it does not just call its children one after the other
+            if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:
+                by_module[call.module].append(call)
         if call.parent is not None:
             children[call.parent].append(call)
     units = {module: _units(module, [children[call] for call in own], fewest) for module, own in by_module.items()}
     found = {module: parts for module, parts in units.items() if any(isinstance(part, ModuleRun) for part in parts)}
     return ModuleRuns(found, {module: by_module[module][0].name for module in found})
-
-
-def _is_plain(module: nn.Sequential) -> bool:
-    """Return whether it calls its children one after the other, and does nothing else."""
-    kind = type(module)
-    own = "forward" in vars(module)
-    return not own and kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__
 
 
 def _units(module: nn.Sequential, calls: list[list[ModuleCall]], fewest: int) -> list[nn.Module]:

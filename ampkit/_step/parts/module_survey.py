@@ -145,8 +145,7 @@ class Survey:
     ) -> None:
         self._modules = list(modules)
         self._device, self._eager = device, eager
-        self._generators = generators
-        self._preflight: Preflight | None = None
+        self._preflight = Preflight(device, generators, observer=self._on_operation, located=self._on_finding)
         self.calls: list[ModuleCall] = []
         self.lines: dict[str, dict[str, None]] = {}
         self._running: list[ModuleCall] = []
@@ -157,9 +156,6 @@ class Survey:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context for a step, which computes the same bits in it. It may call backward several times."""
-        self._preflight = Preflight(
-            self._device, self._generators, observer=self._on_operation, located=self._on_finding
-        )
         with Undo() as undo:
             for name, module in self._modules:
                 replace_forward(undo, module, self._watched(module, name, module.forward))
@@ -181,7 +177,7 @@ class Survey:
             try:
                 outputs = original(*args, **kwargs)
             finally:
-                self._look_for_draws()
+                self._preflight.look_for_draws()
                 self._running.pop()
             call.last = newest_sequence_number()
             if self._attributes(module) != before:
@@ -194,29 +190,23 @@ class Survey:
         return forward
 
     def _begin(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> ModuleCall:
-        self._look_for_draws()
+        self._preflight.look_for_draws()
         parent = self._running[-1] if self._running else None
         call = ModuleCall(module, name, parent, newest_sequence_number())
         self.calls.append(call)
         self._running.append(call)
-        tree = self._tree(module)
+        modules = self._tree(module)
         call.problems |= {why: None for kind, why in self._eager.items() if isinstance(module, kind)}
         if torch.is_inference_mode_enabled():
             call.problems["it is called in inference mode. Use torch.no_grad()"] = None
         if packs_saved_tensors():
             call.problems["it is called while hooks pack saved tensors (checkpointing)"] = None
-        if has_global_hooks() or any(map(any, chain.from_iterable(map(hook_tables, tree[1:])))):
+        if has_global_hooks() or any(map(any, chain.from_iterable(map(hook_tables, modules[1:])))):
             call.problems["there are hooks on a module in it"] = None
-        buffers = [found for each in tree for found in module_tables(each)[1].values() if found is not None]
-        params = [found for each in tree for found in module_tables(each)[0].values() if found is not None]
+        buffers = [found for each in modules for found in module_tables(each)[1].values() if found is not None]
+        params = [found for each in modules for found in module_tables(each)[0].values() if found is not None]
         if any(type(tensor.data) is not Tensor or tensor.device != self._device for tensor in (*params, *buffers)):
             call.problems["a parameter or buffer is no plain tensor on the device of the model"] = None
-        self._look_at_inputs(call, args, kwargs, params)
-        call._buffers = set(map(storage_address, buffers))
-        call._own |= call._buffers | set(map(storage_address, params))
-        return call
-
-    def _look_at_inputs(self, call: ModuleCall, args: Any, kwargs: Any, params: list[Any]) -> None:
         try:
             leaves, tree = flatten(args, kwargs)
             spec, _ = read_batch(*detached(leaves, tree), self._device)
@@ -227,13 +217,15 @@ class Survey:
             leaves = tree_flatten((args, kwargs))[0]
             call.problems[_hidden(leaves) or f"its input: {error}"] = None
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        call._own = set(map(storage_address, tensors))
+        call._buffers = set(map(storage_address, buffers))
+        call._own = call._buffers.union(map(storage_address, (*tensors, *params)))
         edges = [_edge(get_gradient_edge(tensor)) for tensor in tensors if tensor.requires_grad]
         edges += [(id(param), 0) for param in dict.fromkeys(params) if param.requires_grad]
         call._edges_in = set(edges)
         if len(call._edges_in) < len(edges):
             # Their gradients would be added in another order than without a graph.
             call.problems["a tensor that requires grad is passed to it twice"] = None
+        return call
 
     def _look_at_outputs(self, call: ModuleCall, outputs: Any) -> None:
         leaves = tree_flatten(outputs)[0]
@@ -281,10 +273,6 @@ class Survey:
 
     # -------------------------------------------------------------------------------------------------- operations
 
-    def _look_for_draws(self) -> None:
-        assert self._preflight is not None  # set by watching
-        self._preflight.look_for_draws()
-
     def _on_operation(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         if self._looking:
             return
@@ -301,7 +289,7 @@ class Survey:
         if self._running or not backward:
             self._follow_data(addresses, written)
         packed = packs_saved_tensors()
-        entry = _entry(op, args, kwargs)
+        entry = str(op), tuple(map(_entry_of, tree_flatten((args, kwargs))[0]))
         for call in self._running:
             call.operations.append(entry)
             call.kernels += bool(made or written)
@@ -411,12 +399,8 @@ def _edge(edge: Any) -> _Edge:
     return _key(edge.node), edge.output_nr
 
 
-def _entry(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return what stands for an operation, with the layouts of tensors and the values of numbers."""
-    return str(op), tuple(map(_entry_of, tree_flatten((args, kwargs))[0]))
-
-
 def _entry_of(leaf: Any) -> Any:
+    """Return what stands for an argument of an operation: the layout of a tensor, the value of a number."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else None
     return (type(leaf), str(leaf)) if isinstance(leaf, CONSTANTS) else type(leaf)

@@ -1,6 +1,6 @@
 """The update of the parameters, where a training step is done in parts: a graph of its own."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,45 +13,10 @@ from ..training_step import PartOfStep, Phase, TrainingStep
 UPDATE = "the update of the parameters"
 
 
-class Update(Protocol):
-    """What comes behind the modules in a step that is done in parts.
-
-    Attributes:
-        name: what messages call it; "" if it is no part of its own.
-        is_settled: whether it is captured, or will not be.
-        why_eager: why it is not captured, as a clause; "" if it is, or may be.
-        graphs: how many graphs it has.
-        nbytes: bytes of device memory that they take.
-    """
-
-    name: str
-
-    @property
-    def is_settled(self) -> bool: ...
-
-    @property
-    def why_eager(self) -> str: ...
-
-    @property
-    def graphs(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def done(self, phase: Phase, outputs: Any) -> Any:
-        """Update the parameters, if the call does that. Return the outputs of the call."""
-
-    def words(self) -> list[str]:
-        """Return in words what is captured of it."""
-
-    def close(self) -> None:
-        """Release what is captured."""
-
-
 class WithinFunction:
-    """The updates of a function that calls its optimizers itself."""
+    """The updates of a function that calls its optimizers itself. Stands for a `CapturedUpdate`, and does nothing."""
 
-    name, is_settled, graphs, nbytes = "", True, 0, 0
+    name, is_settled, graphs, nbytes = "", True, 0, 0  # no part of its own
     why_eager = "and the optimizers that a function calls are not captured by themselves"
 
     def done(self, phase: Phase, outputs: Any) -> Any:
@@ -153,3 +118,6 @@ class CapturedUpdate:
         """Release the graphs."""
         if self._engine is not None:
             self._engine.close()
+
+
+Update = WithinFunction | CapturedUpdate  # what comes behind the modules in a step that is done in parts

@@ -23,25 +23,6 @@ class Scheduler(Protocol):
         """Set the next learning rate."""
 
 
-def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `ValueError` unless the scheduler can be stepped without arguments and works on this optimizer."""
-    if scheduler is None:
-        return
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
-        )
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        expected = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
-        raise wrong("graphed_step", "scheduler", scheduler, f"{expected}, or None")
-    other = getattr(scheduler, "optimizer", optimizer)
-    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
-        raise ValueError(
-            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
-            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
-        )
-
-
 def read_scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.device) -> GradScaler:
     """Return the given scaler, or one that is enabled if the policy needs it. Raise a `ValueError` if it is torch's."""
     if scaler is None:
@@ -90,7 +71,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, schedule
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
-    check_scheduler(scheduler, optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
+        )
+    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
+        expected = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
+        raise wrong("graphed_step", "scheduler", scheduler, f"{expected}, or None")
+    other = getattr(scheduler, "optimizer", optimizer)
+    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
+        raise ValueError(
+            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
+            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
+        )
     refuse_sparse(model, optimizer, max_norm)
 
 

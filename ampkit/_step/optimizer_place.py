@@ -77,7 +77,10 @@ class OptimizerPlace:
                 f"{_name(self._optimizer)} {self._changes.incomplete}, which a graph would not do. {IN_PLACE}."
             )
         elif self._steps > 1 and (self._is_undone or self._changes.known(self._optimizer) is not None):
-            self._join()
+            self._watch(False)
+            assert self._state is not None  # made with the engine, before the first step
+            self._state.hold([self._optimizer])
+            self.why_behind, self._joined, self._moved = "", True, True
         elif self._steps == _PATIENCE:
             self._stay_behind(self.why_behind)
 
@@ -86,12 +89,6 @@ class OptimizerPlace:
         self.why_behind = why
         assert self._state is not None  # made with the engine, before the first step
         self._state.look_again()  # so that the engine says why, if there are graphs already
-
-    def _join(self) -> None:
-        self._watch(False)
-        assert self._state is not None  # made with the engine, before the first step
-        self._state.hold([self._optimizer])
-        self.why_behind, self._joined, self._moved = "", True, True
 
     def leave(self, changed: str = "", *, problem: str = "") -> bool:
         """Step behind the graphs from now on, if this optimizer may do so. Return whether it did not before.

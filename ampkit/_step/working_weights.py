@@ -74,7 +74,11 @@ class WorkingWeights:
         """Make copies of the weights that this forward has only cast. Give up copies of those it used otherwise."""
         if self._averaging is not None and self._averaging.searching:
             return
-        consumers = _consumers(loss)
+        consumers: dict[Tensor, list[Any]] = {}  # the autograd nodes that compute the gradient of a leaf
+        for node in graph_nodes([loss]):
+            for following, _ in node.next_functions:
+                if hasattr(following, "variable"):
+                    consumers.setdefault(following.variable, []).append(node)
         for param in self._model.parameters():
             nodes = consumers.get(param, [])
             if not nodes and not uses.all[id(param)]:
@@ -105,8 +109,12 @@ class WorkingWeights:
         with torch.no_grad():
             if present:
                 self._write(list(masters), present)
+        deliveries = {} if self._averaging is None else self._averaging.deliveries()
         with Undo() as undo:
-            self._deliver_gradients(undo, masters)
+            for copy, master in masters.items():
+                if master in deliveries:  # its gradient comes within the backward, where it is averaged then
+                    hook = partial(_deliver, master, deliveries[master])
+                    undo.note(copy.register_post_accumulate_grad_hook(hook).remove)
             undo.note(self._put_back, masters)
             self._exchange(self._copies)
             yield
@@ -116,14 +124,6 @@ class WorkingWeights:
                 masters_left = {copy: master for copy, master in masters.items() if master not in kept}
             with torch.no_grad():
                 _move_gradients(masters if kept is None else masters_left)
-
-    def _deliver_gradients(self, undo: Undo, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
-        """Have the gradient of each copy given to its master weight within the backward, where it is averaged then."""
-        deliveries = {} if self._averaging is None else self._averaging.deliveries()
-        for copy, master in masters.items():
-            if master in deliveries:
-                hook = partial(_deliver, master, deliveries[master])
-                undo.note(copy.register_post_accumulate_grad_hook(hook).remove)
 
     def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
         self._exchange(masters)
@@ -160,16 +160,6 @@ class _Uses(TorchDispatchMode):
                 self.casts[id(leaf)] += func is TO_COPY
         with autocast_of_parts(func):
             return func(*args, **(kwargs or {}))
-
-
-def _consumers(loss: Tensor) -> dict[Tensor, list[Any]]:
-    """Return the autograd nodes that compute the gradient of a leaf, by leaf."""
-    found: dict[Tensor, list[Any]] = {}
-    for node in graph_nodes([loss]):
-        for following, _ in node.next_functions:
-            if hasattr(following, "variable"):
-                found.setdefault(following.variable, []).append(node)
-    return found
 
 
 def cast_gradients(kept: "dict[Tensor, Tensor]") -> None:

@@ -89,7 +89,7 @@ class Scan:
         # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
         known = schedule is None or isinstance(schedule.scheduler, torch.optim.lr_scheduler.LRScheduler)
         # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
-        known = known and (schedule is None or step.reads_rates)
+        known = known and (schedule is None or step.capturable)
         self._may_launch = known and step.observer is None and not step.ranks.several
         self._lengths = range(1 + (size == 1), -(-MOST // size) + 1)  # in windows; one call is a single call
         self._tables: dict[int, RateTable] = {}  # by the number of param groups
@@ -133,7 +133,10 @@ class Scan:
             return None
         key = Key(stack.spec_of(self._lengths[-1] * self._size), phases, number)
         singles = [Key(stack.spec, phase, number) for phase in phases]
-        table = self._table()
+        groups = len(self._groups.param_groups)
+        if groups not in self._tables:
+            self._tables[groups] = self._step.groups.table(self._lengths[-1])
+        table = self._tables[groups]
         windows = Windows(self._step.captured, self._step.groups, table, self._size)
         # What is left behind warm-up calls is a length that no later scan may have.
         may_capture = parts == self._lengths[-1] or not self._warming
@@ -143,7 +146,11 @@ class Scan:
             return None
         leaves = stack.rows(start, start + parts * self._size)
         graph.inputs.refuse_shared(leaves)  # before the schedule moves on
-        entries = list(map(_entries, self._groups.param_groups))
+        # With copies of lists of numbers, which may change in place.
+        entries = [
+            {key: [*value] if type(value) is list and key != "params" else value for key, value in group.items()}
+            for group in self._groups.param_groups
+        ]
         rates = self._rates_ahead(parts, table, entries)
         if len(rates) < parts:
             return self._with_rates(rates, entries, stack, start)
@@ -160,12 +167,6 @@ class Scan:
         if failure is not None:
             raise failure
         return out
-
-    def _table(self) -> RateTable:
-        count = len(self._groups.param_groups)
-        if count not in self._tables:
-            self._tables[count] = self._step.groups.table(self._lengths[-1])
-        return self._tables[count]
 
     def _rates_ahead(self, parts: int, table: RateTable, entries: list[dict[str, Any]]) -> list[Rates]:
         """Step the scheduler ahead, and write the learning rates of the windows to the table.
@@ -212,12 +213,6 @@ class Scan:
 
 
 _RATE = ("lr", "initial_lr")
-
-
-def _entries(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a param group, with copies of lists of numbers, which may change in place."""
-    lists = {key: [*value] for key, value in group.items() if type(value) is list and key != "params"}
-    return {**group, **lists}
 
 
 def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:

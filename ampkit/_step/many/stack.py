@@ -102,9 +102,21 @@ def _first_tensor(leaves: Sequence[Any], tree: TreeSpec, words: Words) -> int:
         if not isinstance(leaf, Tensor):
             continue
         check_plain(leaf, tree, i)
-        if not leaf.dim() or (first >= 0 and len(leaf) != len(leaves[first])):
-            raise InputMismatch(_unequal(leaves, tree, i, first, words))
-        first = i if first < 0 else first
+        if leaf.dim() and (first < 0 or len(leaf) == len(leaves[first])):
+            first = i if first < 0 else first
+            continue
+        where, shape = path(tree, i), tuple(leaf.shape)
+        if not shape:
+            raise InputMismatch(
+                f"{words.method}: {where} has shape (), and needs a leading dimension, with one entry per {words.one}. "
+                f"Pass {where}.expand(K) for K {words.many} with the same value, or torch.stack of K values."
+            )
+        raise InputMismatch(
+            f"{words.method}: {where} has shape {shape}, which is for {shape[0]} {words.many}, but {path(tree, first)} "
+            f"has shape {tuple(leaves[first].shape)}, which is for {len(leaves[first])}. Stack one entry per "
+            f"{words.one} in each tensor. What all {words.many} share, pass as "
+            f"{where}.expand({len(leaves[first])}, *{where}.shape)."
+        )
     if first < 0:
         raise InputMismatch(
             f"{words.method}: the inputs have no tensor, and the number of {words.many} is the leading dimension of "
@@ -116,20 +128,6 @@ def _first_tensor(leaves: Sequence[Any], tree: TreeSpec, words: Words) -> int:
             f"{words.method}: {path(tree, first)} has shape {shape}, which is for 0 {words.many}. Pass at least one."
         )
     return first
-
-
-def _unequal(leaves: Sequence[Any], tree: TreeSpec, i: int, first: int, words: Words) -> str:
-    where, shape = path(tree, i), tuple(leaves[i].shape)
-    if not shape:
-        return (
-            f"{words.method}: {where} has shape (), and needs a leading dimension, with one entry per {words.one}. "
-            f"Pass {where}.expand(K) for K {words.many} with the same value, or torch.stack of K values."
-        )
-    return (
-        f"{words.method}: {where} has shape {shape}, which is for {shape[0]} {words.many}, but {path(tree, first)} has "
-        f"shape {tuple(leaves[first].shape)}, which is for {len(leaves[first])}. Stack one entry per {words.one} in "
-        f"each tensor. What all {words.many} share, pass as {where}.expand({len(leaves[first])}, *{where}.shape)."
-    )
 
 
 class Outputs(NamedTuple):

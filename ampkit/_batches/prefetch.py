@@ -90,7 +90,12 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise wrong("prefetch", "loader", loader, "an iterable of batches, such as a DataLoader")
         self.loader = loader
-        self.device: torch.device = _indexed(device)
+        self.device: torch.device = read_device("prefetch", "device", device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        if self.device.type not in ("cuda", "cpu"):
+            text = f"prefetch: batches are copied to {self.device} without overlap, which only CUDA devices have here."
+            warnings.warn(text, AmpkitWarning, stacklevel=2)
         self.depth = depth
         self.transform = transform
 
@@ -98,13 +103,10 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         return len(self.loader)  # type: ignore[arg-type]  # a loader without len raises its own TypeError
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._on_side_stream() if self.device.type == "cuda" else self._one_by_one()
-
-    def _one_by_one(self) -> Iterator[Batch]:
-        for i, batch in enumerate(self.loader):
-            yield self._transformed(_Transfer(self.device, i, lambda tensor: tensor.to(self.device))(batch), i)
-
-    def _on_side_stream(self) -> Iterator[Batch]:
+        if self.device.type != "cuda":
+            for i, batch in enumerate(self.loader):
+                yield self._transformed(_Transfer(self.device, i, lambda tensor: tensor.to(self.device))(batch), i)
+            return
         side, consumer = _side_stream(self.device), torch.cuda.current_stream(self.device)
         if self.transform is not None:
             side.wait_stream(consumer)  # the device may still be computing its constants
@@ -171,7 +173,14 @@ class _Transfer:
         """Return the batch, or a part of it, on the device."""
         if isinstance(thing, Tensor):
             if id(thing) not in self._by_id:
-                self._by_id[id(thing)] = self._moved(thing)
+                try:
+                    self._by_id[id(thing)] = self._move(thing)
+                except (
+                    NotImplementedError,
+                    ValueError,
+                ) as error:  # no memory or shape yet: on meta, or of a lazy module
+                    message = f"prefetch: batch {self._i}: a {_kind(thing)} cannot be moved: {error}"
+                    raise AmpkitError(message) from error
             return self._by_id[id(thing)]
         if not holds_tensors(thing):
             return thing
@@ -192,12 +201,6 @@ class _Transfer:
         moved = tree_unflatten([self(leaf) for leaf in leaves], spec) if is_tree else self._object(thing)
         self._within.pop()
         return moved
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        try:
-            return self._move(tensor)
-        except (NotImplementedError, ValueError) as error:  # no memory or shape yet: on meta, or of a lazy module
-            raise AmpkitError(f"prefetch: batch {self._i}: a {_kind(tensor)} cannot be moved: {error}") from error
 
     def _object(self, thing: Any) -> Any:
         """Return an object that is no tree with its tensors on the device, or raise an `AmpkitError`."""
@@ -238,13 +241,3 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for copies to a device. All prefetchers use one, since a stream reuses only its own memory."""
     return torch.cuda.Stream(device)
-
-
-def _indexed(given: "torch.device | str") -> torch.device:
-    device = read_device("prefetch", "device", given)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if device.type not in ("cuda", "cpu"):
-        text = f"prefetch: batches are copied to {device} without overlap, which only CUDA devices have here."
-        warnings.warn(text, AmpkitWarning, stacklevel=3)
-    return device

@@ -189,15 +189,13 @@ class GraphedCallable:
         self.eager[reason] += 1
         with Undo() as undo:
             make_graphs_here(undo)
-            return self._told_call(args, kwargs) if self.told else self._original(*args, **kwargs)
-
-    def _told_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call eagerly, and tell the code that it is being captured."""
-        with noting_questions(True):
-            result = self._original(*args, **kwargs)
-            if captures.asked_in_checkpoint and torch.is_grad_enabled():
-                raise NotImplementedError(_CHECKPOINTED)
-        return result
+            if not self.told:
+                return self._original(*args, **kwargs)
+            with noting_questions(True):
+                result = self._original(*args, **kwargs)
+                if captures.asked_in_checkpoint and torch.is_grad_enabled():
+                    raise NotImplementedError(_CHECKPOINTED)
+            return result
 
     def close(self) -> None:
         """Free the graphs and restore the module's `forward`. Later calls are eager.
@@ -252,8 +250,10 @@ class GraphedCallable:
 
     def _graphs_for(self, leaves: list[Any], tree: TreeSpec, is_sample: bool = False) -> GraphedPasses | None:
         """Return the graphs for this input, captured now if need be, or None if there can be none."""
-        if self._generation is None and self._module is not None and _is_lazy(self._module):
-            return None  # the call is eager and creates the parameters
+        if self._generation is None and self._module is not None:
+            tensors = chain(self._module.parameters(), self._module.buffers())
+            if any(map(nn.parameter.is_lazy, tensors)):
+                return None  # the call is eager and creates the parameters
         try:
             key = self._key(leaves, tree, is_sample)
         except InputMismatch as error:
@@ -396,10 +396,6 @@ _LATE_HOOK = (
     "a hook was registered on a submodule since the capture, or on all modules, or was removed. Calls are eager until "
     "that is undone. Register hooks of submodules before the first capture."
 )
-
-
-def _is_lazy(module: nn.Module) -> bool:
-    return any(map(nn.parameter.is_lazy, chain(module.parameters(), module.buffers())))
 
 
 def _why_never_captured(function: Any, device: torch.device, graph: str) -> str:

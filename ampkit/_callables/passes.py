@@ -218,8 +218,13 @@ class Passes:
                 self.backward()
         if versions != self.inputs.versions():
             raise CaptureError("it writes into its input, which a replay would not. Clone the input before.")
-        if self.out_grads and not allow_unused:
-            self._check_used()
+        unused = [j for j, grad in enumerate(self.grads) if grad is None]
+        if self.out_grads and unused and not allow_unused:
+            kind = "an input" if unused[0] < len(self.grad_inputs) else "a parameter"
+            raise UnusedError(
+                f"no output depends on {kind} of shape {tuple(self._sources[unused[0]].shape)} that requires grad. "
+                "Pass allow_unused_input=True, or one that does not require grad."
+            )
         return known
 
     @contextmanager
@@ -268,6 +273,7 @@ class Passes:
             )
 
     def _find_users(self) -> list[set[int]]:
+        """Return what `used_by` is. It keeps no autograd node, so that the next pass frees the graph of this one."""
         numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}
         used_by: list[set[int]] = [set() for _ in self._sources]
         for i, result in enumerate(result for result in self.results if result.requires_grad):
@@ -282,15 +288,6 @@ class Passes:
                     )
                 used_by[numbers[id(node.variable)]].add(i)
         return used_by
-
-    def _check_used(self) -> None:
-        for j, grad in enumerate(self.grads):
-            if grad is None:
-                kind = "an input" if j < len(self.grad_inputs) else "a parameter"
-                raise UnusedError(
-                    f"no output depends on {kind} of shape {tuple(self._sources[j].shape)} that requires grad. Pass "
-                    "allow_unused_input=True, or one that does not require grad."
-                )
 
 
 def exchange(places: Sequence[tuple[nn.Module, str, Any]]) -> None:

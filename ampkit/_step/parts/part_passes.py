@@ -190,15 +190,8 @@ class PartPasses(Passes):
         known, slots = self._first_forward(), self.slots
         if sum(self.differentiable) != len(self._gradients):
             raise CaptureError("it returned other outputs than before.")
-        self.static = []
-        results = [result for result in self.results if result.requires_grad]
-        for result, layout in zip(results, self._gradients, strict=True):
-            static: Tensor | None = None
-            if layout is not None:
-                like = torch.empty_strided(result.shape, layout.stride, dtype=layout.dtype, device=result.device)
-                static = empty_like(like, layout.place)
-                once(static).zero_()
-            self.static.append(static)
+        layouts = iter(self._gradients)
+        self.static = [_static(result, next(layouts)) for result in self.results if result.requires_grad]
         for _ in range(passes):
             self.forward()
             self._check_same(known)
@@ -259,6 +252,16 @@ class GraphedPart(GraphedPasses):
                 with self._shared.aside():  # the stream of the nodes that the capture has made
                     found = part.gradients_for(given)
             return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
+
+
+def _static(result: Tensor, layout: GradientLayout | None) -> Tensor | None:
+    """Return memory for the gradient of an output; None if it gets no gradient."""
+    if layout is None:
+        return None
+    stride, dtype, place = layout
+    static = empty_like(torch.empty_strided(result.shape, stride, dtype=dtype, device=result.device), place)
+    once(static).zero_()
+    return static
 
 
 def _fits(static: Tensor | None, grad: Tensor | None) -> bool:

@@ -106,10 +106,11 @@ def _average(averaged: AveragedModel, old: list[Tensor], new: list[Tensor], coun
     if averaged.multi_avg_fn is None and averaged.avg_fn is not None:
         _average_each(averaged.avg_fn, old, new, count)
         return
+    code = getattr(inspect.unwrap(averaged.multi_avg_fn), "__code__", None) if averaged.multi_avg_fn else None
     for ours, theirs in _grouped(old, new):
         device = ours[0].device
         here = count.to(device)
-        if averaged.multi_avg_fn is not None and not _is_swa(averaged.multi_avg_fn):
+        if averaged.multi_avg_fn is not None and code is not _SWA_CODE:
             averaged.multi_avg_fn(ours, theirs, here)
         elif averaged.multi_avg_fn is not None or device.type in devices_with_foreach():
             _swa(ours, theirs, here)
@@ -122,10 +123,6 @@ def _average_each(
 ) -> None:
     for ours, theirs in zip(old, new, strict=True):
         ours.copy_(avg_fn(ours, theirs, count.to(ours.device)))
-
-
-def _is_swa(multi_avg_fn: Callable[..., None]) -> bool:
-    return getattr(inspect.unwrap(multi_avg_fn), "__code__", None) is _SWA_CODE
 
 
 def _swa(old: list[Tensor], new: list[Tensor], count: Tensor) -> None:

@@ -71,7 +71,8 @@ class StepChanges:
             or watch.kept_elsewhere({storage_address(tensor) for tensor in tensors_in(kept)} | in_gradients)
         )
         written = [tensor for tensor in watch.written if storage_address(tensor) not in in_gradients]
-        self._seen |= after.paths_of(written)
+        storages = set(map(storage_address, written))
+        self._seen |= {path for path, tensor in after.tensors.items() if storage_address(tensor) in storages}
         known = {id(tensor) for tensor in (*after.tensors.values(), *self._others)}
         self._others += [tensor for tensor in written if id(tensor) not in known and not after.contain(tensor)]
         grew = before.tensors.keys() != after.tensors.keys() or before.numbers.keys() != after.numbers.keys()
@@ -169,11 +170,6 @@ class _Reachable:
             idle = id(tensor) in without or (path[0] == "state" and path[1] in without) or path[-1] in _RATES
             if path in seen or (not idle and tensor.device in devices):
                 yield tensor
-
-    def paths_of(self, written: list[Tensor]) -> set[_Path]:
-        """Return the paths of tensors that share memory with one of these."""
-        storages = {storage_address(tensor) for tensor in written}
-        return {path for path, tensor in self.tensors.items() if storage_address(tensor) in storages}
 
     def contain(self, tensor: Tensor) -> bool:
         """Return whether a tensor is part of a tensor that was reached, which is restored as a whole."""
@@ -310,20 +306,13 @@ def _without_overlap(tensors: list[Tensor]) -> list[Tensor]:
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in {id(tensor): tensor.detach() for tensor in tensors if tensor.numel()}.values():
         by_storage.setdefault(storage_address(tensor), []).append(tensor)
-    return [
-        group[0] if len(group) == 1 and _has_no_gaps(group[0]) else _whole_storage(group[0])
-        for group in by_storage.values()
-    ]
-
-
-def _has_no_gaps(tensor: Tensor) -> bool:
-    """Return whether each byte of a tensor's range belongs to exactly one of its elements."""
-    first, last = _range(tensor)
-    return last - first == tensor.numel() * tensor.element_size()
-
-
-def _whole_storage(tensor: Tensor) -> Tensor:
-    """Return the whole storage of a tensor, as integers."""
-    storage = tensor.untyped_storage()
-    dtype = torch.int64 if storage.nbytes() % 8 == 0 else torch.int8
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
+    covering: list[Tensor] = []
+    for tensor, *others in by_storage.values():
+        first, last = _range(tensor)
+        if not others and last - first == tensor.numel() * tensor.element_size():  # it has no gaps
+            covering.append(tensor)
+            continue
+        storage = tensor.untyped_storage()  # the whole of it, as integers
+        dtype = torch.int64 if storage.nbytes() % 8 == 0 else torch.int8
+        covering.append(torch.empty(0, dtype=dtype, device=tensor.device).set_(storage))
+    return covering

@@ -197,7 +197,11 @@ class GradScaler(DeviceScale):
                 step = partial(self._scaled_step.step_unscaled, optimizer, args, kwargs)
                 result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, step, over_ranks)
                 return result  # type: ignore[no-any-return]  # the optimizer's own type
-            _refuse_closure(optimizer, args, kwargs)
+            first = next(iter(inspect.signature(optimizer.step).parameters), "") if args and callable(args[0]) else ""
+            if "closure" in kwargs or first == "closure":
+                raise RuntimeError(
+                    "GradScaler.step: a closure cannot be used with an enabled scaler. Call backward() first."
+                )
             self._scaled_step.undecided = False
             state = self._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.STEPPED:
@@ -391,11 +395,3 @@ def _check_optimizer(where: str, optimizer: Any) -> None:
     """Raise a `ValueError` unless this is an optimizer. It need not inherit from torch's."""
     if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
         raise wrong(where, "optimizer", optimizer, "an optimizer, such as torch.optim.AdamW(model.parameters())")
-
-
-def _refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = "closure" in kwargs
-    if args and callable(args[0]):
-        given = given or next(iter(inspect.signature(optimizer.step).parameters), "") == "closure"
-    if given:
-        raise RuntimeError("GradScaler.step: a closure cannot be used with an enabled scaler. Call backward() first.")

@@ -129,32 +129,25 @@ def _step(
         own = slice(start, start + size)
         start += size
         if constants.is_sgd:
-            _step_sgd(options, params[own], grads[own], states[own], rate)
+            weight_decay, momentum, dampening, nesterov, maximize = options
+            wide = rate.reshape(()).double()  # of this shape it does not turn other operands into float64
+            sgd(  # torch's own function
+                params[own],
+                grads[own],
+                [kept[0] if kept else None for kept in states[own]],
+                has_sparse_grad=False,
+                foreach=True,
+                fused=False,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                lr=wide,  # type: ignore[arg-type]  # takes a tensor when it is compiled
+                dampening=dampening,
+                nesterov=nesterov,
+                maximize=maximize,
+            )
         else:
             for each in zip(params[own], grads[own], states[own], counts[own], strict=True):
                 _step_adam(options, *each, rate)
-
-
-def _step_sgd(
-    options: tuple[Any, ...], params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]], rate: Tensor
-) -> None:
-    """Step by torch's own function."""
-    weight_decay, momentum, dampening, nesterov, maximize = options
-    rate = rate.reshape(()).double()  # of this shape it does not turn other operands into float64
-    sgd(
-        params,
-        grads,
-        [kept[0] if kept else None for kept in states],
-        has_sparse_grad=False,
-        foreach=True,
-        fused=False,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=rate,  # type: ignore[arg-type]  # takes a tensor when it is compiled
-        dampening=dampening,
-        nesterov=nesterov,
-        maximize=maximize,
-    )
 
 
 def _step_adam(

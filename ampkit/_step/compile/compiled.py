@@ -334,7 +334,7 @@ class CompiledTrainingStep(TrainingStep):
                 update = self._update.prepared(self._kept)
                 if update is None:
                     return False
-                ready = self._update.is_ready(update.key)
+                ready = update.key in self._update.ready
                 if not ready:
                     bar.show(f"{self._where}: compiling the update")
                 self._update.run(update)

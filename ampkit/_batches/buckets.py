@@ -193,10 +193,19 @@ def _leaf_in_bucket(
     for dim in dims:
         shape[dim] = bucket[dim]
     # A batch that needs no padding gets the same strides as padded ones. Otherwise it would need a graph of its own.
-    strides = _dense_strides(leaf, shape)
-    if list(leaf.shape) == shape and leaf.stride() == strides:
+    order = list(range(leaf.dim()))  # of the dimensions in memory, outermost first
+    old = leaf.stride()
+    if 0 not in old:  # the dimensions of an expanded tensor have no order
+        # Of two dimensions with equal stride in a tensor without gaps, the one of size 1 is the inner one.
+        order.sort(key=lambda dim: (old[dim], leaf.shape[dim] > 1), reverse=True)
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step  # there are no gaps
+        step *= max(shape[dim], 1)
+    if list(leaf.shape) == shape and leaf.stride() == tuple(strides):
         return leaf
-    return _copied_into(leaf, tuple(shape), strides, fill)
+    return _copied_into(leaf, tuple(shape), tuple(strides), fill)
 
 
 def _copied_into(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], fill: float) -> Tensor:
@@ -209,21 +218,6 @@ def _copied_into(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...
             start = start.narrow(dim, 0, size)
     start.copy_(tensor)
     return padded
-
-
-def _dense_strides(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides for `shape` without gaps, which keep the order that the dimensions of `tensor` have in memory."""
-    order = list(range(tensor.dim()))  # outermost first
-    old = tensor.stride()
-    if 0 not in old:  # the dimensions of an expanded tensor have no order
-        # Of two dimensions with equal stride in a tensor without gaps, the one of size 1 is the inner one.
-        order.sort(key=lambda dim: (old[dim], tensor.shape[dim] > 1), reverse=True)
-    strides = [1] * len(shape)
-    step = 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
 
 
 # ------------------------------------------------------------------------------------------------------- fill values

@@ -277,7 +277,8 @@ class GraphedCallable:
         wants_grad = wanted_by(leaves, samples=is_sample)
         spec, _ = read_batch(*detached(leaves, tree), self._shared.device)
         now, before = self._state.generation(), self._generation
-        if before is None or _tensors_of(before) != _tensors_of(now):
+        held = None if before is None else (before.walk, before.addresses, before.layouts)
+        if held != (now.walk, now.addresses, now.layouts):
             if before is not None and any(self._graphs.values()):
                 self._warn(f"{before.replaced_in(now)}. Each such change takes a new capture.")
             self._graphs = {}  # an autograd node keeps the graphs that its backward pass still needs
@@ -344,6 +345,7 @@ class GraphedCallable:
         passes = Passes(self._original, walk.modules, tensors, inputs, key.wants_grad, device, self.told)
         with undone(walk.modules, device) as rebound:
             graphs = passes.capture(self._shared, self._warmup, self._allow_unused)
+            passes.free_autograd_graph()
             if names := rebound():
                 self.blocker = "not captured"  # eager calls may rebind, too, and each would lead to another attempt
                 raise CaptureError(
@@ -356,10 +358,6 @@ class GraphedCallable:
         if message not in self._warned:
             self._warned.add(message)
             _warn(message)
-
-
-def _tensors_of(generation: Generation) -> tuple[Any, ...]:
-    return generation.walk, generation.addresses, generation.layouts
 
 
 class _GraphKey(NamedTuple):

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -128,7 +128,13 @@ class _Reachable:
             if value.layout is torch.strided:
                 self.places[path] = (storage_address(value), value.storage_offset(), value.shape, value.stride())
             return
-        below = _children(value, len(path))
+        below: Iterable[tuple[Any, Any]] | None = None  # keys and values of a container, or attributes
+        if isinstance(value, Mapping) and len(path) <= _DEPTH:
+            below = list(value.items())
+        elif isinstance(value, (list, tuple, deque)) and len(path) <= _DEPTH:
+            below = list(enumerate(value))
+        elif not isinstance(value, _OPAQUE) and hasattr(value, "__dict__") and len(path) <= _DEPTH_OF_OBJECTS:
+            below = list(vars(value).items())
         if below is None:
             self.numbers[path] = repr(value) if type(value) in _NUMBERS else _SameObject(value)
         elif id(value) not in self._seen:
@@ -244,8 +250,13 @@ class _StepWatch(TorchDispatchMode):
         self.written += [tensor for tensor in written if storage_address(tensor) not in self._new]
         result = op(*args, **kwargs)
         returned = tensors_in(result)
-        if not self.beyond:
-            self.beyond = _beyond_tensors(op, given, returned)
+        tags = getattr(op, "tags", ())
+        fetches = any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in returned)
+        if not self.beyond and torch.Tag.nondeterministic_seeded in tags:
+            self.beyond = f"draws random numbers ({op}), which later draws would show"
+        elif not self.beyond:
+            reads = fetches or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+            self.beyond = f"reads a tensor on the host ({op})" if reads else ""
         known = {storage_address(tensor) for tensor in given}
         for tensor in returned:
             if (address := storage_address(tensor)) not in known:
@@ -259,28 +270,6 @@ class _StepWatch(TorchDispatchMode):
         if any(storage_address(tensor) not in kept for tensor in alive):
             return "keeps a tensor that it makes outside of its state"
         return ""
-
-
-def _beyond_tensors(op: Any, given: list[Tensor], returned: list[Tensor]) -> str:
-    """Return in words what an operation does besides computing tensors on the device, "" if nothing."""
-    tags = getattr(op, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return f"draws random numbers ({op}), which later draws would show"
-    fetches = any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in returned)
-    if fetches or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        return f"reads a tensor on the host ({op})"
-    return ""
-
-
-def _children(value: Any, depth: int) -> Iterator[tuple[Any, Any]] | None:
-    """Return the keys and values of a container, or the attributes of an object; None for every other value."""
-    if isinstance(value, Mapping) and depth <= _DEPTH:
-        return iter(list(value.items()))
-    if isinstance(value, (list, tuple, deque)) and depth <= _DEPTH:
-        return iter(list(enumerate(value)))
-    if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__") or depth > _DEPTH_OF_OBJECTS:
-        return None
-    return iter(list(vars(value).items()))
 
 
 def _with_gradient(optimizer: Optimizer) -> frozenset[int]:

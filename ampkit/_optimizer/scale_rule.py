@@ -58,21 +58,15 @@ class _NumberKind(NamedTuple):
     words: str
 
 
-def _real(value: Any) -> float | None:
-    """Return a number, or the one element of a tensor, as a float. Return None for nan and for everything else."""
-    if isinstance(value, Tensor):
-        try:
-            value = value.item()
-        except (RuntimeError, ValueError):  # several elements, or none that can be read
-            return None
-    number = real_number(value)
-    return None if number is None or math.isnan(number) else number
-
-
 def _between(low: float, high: float, words: str, *, whole: bool = False) -> _NumberKind:
     def read(value: Any) -> float | None:
-        number = _real(value)
-        if number is None or not low <= number <= high or (whole and not number.is_integer()):
+        if isinstance(value, Tensor):
+            try:
+                value = value.item()
+            except (RuntimeError, ValueError):  # several elements, or none that can be read
+                return None
+        number = real_number(value)
+        if number is None or not low <= number <= high or (whole and not number.is_integer()):  # nan is not between
             return None
         return int(value) if whole else number
 

@@ -305,38 +305,35 @@ class GradScaler(DeviceScale):
         Raises:
             ValueError: no optimizer that stepped had a gradient, or `new_scale` is no number above 0.
         """
+        if not self._enabled:
+            return
         try:
-            if self._enabled:
-                self._update(new_scale)
+            new_scale = read_new_scale(new_scale, self._device)
+            states = self._per_optimizer_states.values()
+            if new_scale is None and states and all(state.get(_WITHOUT_GRADIENT) for state in states):
+                self._per_optimizer_states.clear()
+                raise ValueError(f"GradScaler.update: {_NO_GRADIENT}")
+            self.watch_skips()
+            if new_scale is not None:
+                super().update(new_scale)
+                return
+            if self._limits.is_torchs_rule:
+                super().update()
+                self._check_scale_growth_tracker("update")[0].clamp_(min=SMALLEST)
+                return
+            scale, tracker = self._check_scale_growth_tracker("update")
+            assert self._patience is not None  # made with the scale
+            found = any_found((t for state in states for t in state["found_inf_per_device"].values()), scale.device)
+            before, count = scale.clone(), tracker.clone()
+            super().update()
+            overflow = found > 0
+            grew = ~overflow & (count + 1 == self._growth_interval)
+            self._limits.apply_(scale, before, self._patience, overflow, grew)
         except Exception:
             raise
         except BaseException:
-            if self._enabled:
-                self._per_optimizer_states.clear()  # an interrupt ends the iteration; else every later `step` raises
+            self._per_optimizer_states.clear()  # an interrupt ends the iteration; else every later `step` raises
             raise
-
-    def _update(self, new_scale: float | Tensor | None) -> None:
-        new_scale = read_new_scale(new_scale, self._device)
-        states = self._per_optimizer_states.values()
-        if new_scale is None and states and all(state.get(_WITHOUT_GRADIENT) for state in states):
-            self._per_optimizer_states.clear()
-            raise ValueError(f"GradScaler.update: {_NO_GRADIENT}")
-        self.watch_skips()
-        if new_scale is not None:
-            super().update(new_scale)
-            return
-        if self._limits.is_torchs_rule:
-            super().update()
-            self._check_scale_growth_tracker("update")[0].clamp_(min=SMALLEST)
-            return
-        scale, tracker = self._check_scale_growth_tracker("update")
-        assert self._patience is not None  # made with the scale
-        found = any_found((t for state in states for t in state["found_inf_per_device"].values()), scale.device)
-        before, count = scale.clone(), tracker.clone()
-        super().update()
-        overflow = found > 0
-        grew = ~overflow & (count + 1 == self._growth_interval)
-        self._limits.apply_(scale, before, self._patience, overflow, grew)
 
     def stats(self) -> ScalerStats:
         """Return the counters as host numbers. Waits for the device, once."""

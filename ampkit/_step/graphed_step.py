@@ -155,7 +155,7 @@ def graphed_step(
     scaler = read_scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
-    follow_up, followers = _follow_up(after_step)
+    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     step = step_maker(compile, options, sharded=ranks.sharded)(
         loss_fn,
         model,
@@ -171,7 +171,7 @@ def graphed_step(
         place=place,
         observer=numerics,
     )
-    state = step.state({"model": model, **followers})
+    state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
     engine = Engine(
         step,
         state,
@@ -428,9 +428,3 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) ->
     if options.graph != "off":
         refuse_sharded("graphed_step(model)", model)
     return why_not_dense([model])
-
-
-def _follow_up(after_step: Callable[[nn.Module], object] | None) -> tuple[Any, dict[str, nn.Module]]:
-    """Return `after_step` in the form that a graph needs, and the module that it changes, if that is known."""
-    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
-    return follow_up, {} if follower is None else {"after_step": follower}

@@ -333,22 +333,15 @@ class TrainingStep:
         return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if not self._finds_casts or self.ranks.sharded:
-            return self._loss_and_aux(args, kwargs)
-        with self._working.watching() as uses:
-            loss, aux = self._loss_and_aux(args, kwargs)
-        self._working.learn(uses, loss)
-        return loss, aux
-
-    def _loss_and_aux(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        args, kwargs = own_batch((args, kwargs))
-        if self._policy is None:
-            returned = self._call_loss(args, kwargs)
-        else:
-            with self._policy.autocast(self.device.type):
+        finds_casts = self._finds_casts and not self.ranks.sharded
+        with self._working.watching() if finds_casts else nullcontext() as uses:
+            args, kwargs = own_batch((args, kwargs))
+            with nullcontext() if self._policy is None else self._policy.autocast(self.device.type):
                 returned = self._call_loss(args, kwargs)
-        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        check_loss(loss)
+            loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+            check_loss(loss)
+        if uses is not None:
+            self._working.learn(uses, loss)
         return loss, aux
 
     def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -266,21 +266,17 @@ class CompiledTrainingStep(TrainingStep):
 
     def _compiled_pass(self, layout: "Layout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
-        loss.backward(self._seed(loss.dtype))
-        return loss, aux
-
-    def _seed(self, dtype: torch.dtype) -> Tensor:
-        """Return the gradient with which backward begins: the loss scale divided by the number of micro-batches.
-
-        Backward from `loss * scale / accumulate` would begin with the same number. That takes three kernels more: the
-        product, its backward, and a tensor of ones.
-        """
+        # Backward from `loss * scale / accumulate` would begin with the same gradient. That takes three kernels more:
+        # the product, its backward, and a tensor of ones.
         if self.scaler.is_enabled():
-            seed = self.scaler.tensors()["scale"].to(dtype)
-            return seed / self._accumulate if self._accumulate > 1 else seed
-        if dtype not in self._seeds:
-            self._seeds[dtype] = torch.ones((), dtype=dtype, device=self.device) / self._accumulate
-        return self._seeds[dtype]
+            scale = self.scaler.tensors()["scale"].to(loss.dtype)
+            seed = scale / self._accumulate if self._accumulate > 1 else scale
+        else:
+            if loss.dtype not in self._seeds:
+                self._seeds[loss.dtype] = torch.ones((), dtype=loss.dtype, device=self.device) / self._accumulate
+            seed = self._seeds[loss.dtype]
+        loss.backward(seed)
+        return loss, aux
 
     def _uncompiled(
         self,
@@ -311,6 +307,8 @@ class CompiledTrainingStep(TrainingStep):
     # ------------------------------------------------------------------------------------------------------- update
 
     def _why_not_updated(self) -> str:
+        if self.ranks.sharded:
+            return "all ranks share the norm and the overflow check of parameters that fully_shard has split"
         if self.ranks.wrappers:
             # A rank alone may meet a new batch size, whose first call compiles nothing, while others run compiled code.
             return "ranks must update their weights with the same bits in each call, and they do not compile together"

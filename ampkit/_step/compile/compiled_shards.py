@@ -266,9 +266,6 @@ class ShardedCompiledStep(CompiledTrainingStep):
             self._say_problem(problem)
         return outputs
 
-    def _why_not_updated(self) -> str:
-        return "all ranks share the norm and the overflow check of parameters that fully_shard has split"
-
     def _compiled_passes(self, done: list[Layout]) -> list[str]:
         parts = [self._compiled_loss(layout) for layout in done]
         counted = Counter(text for shards in parts if (text := shards.compiled_text()))

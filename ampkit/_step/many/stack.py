@@ -212,20 +212,18 @@ def _joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: in
     flat = [tree_flatten(tree) for tree in trees]
     leaves, tree = flat[0]
     for others, other in flat:
-        for one, two in zip(leaves, others, strict=False):
-            if _layout(one, begin) != _layout(two, begin):
-                raise ValueError(_different(words, _shown(one, begin), _shown(two, begin)))
-        if other != tree:
-            raise ValueError(_different(words, f"a tree of {len(leaves)} leaves", f"another one of {len(others)}"))
+        pairs = zip(leaves, others, strict=False)
+        differ = next(((x, y) for x, y in pairs if _layout(x, begin) != _layout(y, begin)), None)
+        if differ is not None or other != tree:
+            shown = (f"a tree of {len(leaves)} leaves", f"another one of {len(others)}")
+            one, two = shown if differ is None else (_shown(leaf, begin) for leaf in differ)
+            raise ValueError(
+                f"{words.method}: the {words.many} were done, but what loss_fn returned in aux cannot be stacked: "
+                f"{one} in one {words.one}, {two} in another. Return tensors of one shape and dtype, or call the step "
+                "itself."
+            )
     columns = zip(*(others for others, _ in flat), strict=True)
     return tree_unflatten([None if column[0] is None else join([*column]) for column in columns], tree)
-
-
-def _different(words: Words, one: str, other: str) -> str:
-    return (
-        f"{words.method}: the {words.many} were done, but what loss_fn returned in aux cannot be stacked: {one} in one "
-        f"{words.one}, {other} in another. Return tensors of one shape and dtype, or call the step itself."
-    )
 
 
 def _layout(leaf: Tensor | None, begin: int) -> Any:

@@ -22,11 +22,6 @@ class Choice(NamedTuple):
     calls: dict[nn.Module, dict[int, ModuleCall]]
     reasons: dict[str, str]
 
-    @property
-    def names(self) -> list[str]:
-        """The paths of the modules to capture."""
-        return list(dict.fromkeys(call.name for calls in self.calls.values() for call in calls.values()))
-
 
 def chosen(first: Survey, second: Survey, fewest: int, failed: dict[ModuleCall, str]) -> Choice:
     """Return the largest calls that can be captured, as two steps with the same layout of the batch have shown.

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -151,7 +152,6 @@ class Survey:
         self._running: list[ModuleCall] = []
         self._looking = False  # whether operations are those of the survey itself
         self._made: dict[int, ModuleCall | None] = {}  # the call that made the tensor at an address
-        self._trees: dict[nn.Module, list[nn.Module]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -167,12 +167,14 @@ class Survey:
     # ---------------------------------------------------------------------------------------------- calls of modules
 
     def _watched(self, module: nn.Module, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        modules = list(module.modules())
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             if in_backward():  # checkpointing calls it again
                 return original(*args, **kwargs)
             self._looking = True
-            call = self._begin(module, name, args, kwargs)
-            before = self._attributes(module)
+            call = self._begin(modules, name, args, kwargs)
+            before = _attributes(modules)
             self._looking = False
             try:
                 outputs = original(*args, **kwargs)
@@ -180,7 +182,7 @@ class Survey:
                 self._preflight.look_for_draws()
                 self._running.pop()
             call.last = newest_sequence_number()
-            if self._attributes(module) != before:
+            if _attributes(modules) != before:
                 call.problems["its forward changes attributes"] = None
             self._looking = True
             self._look_at_outputs(call, outputs)
@@ -189,14 +191,14 @@ class Survey:
 
         return forward
 
-    def _begin(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> ModuleCall:
+    def _begin(self, modules: list[nn.Module], name: str, args: Any, kwargs: Any) -> ModuleCall:
+        """Return a call of the first of these modules, which has the others in it, and what is known before it runs."""
         self._preflight.look_for_draws()
         parent = self._running[-1] if self._running else None
-        call = ModuleCall(module, name, parent, newest_sequence_number())
+        call = ModuleCall(modules[0], name, parent, newest_sequence_number())
         self.calls.append(call)
         self._running.append(call)
-        modules = self._tree(module)
-        call.problems |= {why: None for kind, why in self._eager.items() if isinstance(module, kind)}
+        call.problems |= {why: None for kind, why in self._eager.items() if isinstance(call.module, kind)}
         if torch.is_inference_mode_enabled():
             call.problems["it is called in inference mode. Use torch.no_grad()"] = None
         if packs_saved_tensors():
@@ -215,7 +217,10 @@ class Survey:
                 call.problems[_KEPT_CAST] = None
         except InputMismatch as error:
             leaves = tree_flatten((args, kwargs))[0]
-            call.problems[_hidden(leaves) or f"its input: {error}"] = None
+            others = (leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module)))
+            hides = next(filter(holds_tensors, others), None)
+            inside = f"it gets a {type(hides).__name__}, in which a graph does not see the tensors{advice_on(hides)}"
+            call.problems[f"its input: {error}" if hides is None else inside] = None
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         call._buffers = set(map(storage_address, buffers))
         call._own = call._buffers.union(map(storage_address, (*tensors, *params)))
@@ -247,29 +252,8 @@ class Survey:
                 call.problems["an output is a leaf that requires grad"] = None
             elif tensor.requires_grad:
                 call._edges_out.add(_edge(get_gradient_edge(tensor)))
-                self._note_gradient(call, tensor)
-
-    def _note_gradient(self, call: ModuleCall, output: Tensor) -> None:
-        number = len(call.gradients)
-        call.gradients.append(None)
-
-        def note(gradient: Tensor) -> None:
-            if type(gradient) is not Tensor or gradient.layout is not torch.strided:
-                call.problems["the gradient of an output is no plain tensor"] = None
-                return
-            call.gradients[number] = GradientLayout(gradient.stride(), gradient.dtype, place_of(gradient))
-
-        output.register_hook(note)
-
-    def _tree(self, module: nn.Module) -> list[nn.Module]:
-        if module not in self._trees:
-            self._trees[module] = list(module.modules())
-        return self._trees[module]
-
-    def _attributes(self, module: nn.Module) -> list[Any]:
-        """Return what stands for the attributes of a module and of those in it. Writing to a tensor changes nothing."""
-        tables = chain.from_iterable((vars(each), *module_tables(each)[:2]) for each in self._tree(module))
-        return [(key, _identity(value)) for table in tables for key, value in table.items()]
+                tensor.register_hook(partial(_note_gradient, call, len(call.gradients)))
+                call.gradients.append(None)
 
     # -------------------------------------------------------------------------------------------------- operations
 
@@ -367,13 +351,11 @@ class Survey:
                         call.problems["a gradient gets into it through a tensor that is no output of it"] = None
 
 
-def _hidden(leaves: Iterable[Any]) -> str:
-    """Return which object in an input has tensors in it, "" if none has."""
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, nn.Module)) and holds_tensors(leaf):
-            kind = type(leaf).__name__
-            return f"it gets a {kind}, in which a graph does not see the tensors{advice_on(leaf)}"
-    return ""
+def _note_gradient(call: ModuleCall, number: int, gradient: Tensor) -> None:
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        call.problems["the gradient of an output is no plain tensor"] = None
+    else:
+        call.gradients[number] = GradientLayout(gradient.stride(), gradient.dtype, place_of(gradient))
 
 
 def advice_on(thing: object) -> str:
@@ -404,6 +386,12 @@ def _entry_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else None
     return (type(leaf), str(leaf)) if isinstance(leaf, CONSTANTS) else type(leaf)
+
+
+def _attributes(modules: list[nn.Module]) -> list[Any]:
+    """Return what stands for the attributes of these modules. Writing to a tensor changes nothing."""
+    tables = chain.from_iterable((vars(each), *module_tables(each)[:2]) for each in modules)
+    return [(key, _identity(value)) for table in tables for key, value in table.items()]
 
 
 def _identity(value: Any) -> Any:

@@ -118,8 +118,7 @@ class PartPasses(Passes):
     def forward(self) -> None:
         """Run the module; keep its outputs with their autograd graph."""
         # A copy into the buffer does not change the version of `.data`, which autograd saves.
-        self._leaves = self._as_inputs([x.data if isinstance(x, Tensor) else x for x in self._static_leaves])
-        self._sources = self._make_sources()
+        self._renew_leaves([x.data if isinstance(x, Tensor) else x for x in self._static_leaves])
         super().forward()
         numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}
         self._edges = [[] for _ in self._sources]
@@ -173,25 +172,13 @@ class PartPasses(Passes):
 
     # ------------------------------------------------------------------------------------------------------ capture
 
-    def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool = True) -> tuple[Graph, Graph]:
-        """Warm up and capture both passes. Waits for the device. Raises a `CaptureError` if that cannot be done."""
-        return self._capture_both(shared, warmup, allow_unused)
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether there is a backward pass."""
-        return any(static is not None for static in self.static)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._edges = []
-
     def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
         known, slots = self._first_forward(), self.slots
         if sum(self.differentiable) != len(self._gradients):
             raise CaptureError("it returned other outputs than before.")
         layouts = iter(self._gradients)
         self.static = [_static(result, next(layouts)) for result in self.results if result.requires_grad]
+        self.has_backward = any(static is not None for static in self.static)
         for _ in range(passes):
             self.forward()
             self._check_same(known)
@@ -205,6 +192,7 @@ class PartPasses(Passes):
         leaves = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
         if any(version(leaf) for leaf in leaves):
             raise CaptureError("it writes into its input, which a replay would not.")
+        self._edges = []  # so that no memory is freed during the capture
         return known
 
 

@@ -209,7 +209,7 @@ class _Part:
                     inputs = static_inputs(layout.spec, leaves)
                     given = original, module, inputs, layout.wants_grad, device, self.call.gradients
                     passes = PartPasses(*given, grad_mode=layout.grad_mode)
-                    graphs = passes.capture(self._memory, _WARM_UP)
+                    graphs = passes.capture(self._memory, _WARM_UP, allow_unused=True)
                     if names := rebound():
                         raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
                 self._graphs = GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")

@@ -219,7 +219,9 @@ class Split:
 
     def call(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call."""
-        why = self._why_eager(phase)
+        why = "numerics are measured" if phase.observed else ""
+        if not why and self._parts is not None and (why := self._parts.why_not_now()) == CHANGED:
+            self._give_up(f"{why}. Register hooks before the first step")
         if not why and self._parts is None and len(self._surveys) < 2:  # first, for often there is nothing to capture
             return self._survey(engine, phase, args, kwargs)
         if why or (self.is_timed and self._eager.wanted):
@@ -262,14 +264,6 @@ class Split:
                 if eager is not None and in_parts is not None and in_parts > eager:
                     self._give_up(f"in parts a step takes {in_parts:.3g} ms, and an eager one {eager:.3g} ms")
         return outputs
-
-    def _why_eager(self, phase: Phase) -> str:
-        if phase.observed:
-            return "numerics are measured"
-        why = "" if self._parts is None else self._parts.why_not_now()
-        if why == CHANGED:
-            self._give_up(f"{why}. Register hooks before the first step")
-        return why
 
     def _survey(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runs = ModuleRuns({}, {}) if self._runs is None else self._runs
@@ -342,7 +336,8 @@ class Split:
         if self._said or self._parts is None or self._choice is None:
             return ""
         self._said = True
-        named = [*map(_shown, self._choice.names), *filter(None, [self._update.name])]
+        names = dict.fromkeys(call.name for calls in self._choice.calls.values() for call in calls.values())
+        named = [*map(_shown, names), *filter(None, [self._update.name])]
         if len(named) == 1:
             what = f"{named[0]} gets graphs of its own"
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch.tensors.modes import TorchDispatchMode
+from .._torch.tensors.modes import WatchingMode
 from .._torch.tensors.operators import written_arguments
 from .._torch.tensors.tensors import is_wrapper, storage_address
 from .._torch.tensors.tree import tensors_in
@@ -220,20 +220,13 @@ class _SameObject:
     __hash__ = None  # type: ignore[assignment]  # never a key
 
 
-class _StepWatch(TorchDispatchMode):
+class _StepWatch(WatchingMode):
     """Context that notes which tensors a step changes, which ones it creates, and what else it does.
 
     Attributes:
         written: tensors from before the step that it changed, or the views of them that it changed.
         beyond: in words, what the step did besides changing tensors on the device; "" if nothing.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run compiled. Otherwise torch.compile would run it eagerly, and compile nothing new."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch

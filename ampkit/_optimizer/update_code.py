@@ -80,8 +80,9 @@ def update(constants: Constants, tensors: Tensors) -> tuple[Tensor | None, Tenso
         counts = [count.clone() for count in tensors.counts]
         _step(constants, params, grads, states, counts, tensors.rates)
         skip = found > 0
-        before = _flat(tensors.params, tensors.states, tensors.counts)
-        for old, new in zip(before, _flat(params, states, counts), strict=True):
+        before = [*tensors.params, *(value for kept in tensors.states for value in kept), *tensors.counts]
+        after = [*params, *(value for kept in states for value in kept), *counts]
+        for old, new in zip(before, after, strict=True):
             old.copy_(torch.where(skip, old, new))
         _move_scale(constants, tensors.scale, skip, found)
     return norm, found
@@ -109,10 +110,6 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
             norms.extend(foreach_norm(group, 2.0, dtype=wide))
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
-
-
-def _flat(params: list[Tensor], states: list[list[Tensor]], counts: list[Tensor]) -> list[Tensor]:
-    return [*params, *(value for kept in states for value in kept), *counts]
 
 
 def _step(

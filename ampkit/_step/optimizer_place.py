@@ -67,7 +67,9 @@ class OptimizerPlace:
         if not self._watches:
             return
         rates = [group.get("lr") for group in self._optimizer.param_groups]
-        if self._rates is not None and not all(map(_is_same, rates, self._rates)):
+        # Two rates are the same tensor or the same number: to compare tensors would wait for the device.
+        pairs = [] if self._rates is None else zip(rates, self._rates, strict=False)
+        if any(a is not b and not ({type(a), type(b)} <= {int, float} and a == b) for a, b in pairs):
             self._stay_behind(self._text("its learning rate changed"))
             return
         self._rates, self._steps = rates, self._steps + 1
@@ -126,8 +128,3 @@ def place_of(optimizer: Optimizer, scaler: GradScaler, options: Options, ranks: 
 
 
 _PATIENCE = 16  # steps: the first one creates state, the next shows what a step changes, and some may be skipped
-
-
-def _is_same(rate: Any, before: Any) -> bool:
-    """Return whether a learning rate is the same tensor or the same number. It does not wait for the device."""
-    return rate is before or (type(rate) in (int, float) and type(before) in (int, float) and rate == before)

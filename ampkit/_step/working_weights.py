@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._capture.ranks.reducers import Deliver, Reducers
 from .._torch.autograd.autograd import graph_nodes, has_gradient_hooks, output_dtype
 from .._torch.tensors.fast_paths import autocast_of_parts
-from .._torch.tensors.modes import TorchDispatchMode, enter
+from .._torch.tensors.modes import WatchingMode, enter
 from .._torch.tensors.modules import module_tables
 from .._torch.tensors.operators import TO_COPY
 from .._torch.tensors.tensors import foreach_add_, foreach_copy_
@@ -138,20 +138,16 @@ class WorkingWeights:
                     table[name] = new[param]
 
 
-class _Uses(TorchDispatchMode):
-    """Counts what operations do with a tensor, by its id."""
+class _Uses(WatchingMode):
+    """Counts what operations do with a tensor, by its id. torch.cond and flex_attention count as one each.
+
+    Casts in compiled code are no nodes of the loss's graph, so its weights get no copies.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self.all: Counter[int] = Counter()
         self.casts: Counter[int] = Counter()
-
-    supports_higher_order_operators = True  # torch.cond and flex_attention count as one operation each
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is. Its casts are no nodes of the loss's graph, so its weights get no copies."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_flatten((args, kwargs))[0]:

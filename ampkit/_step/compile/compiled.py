@@ -237,7 +237,22 @@ class CompiledTrainingStep(TrainingStep):
             with self.compiler.noting_breaks() as breaks, self.ranks.reducers.alone(in_place / masters):
                 outputs = self._compiled_pass(layout, args, kwargs)
         except Exception as error:
-            return self._uncompiled(layout, error, restore, args, kwargs)
+            # Once more without the compiler, from the state before the call.
+            restore()
+            layout.problem = f"forward and backward, since {why_failed(error)}"
+            try:
+                outputs = super()._forward_and_backward(args, kwargs)
+            except (
+                BaseException
+            ):  # it was not the compiler that failed: the error is the user's; the next call compiles
+                layout.problem, layout.call = "", None
+                raise
+            if self._raises:
+                restore()
+                problem, layout.problem, layout.call = layout.problem, "", None
+                raise CaptureError(f"{self._where}: not compiled: {problem}") from error
+            self._warn(f"not compiled: {layout.problem}. {GOES_ON}")
+            return outputs
         finally:
             bar.clear()
             self._seconds += time.perf_counter() - start
@@ -277,32 +292,6 @@ class CompiledTrainingStep(TrainingStep):
             seed = self._seeds[loss.dtype]
         loss.backward(seed)
         return loss, aux
-
-    def _uncompiled(
-        self,
-        layout: "Layout",
-        error: Exception,
-        restore: Callable[[], None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Tensor, Any]:
-        """Do forward and backward again without the compiler, from the state before the call that has failed.
-
-        If they raise too, it was not the compiler that failed: the error is the user's, and the next call compiles.
-        """
-        restore()
-        layout.problem = f"forward and backward, since {why_failed(error)}"
-        try:
-            outputs = super()._forward_and_backward(args, kwargs)
-        except BaseException:
-            layout.problem, layout.call = "", None
-            raise
-        if self._raises:
-            restore()
-            problem, layout.problem, layout.call = layout.problem, "", None
-            raise CaptureError(f"{self._where}: not compiled: {problem}") from error
-        self._warn(f"not compiled: {layout.problem}. {GOES_ON}")
-        return outputs
 
     # ------------------------------------------------------------------------------------------------------- update
 

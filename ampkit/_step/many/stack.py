@@ -211,12 +211,16 @@ def _joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: in
     """
     flat = [tree_flatten(tree) for tree in trees]
     leaves, tree = flat[0]
-    for others, other in flat:
-        pairs = zip(leaves, others, strict=False)
-        differ = next(((x, y) for x, y in pairs if _layout(x, begin) != _layout(y, begin)), None)
-        if differ is not None or other != tree:
-            shown = (f"a tree of {len(leaves)} leaves", f"another one of {len(others)}")
-            one, two = shown if differ is None else (_shown(leaf, begin) for leaf in differ)
+    layouts = [[None if leaf is None else (leaf.dtype, leaf.shape[begin:]) for leaf in others] for others, _ in flat]
+    for (others, other), layout in zip(flat, layouts, strict=True):
+        if layout != layouts[0] or other != tree:
+            one, two = f"a tree of {len(leaves)} leaves", f"another one of {len(others)}"
+            differ = [pair for pair in zip(layouts[0], layout, strict=False) if pair[0] != pair[1]]
+            if differ:
+                shown = (
+                    "None" if each is None else f"{dtype_name(each[0])} of shape {tuple(each[1])}" for each in differ[0]
+                )
+                one, two = shown
             raise ValueError(
                 f"{words.method}: the {words.many} were done, but what loss_fn returned in aux cannot be stacked: "
                 f"{one} in one {words.one}, {two} in another. Return tensors of one shape and dtype, or call the step "
@@ -224,11 +228,3 @@ def _joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: in
             )
     columns = zip(*(others for others, _ in flat), strict=True)
     return tree_unflatten([None if column[0] is None else join([*column]) for column in columns], tree)
-
-
-def _layout(leaf: Tensor | None, begin: int) -> Any:
-    return None if leaf is None else (leaf.dtype, leaf.shape[begin:])
-
-
-def _shown(leaf: Tensor | None, begin: int) -> str:
-    return "None" if leaf is None else f"{dtype_name(leaf.dtype)} of shape {tuple(leaf.shape[begin:])}"

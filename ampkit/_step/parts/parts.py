@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from ..._callables.autograd_node import PENDING
 from ..._callables.input_leaves import detached, places_of, static_inputs, wanted_by
@@ -158,7 +157,8 @@ class _Part:
         self._reader = BatchReader(memory.device)
         self._graphs: GraphedPart | None = None
         self._context: Any = None
-        self._state: _ModuleState | None = None
+        self._walk: Walk | None = None
+        self._held: Any = None  # where and how the tensors lie, `requires_grad` and modes
         self._replays = 0
         self._eager: Counter[str] = Counter()
         self.failure = ""
@@ -192,10 +192,11 @@ class _Part:
             return "it is called with gradients in some steps, and without in others"
         if self._graphs is None:
             return ""
-        assert self._state is not None  # noted with the graphs
+        assert self._walk is not None  # noted with the graphs
         if _context() != self._context:
             return "settings of torch have changed"
-        return "" if self._state.is_current() else _OTHER_STATE
+        # A line of the step may have changed the module since the call began.
+        return "" if self._walk.is_current() and _held_of(self._walk) == self._held else _OTHER_STATE
 
     def _capture(self, original: Callable[..., Any], leaves: list[Any]) -> None:
         """Capture both passes. Modules and random numbers are as before afterwards. Set `failure` if that fails."""
@@ -213,7 +214,8 @@ class _Part:
                     if names := rebound():
                         raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
                 self._graphs = GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")
-                self._context, self._state = _context(), _ModuleState(module)
+                self._context, self._walk = _context(), Walk({"": module})
+                self._held = _held_of(self._walk)
             except Exception as error:  # whatever the user's code raises when it is called once more
                 self.failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
             undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
@@ -229,27 +231,13 @@ class _Part:
             self._graphs = None
 
 
-class _ModuleState:
-    """What the graphs of a module hold of it. A line of the step may have changed that since the call began.
-
-    Args:
-        module: as it is now.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._walk = Walk({"": module})
-        self._seen = self._look()
-
-    def is_current(self) -> bool:
-        """Return whether its tensors lie where and as they did, with the same `requires_grad`, in the same modes."""
-        return self._walk.is_current() and self._look() == self._seen
-
-    def _look(self) -> tuple[list[Any], ...]:
-        return self._walk.addresses(), self._walk.layouts(), self._walk.flags()
-
-
 _OTHER_STATE = "it has other parameters, strides, modes or requires_grad than when it was captured"
 CHANGED = "a hook was registered in a captured module, or removed, or a module was given another forward"
+
+
+def _held_of(walk: Walk) -> tuple[list[Any], ...]:
+    """Return what the graphs of a module hold of it, beside the objects."""
+    return walk.addresses(), walk.layouts(), walk.flags()
 
 
 def _context() -> tuple[Any, ...]:

@@ -50,7 +50,7 @@ test-all: $(READY)  ## run all tests but those of test-ranks and test-seeds
 test-ranks: $(READY)  ## run more cases of several processes on the CPU
 	$(PYTEST) -m ranks $(ARGS)
 
-test-seeds: $(READY)  ## run more random training set-ups
+test-seeds: $(READY)  ## run more random training set-ups, and more cases of large families
 	$(PYTEST) -m seeds $(ARGS)
 
 check: lint types test-all docs  ## lint, types, all tests and docs: what CI runs

@@ -1,6 +1,8 @@
 """Mixed-precision training steps at the speed of the GPU, and bitwise the same steps."""
 
-from . import debug as debug
+import importlib as _importlib
+import typing as _typing
+
 from ._batches.buckets import Buckets as Buckets
 from ._batches.prefetch import prefetch as prefetch
 from ._callables.graphed_callable import make_graphed_callables as make_graphed_callables
@@ -54,3 +56,16 @@ __all__ = [
     "op_table",
     "prefetch",
 ]
+
+if _typing.TYPE_CHECKING:
+    from . import debug as debug
+else:  # a type checker would take every name for one of ampkit
+
+    def __getattr__(name: str) -> object:
+        """Import `ampkit.debug` when it is first asked for: most programs never do."""
+        if name == "debug":
+            return _importlib.import_module("ampkit.debug")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

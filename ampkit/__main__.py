@@ -89,9 +89,11 @@ def _ended_by(error: BaseException, command: str) -> int:
             return USERS_ERROR
     if isinstance(error, BrokenPipeError):
         return NO_READER
+    if isinstance(error, OSError) and error.filename is not None:
+        complain(command, f"{error.filename}: {error.strerror}")
     # These messages are complete: a ValueError of ampkit names a wrong argument, an ImportError an optional package.
-    if isinstance(error, (AmpkitError, ValueError, OSError, ImportError)):
-        complain(command, _text(error))
+    elif isinstance(error, (AmpkitError, ValueError, OSError, ImportError)):
+        complain(command, str(error))
     elif is_out_of_memory(error):
         complain(command, f"out of memory, take a smaller model or batch: {_first_line(error)}")
     else:
@@ -105,12 +107,6 @@ def _chain(error: BaseException | None, implicit: bool = True) -> Iterator[BaseE
     while error is not None:
         yield error
         error = error.__cause__ or (error.__context__ if implicit else None)
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
 
 
 def _first_line(error: BaseException) -> str:
@@ -180,18 +176,13 @@ def _run_ops(args: argparse.Namespace, output: Output) -> int:
     print(changes)
     if not changes:
         return DONE
-    print(_how_to_keep(changes.pins("float16")))
-    return FOUND
-
-
-def _how_to_keep(pins: dict[str, str]) -> str:
-    """Return the policy that keeps these rules. Operations that are not named like a function of torch are left out."""
     kept = {}
-    for op, rule in pins.items():
-        with suppress(ValueError):
+    for op, rule in changes.pins("float16").items():
+        with suppress(ValueError):  # an operation that is not named like a function of torch
             Policy(ops={op: rule})
             kept[op] = rule
-    return f"\nTo keep the old rules under float16: ampkit.Policy(compute='float16', ops={kept})" if kept else ""
+    print(f"\nTo keep the old rules under float16: ampkit.Policy(compute='float16', ops={kept})" if kept else "")
+    return FOUND
 
 
 # -------------------------------------------------------------------------------------------------------------- explain
@@ -213,26 +204,20 @@ def _add_explain(commands: Any) -> None:
 
 
 def _run_explain(args: argparse.Namespace, output: Output) -> int:
-    model, inputs, kwargs = _call(args.call)
+    made = users_function(args.call, _CALL)()
+    wrong = UsageError(f"{args.call!r} returned {type_text(made)}, expected {_CALL}.")
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+        raise wrong
+    model, inputs, kwargs = made if len(made) == 3 else (*made, {})
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if not isinstance(inputs, (tuple, list)) or not isinstance(kwargs, dict):
+        raise wrong
     try:
         explanation = explain(model, *inputs, policy=args.policy, device_type=args.device, **kwargs)
     except Exception as error:  # of the user's model
         raise UsageError(f"{args.call}: {type(error).__name__}: {error}") from error
     output.show(explanation.table(all=args.all), explanation.to_json())
     return DONE
-
-
-def _call(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return model, arguments and keyword arguments from the function that `module:function` names, checked."""
-    made = users_function(text, _CALL)()
-    wrong = UsageError(f"{text!r} returned {type_text(made)}, expected {_CALL}.")
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
-        raise wrong
-    inputs, kwargs = made[1], made[2] if len(made) == 3 else {}
-    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-    if not isinstance(inputs, (tuple, list)) or not isinstance(kwargs, dict):
-        raise wrong
-    return made[0], tuple(inputs), kwargs
 
 
 # ------------------------------------------------------------------------------------------------------------------ env

@@ -136,7 +136,13 @@ class UserLineFinder:
     """
 
     def __init__(self, entered: FrameType, skip_torch: bool) -> None:
-        self._callers = len(list(_frames(_entering(entered)))) - 1
+        if entered.f_code.co_flags & inspect.CO_GENERATOR and entered.f_back:  # a `contextmanager` may have entered it
+            back = entered.f_back
+            entered = back if back.f_code.co_filename in _ENTERING else entered
+        # An `ExitStack` may have, too.
+        frames = list(_frames(entered))
+        passing = next(i for i, frame in enumerate(frames) if frame.f_code.co_filename not in _ENTERING)
+        self._callers = len(frames) - passing - 1
         self._skip_torch = skip_torch
 
     def __call__(self, node: Any = None) -> SourceLocation | None:
@@ -154,8 +160,11 @@ class UserLineFinder:
                 if self._skip_torch and inside.startswith(_OPTIMIZERS):
                     return None
                 return SourceLocation(line_text(frame.f_code.co_filename, frame.f_lineno), inside)
-            if node is not None and frame.f_code is ENGINE_CODE and (line := self._forward_line(node)):
-                return SourceLocation(line, backward=True)
+            if node is not None and frame.f_code is ENGINE_CODE:
+                # Without anomaly mode, which stores the stack, there is no line of the forward.
+                made = map(_STACK_ENTRY.match, node.metadata.get("traceback_", [])[self._callers :])
+                if line := innermost_users_line([(match[1], int(match[2])) for match in made if match]):
+                    return SourceLocation(line, backward=True)
             inside = inside or _short(frame)
         return None if self._skip_torch else SourceLocation(inside=inside)
 
@@ -163,12 +172,6 @@ class UserLineFinder:
         """Return the user's `file:line: source` that the running code was called from, "" if there is none."""
         place = self()
         return "" if place is None else place.line
-
-    def _forward_line(self, node: Any) -> str:
-        """Return the user's line that made an autograd node, "" without anomaly mode, which stores the stack."""
-        made = node.metadata.get("traceback_", [])[self._callers :]
-        entries = [match.groups() for match in map(_STACK_ENTRY.match, made) if match]
-        return next((line_text(file, int(number)) for file, number in reversed(entries) if _is_users(file)), "")
 
 
 def innermost_users_line(places: Sequence[tuple[str, int]]) -> str:
@@ -217,17 +220,6 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _entering(frame: FrameType) -> FrameType:
-    """Return the frame whose code entered a context, directly or through an `ExitStack` or a `contextmanager`."""
-    if frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back and _passes_on(frame.f_back):
-        frame = frame.f_back
-    return next(outer for outer in _frames(frame) if not _passes_on(outer))
-
-
-def _passes_on(frame: FrameType) -> bool:
-    return frame.f_code.co_filename in _ENTERING
 
 
 def line_text(filename: str, number: int) -> str:

@@ -20,16 +20,27 @@ import torch
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what `sampled` leaves to `make test-all`."""
+    """Mark as slow what `sampled` leaves to `make test-all`, and as seeds what it leaves to `make test-seeds`."""
     seen: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark is None or any(item.get_closest_marker(name) for name in ("cuda", "multigpu", "slow")):
             continue
         family = item.nodeid.partition("[")[0]
-        if seen[family] % mark.args[0]:
+        if not chosen(seen[family], mark.args[0]):
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.seeds)
+        else:
+            if not chosen(kept[family], 2):
+                item.add_marker(pytest.mark.slow)
+            kept[family] += 1
         seen[family] += 1
+
+
+def chosen(index: int, step: int) -> bool:
+    """Return whether this is one of each `step` cases, along a diagonal: not always the same value of an argument."""
+    return (index + index // step) % step == 0
 
 
 def global_state() -> dict[str, Any]:

@@ -26,6 +26,8 @@ _SAVED_UNCAST_OUTPUT = "_ampkit_saved_uncast_output"  # set if forward saved an 
 # An attribute of an output that was cast, until setup_context has read it.
 _DTYPE_BEFORE_CAST = "_ampkit_dtype_before_cast"
 
+_EXPECTED = "a method to decorate; options are keywords, as in {0}(device_type='cuda')"
+_OR_NONE = ", or None for that of the tensors"
 _PLAIN_DICTS = (dict, OrderedDict)  # torch.compile can trace how these are rebuilt; it cannot trace copy.copy
 
 
@@ -80,14 +82,17 @@ def custom_fwd(
         ValueError: an argument is wrong. In a call: the device type cannot be inferred, or `cast_outputs` would cast an
             output that `forward` changed in place.
     """
-    _check_device_type("custom_fwd", device_type)
-    _check_dtype("cast_inputs", cast_inputs)
-    _check_dtype("cast_outputs", cast_outputs)
+    if device_type is not None:
+        check_device_type("custom_fwd", device_type, _OR_NONE)
+    for argument, dtype in (("cast_inputs", cast_inputs), ("cast_outputs", cast_outputs)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise wrong("custom_fwd", argument, dtype, "a floating torch.dtype, or None")
     if fwd is None:
         return functools.partial(
             custom_fwd, device_type=device_type, cast_inputs=cast_inputs, cast_outputs=cast_outputs
         )
-    method = _callable("custom_fwd", "fwd", fwd)
+    method = fwd.__func__ if isinstance(fwd, staticmethod) else fwd
+    check_callable("custom_fwd", "fwd", method, _EXPECTED.format("custom_fwd"))
     if getattr(method, "__name__", "") == "setup_context":
         return _decorate_setup_context(method, device_type, cast_inputs)
     return _decorate_forward(method, device_type, cast_inputs, cast_outputs)
@@ -118,14 +123,27 @@ def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
         AmpkitError: in a call: forward or setup_context is not decorated. Or a second derivative is asked for, and
             forward saved an output that `cast_outputs` replaced, so that a term of it would be missing.
     """
-    _check_device_type("custom_bwd", device_type)
+    if device_type is not None:
+        check_device_type("custom_bwd", device_type, _OR_NONE)
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
-    method = _callable("custom_bwd", "bwd", bwd)
+    method = bwd.__func__ if isinstance(bwd, staticmethod) else bwd
+    check_callable("custom_bwd", "bwd", method, _EXPECTED.format("custom_bwd"))
 
     @functools.wraps(method)
     def backward(ctx: Any, *grads: Any, **kwargs: Any) -> Any:
-        _check_recorded(ctx, method)
+        name = getattr(method, "__qualname__", repr(method))
+        if not hasattr(ctx, _AUTOCAST_ENABLED):
+            raise AmpkitError(
+                f"custom_bwd on {name}: forward did not record under which autocast it ran. Decorate forward with "
+                "ampkit.custom_fwd, and setup_context too if there is one, with the same arguments."
+            )
+        if hasattr(ctx, _SAVED_UNCAST_OUTPUT) and torch.is_grad_enabled():
+            raise AmpkitError(
+                f"custom_bwd on {name}: forward saved an output that cast_outputs replaced by its cast, so the second "
+                "derivative would lack a term. Leave cast_outputs out and cast what apply() returns, or use "
+                "setup_context."
+            )
         if device_type is not None:
             device: str | None = device_type
         elif hasattr(ctx, _DEVICE_TYPE):
@@ -204,20 +222,6 @@ def _record(ctx: Any, device: str | None, enabled: bool) -> None:
     setattr(ctx, _DEVICE_TYPE, device)
     setattr(ctx, _AUTOCAST_ENABLED, enabled)
     setattr(ctx, _AUTOCAST_DTYPE, None if device is None else torch.get_autocast_dtype(device))
-
-
-def _check_recorded(ctx: Any, method: Callable[..., Any]) -> None:
-    name = getattr(method, "__qualname__", repr(method))
-    if not hasattr(ctx, _AUTOCAST_ENABLED):
-        raise AmpkitError(
-            f"custom_bwd on {name}: forward did not record under which autocast it ran. Decorate forward with "
-            "ampkit.custom_fwd, and setup_context too if there is one, with the same arguments."
-        )
-    if hasattr(ctx, _SAVED_UNCAST_OUTPUT) and torch.is_grad_enabled():
-        raise AmpkitError(
-            f"custom_bwd on {name}: forward saved an output that cast_outputs replaced by its cast, so the second "
-            "derivative would lack a term. Leave cast_outputs out and cast what apply() returns, or use setup_context."
-        )
 
 
 def _cast_outputs(ctx: Any, outputs: Any, device: str, dtype: torch.dtype) -> Any:
@@ -320,24 +324,18 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
         make = OrderedDict if isinstance(value, OrderedDict) else dict
         return make(zip(value, parts, strict=True))
     if _is_dataclass(value):
-        return _rebuilt_dataclass(value, parts)
+        fields = list(zip(dataclasses.fields(value), parts, strict=True))
+        new = dataclasses.replace(value, **{field.name: part for field, part in fields if field.init})
+        for field, part in fields:
+            if not field.init:
+                object.__setattr__(new, field.name, part)  # works on a frozen class, too
+        return new
     if isinstance(value, MutableMapping):
         new = copy.copy(value)  # keeps the factory of a defaultdict, and the attributes of a subclass
         for key, part in zip(value, parts, strict=True):
             new[key] = part
         return new
     return dict(zip(value, parts, strict=True))
-
-
-def _rebuilt_dataclass(value: Any, parts: list[Any]) -> Any:
-    fields = dataclasses.fields(value)
-    new = dataclasses.replace(
-        value, **{field.name: part for field, part in zip(fields, parts, strict=True) if field.init}
-    )
-    for field, part in zip(fields, parts, strict=True):
-        if not field.init:
-            object.__setattr__(new, field.name, part)  # works on a frozen class, too
-    return new
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -354,54 +352,30 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _device_type(tree: Any) -> str | None:
+def _inferred(decorator: str, method: Callable[..., Any], tree: Any) -> str | None:
     """Return the device type of the tensors, None if all are meta tensors, which have no autocast.
 
     Raises:
-        LookupError: there are no tensors, or tensors on two kinds of accelerator.
+        ValueError: there are no tensors, or tensors on two kinds of accelerator.
     """
-    found = _device_types(tree)
+    problem, found = "", set[str]()
+    if torch.compiler.is_compiling():  # dynamo cannot trace the other branch
+        found = {tensor.device.type for tensor in _tensors(tree)}
+    else:
+        try:
+            found = {tensor.device.type for tensor in _tensors(tree)}
+        except RecursionError:
+            problem = "an input contains itself"
     if not found:
-        raise LookupError("there is no tensor")
+        problem = problem or "there is no tensor"
     found.discard("meta")
     if len(found) > 1:
         found.discard("cpu")  # a scalar or an index beside the data
     if len(found) > 1:
-        raise LookupError(f"there are tensors on {' and '.join(sorted(found))}")
-    return found.pop() if found else None
-
-
-def _device_types(tree: Any) -> set[str]:
-    if torch.compiler.is_compiling():  # dynamo cannot trace the other branch
-        return {tensor.device.type for tensor in _tensors(tree)}
-    try:
-        return {tensor.device.type for tensor in _tensors(tree)}
-    except RecursionError:
-        raise LookupError("an input contains itself") from None
-
-
-def _inferred(decorator: str, method: Callable[..., Any], tree: Any) -> str | None:
-    try:
-        return _device_type(tree)
-    except LookupError as found:
+        problem = f"there are tensors on {' and '.join(sorted(found))}"
+    if problem:
         raise ValueError(
-            f"{decorator} on {getattr(method, '__qualname__', method)}: {found}, so the device type is unknown. "
+            f"{decorator} on {getattr(method, '__qualname__', method)}: {problem}, so the device type is unknown. "
             f"Name the one whose autocast counts: {decorator}(device_type='cuda')."
-        ) from None
-
-
-def _callable(decorator: str, argument: str, method: Any) -> Callable[..., Any]:
-    method = method.__func__ if isinstance(method, staticmethod) else method
-    expected = f"a method to decorate; options are keywords, as in {decorator}(device_type='cuda')"
-    check_callable(decorator, argument, method, expected)
-    return cast(Callable[..., Any], method)
-
-
-def _check_device_type(decorator: str, device_type: object) -> None:
-    if device_type is not None:
-        check_device_type(decorator, device_type, ", or None for that of the tensors")
-
-
-def _check_dtype(argument: str, dtype: object) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise wrong("custom_fwd", argument, dtype, "a floating torch.dtype, or None")
+        )
+    return found.pop() if found else None

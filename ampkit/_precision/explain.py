@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -67,9 +67,6 @@ class Explanation:
     stopped: str | None = None
     saves: bool = True
 
-    def __str__(self) -> str:
-        return self.table()
-
     def table(self, all: bool = False) -> str:
         """Return the table, as wide as the terminal.
 
@@ -87,14 +84,7 @@ class Explanation:
         if hidden:
             left = sum(row.count for row in rows[len(shown) :])
             lines.append(f"... {hidden} more rows, {left} operations; .table(all=True) shows all")
-        lines += ["", *self._footer()]
-        if self.stopped:
-            lines += ["", f"Stopped {self.stopped}"]
-        return "\n".join(lines)
-
-    def _footer(self) -> list[str]:
-        runs = sum(row.count for row in self.rows)
-        lines = [f"{'':24}{'this':>12}{'float32':>12}"]
+        lines += ["", f"{'':24}{'this':>12}{'float32':>12}"]
         for name, mine, plain in (
             ("casts", str(self.totals.casts), str(self.float32.casts)),
             ("  of these back again", str(self.totals.casts_back), str(self.float32.casts_back)),
@@ -104,8 +94,13 @@ class Explanation:
             known = self.saves or name in ("casts", "bytes moved by casts")
             lines.append(f"{name:24}{mine:>12}{plain:>12}" if known else f"{name:24}{_UNKNOWN:>24}")
         used = sorted({dtype for row in self.rows for dtype in (*row.inputs, row.compute, row.output)}, key=str)
+        runs = sum(row.count for row in self.rows)
         lines.append(f"{runs} operations. " + ", ".join(f"{_short(dtype)}: {dtype_name(dtype)}" for dtype in used))
-        return lines
+        if self.stopped:
+            lines += ["", f"Stopped {self.stopped}"]
+        return "\n".join(lines)
+
+    __str__ = table
 
     def to_json(self) -> str:
         """Return everything as JSON, with every row and the names of dtypes."""
@@ -197,24 +192,28 @@ def _record(call: _ModelCall, autocast: AbstractContextManager[Any]) -> tuple[Op
         except Exception as error:
             if not is_limit_of_fake_tensors(error):
                 raise
-            return recorder, f"in {recorder.module or 'the model itself'}: {_why(error)}"
+            line = f" ({line})" if (line := user_line(error)) else ""
+            limit = "Fake tensors have no values and no device"
+            if not torch.backends.cuda.is_built():
+                limit = "This torch was built without CUDA; one built with it can go on, also without a GPU"
+            return recorder, f"in {recorder.module or 'the model itself'}: {error_line(error)}{line}. {limit}."
     return recorder, None
 
 
-def _why(error: Exception) -> str:
-    """Return what went wrong, and the user's line that led there."""
-    where = f" ({line})" if (line := user_line(error)) else ""
-    limit = "Fake tensors have no values and no device"
-    if not torch.backends.cuda.is_built():
-        limit = "This torch was built without CUDA; one built with it can go on, also without a GPU"
-    return f"{error_line(error)}{where}. {limit}."
-
-
 def _collapsed(rows: Sequence[ExplanationRow]) -> list[ExplanationRow]:
-    """Return the rows with one row for equal ones of repeated blocks."""
+    """Return the rows with one row for equal ones of repeated blocks.
+
+    Blocks are modules that have others inside (`layers.0`). Their paths have a `*` for their numbers.
+    """
     paths = {row.module for row in rows}
     blocks = {path[:end] for path in paths for end in range(len(path)) if path[end] == "."}
-    patterns = {path: _pattern(path, blocks) for path in paths}
+    patterns: dict[str, str] = {}
+    for path in paths:
+        parts = path.split(".")
+        starred = (
+            _BLOCK_NUMBER.sub("*", part) if ".".join(parts[: i + 1]) in blocks else part for i, part in enumerate(parts)
+        )
+        patterns[path] = ".".join(starred)
     fits = Counter(patterns.values())
     groups: dict[Any, list[ExplanationRow]] = {}
     for row in rows:
@@ -222,15 +221,6 @@ def _collapsed(rows: Sequence[ExplanationRow]) -> list[ExplanationRow]:
         row = replace(row, module=pattern if fits[pattern] > 1 else row.module)
         groups.setdefault(row.dtypes, []).append(row)
     return list(map(merged, groups.values()))
-
-
-def _pattern(path: str, blocks: Set[str]) -> str:
-    """Return the path with `*` for the numbers of blocks, which are modules that have others inside (`layers.0`)."""
-    parts = path.split(".")
-    for i, part in enumerate(parts):
-        if ".".join(path.split(".")[: i + 1]) in blocks:
-            parts[i] = _BLOCK_NUMBER.sub("*", part)
-    return ".".join(parts)
 
 
 def _cells(row: ExplanationRow) -> tuple[str, ...]:

@@ -72,9 +72,19 @@ def fake_copy(tree: Any, device_type: str, dtype: torch.dtype | None = None) -> 
 
     def add(part: Any, stay: bool) -> None:
         for tensor in tree_flatten(part)[0]:
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                stays = stay and tensor.device.type != "meta"
-                memo[id(tensor)] = _fake(tensor, tensor.device if stays else torch.device(device_type), dtype)
+            if not isinstance(tensor, Tensor) or id(tensor) in memo:
+                continue
+            if nn.parameter.is_lazy(tensor):
+                raise ValueError(
+                    "a lazy module has no parameters yet. Call the model once, on meta tensors for instance."
+                )
+            stays = stay and tensor.device.type != "meta"
+            device = tensor.device if stays else torch.device(device_type)
+            kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            grad = tensor.requires_grad and can_save_for_backward(device.type)
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kept, device=device)
+            parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(fake, grad) if parameter else fake.requires_grad_(grad)
 
     for leaf in tree_flatten(tree)[0]:
         add(leaf, stay=False)
@@ -83,17 +93,6 @@ def fake_copy(tree: Any, device_type: str, dtype: torch.dtype | None = None) -> 
         for module in leaf.modules() if isinstance(leaf, nn.Module) else ():
             add(vars(module), stay=True)
     return copy.deepcopy(tree, memo)
-
-
-def _fake(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    if nn.parameter.is_lazy(tensor):
-        raise ValueError("a lazy module has no parameters yet. Call the model once, on meta tensors for instance.")
-    grad = tensor.requires_grad and can_save_for_backward(device.type)
-    kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kept, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=grad)
-    return fake.requires_grad_(grad)
 
 
 def _attention(
@@ -121,24 +120,19 @@ def _attention(
         attended = flash(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return attended[..., :size] if size % 8 else attended
     if attn_mask is not None:
-        attn_mask = _float_mask(attn_mask, query)
+        if attn_mask.dtype is torch.bool:
+            keep = torch.scalar_tensor(0.0, dtype=query.dtype, device=attn_mask.device)
+            attn_mask = torch.where(attn_mask, keep, torch.full_like(keep, -math.inf))
+        keys = attn_mask.size(-1)
+        if keys % 8:  # the kernel reads aligned rows
+            attn_mask = F.pad(attn_mask, (0, 8 - keys % 8))[..., :keys]
+        attn_mask = attn_mask.expand(*query.shape[:3], keys)
     if enable_gqa:
         key, value = (tensor.repeat_interleave(query.size(1) // tensor.size(1), 1) for tensor in (key, value))
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return op_overload("aten::_scaled_dot_product_efficient_attention")(
         query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
-
-
-def _float_mask(mask: Tensor, query: Tensor) -> Tensor:
-    """Return an attention mask in the form that the memory-efficient kernel takes."""
-    if mask.dtype is torch.bool:
-        keep, drop = (torch.scalar_tensor(x, dtype=query.dtype, device=mask.device) for x in (0.0, -math.inf))
-        mask = torch.where(mask, keep, drop)
-    keys = mask.size(-1)
-    if keys % 8:  # the kernel reads aligned rows
-        mask = F.pad(mask, (0, 8 - keys % 8))[..., :keys]
-    return mask.expand(*query.shape[:3], mask.size(-1))
 
 
 # Operations of ATen that ask the device which kernel to use, and what runs instead where there is no device.

@@ -68,16 +68,12 @@ def module_key(key: object) -> ModuleKey:
     return key
 
 
-def class_name(cls: type[nn.Module]) -> str:
-    """Return the name by which `class_named` finds the class."""
-    if getattr(nn, cls.__name__, None) is cls:
-        return f"torch.nn.{cls.__name__}"
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def key_text(key: ModuleKey) -> str:
     """Return a key as the text of a policy has it: the name of a class, or a string in double quotes."""
-    return class_name(key) if isinstance(key, type) else '"' + key.replace('"', '""') + '"'
+    if not isinstance(key, type):
+        return '"' + key.replace('"', '""') + '"'
+    in_nn = getattr(nn, key.__name__, None) is key
+    return f"torch.nn.{key.__name__}" if in_nn else f"{key.__module__}.{key.__qualname__}"
 
 
 def class_named(name: str) -> type[nn.Module]:
@@ -175,7 +171,14 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
                 "around them have different rules. Give both the same."
             )
     for module in rules:
-        _check_can_have_rule(paths[module][0], module)
+        why = ""
+        if isinstance(module, torch.jit.ScriptModule):
+            why = "it is scripted. Apply the policy before torch.jit.script"
+        elif "forward" in vars(module):
+            why = "something put a forward on the instance, so the rule would not run. Apply the policy before that"
+        if why:
+            place = f"module {paths[module][0]!r} ({_name(module)})"
+            raise ValueError(f"Policy.apply: {place} cannot have a rule: {why}.")
     return _Assignment(rules, _tensor_dtypes(model, param_dtypes))
 
 
@@ -235,16 +238,6 @@ def _suggestion(key: ModuleKey, paths: dict[nn.Module, list[str]]) -> str:
     every = [path for names in paths.values() for path in names if path]
     close = difflib.get_close_matches(key, every, n=3, cutoff=0.4) or every[:3]
     return f"Close paths: {', '.join(map(repr, close))}." if close else "The model has no modules inside."
-
-
-def _check_can_have_rule(path: str, module: nn.Module) -> None:
-    why = ""
-    if isinstance(module, torch.jit.ScriptModule):
-        why = "it is scripted. Apply the policy before torch.jit.script"
-    elif "forward" in vars(module):
-        why = "something put a forward on the instance, so the rule would not run. Apply the policy before that"
-    if why:
-        raise ValueError(f"Policy.apply: module {path!r} ({_name(module)}) cannot have a rule: {why}.")
 
 
 def _check_own_classes(call: str, model: nn.Module) -> None:
@@ -309,7 +302,23 @@ def _subclass(base: type[nn.Module], rule: _ForwardRule) -> type[nn.Module]:
 
     @wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, base.forward, rule, args, kwargs)
+        if rule.compute is None:
+            out = base.forward(self, *args, **kwargs)
+        else:
+            device_type = _device_type(args, kwargs, self)
+            has_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+            around = torch.get_autocast_dtype(device_type) if has_autocast else None
+            args = tuple([_cast_tree(arg, rule.compute) for arg in args])
+            kwargs = {name: _cast_tree(arg, rule.compute) for name, arg in kwargs.items()}
+            with _autocast(device_type, rule.compute, rule.autocast):
+                out = base.forward(self, *args, **kwargs)
+            # To a dtype that the code around the module can take. Autocast refuses the other low precision in its
+            # widest-type operations. float32 holds every value of both.
+            if around is None:
+                out = _cast_tree(out, rule.outside)
+            elif other := {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(around):
+                out = _cast_tree(out, torch.float32, (other,))
+        return out if rule.output is None else _cast_tree(out, rule.output)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
         # The subclass exists in this process only, so an instance of `base` is pickled.
@@ -328,23 +337,6 @@ def _rebuild(rule: _ForwardRule, make: Callable[..., nn.Module], args: tuple[Any
     module = make(*args)
     module.__class__ = _subclass(type(module), rule)
     return module
-
-
-def _forward(
-    module: nn.Module, forward: Callable[..., Any], rule: _ForwardRule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if rule.compute is None:
-        out = forward(module, *args, **kwargs)
-    else:
-        device_type = _device_type(args, kwargs, module)
-        has_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
-        around = torch.get_autocast_dtype(device_type) if has_autocast else None
-        args = tuple([_cast_tree(arg, rule.compute) for arg in args])
-        kwargs = {name: _cast_tree(arg, rule.compute) for name, arg in kwargs.items()}
-        with _autocast(device_type, rule.compute, rule.autocast):
-            out = forward(module, *args, **kwargs)
-        out = _cast_back(out, around, rule.outside)
-    return out if rule.output is None else _cast_tree(out, rule.output)
 
 
 def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> str:
@@ -374,21 +366,6 @@ def _cast_tree(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...] = CAST
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return tree
     return tree_unflatten([_cast_tree(leaf, dtype, of) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-
-def _cast_back(out: Any, around: torch.dtype | None, outside: torch.dtype) -> Any:
-    """Return a module's outputs in a dtype that the code around the module can take.
-
-    Args:
-        out: the outputs.
-        around: the dtype of the autocast around the module, None without one.
-        outside: the dtype to cast to without one.
-    """
-    if around is None:
-        return _cast_tree(out, outside)
-    # Autocast refuses the other low precision in its widest-type operations. float32 holds every value of both.
-    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(around)
-    return out if other is None else _cast_tree(out, torch.float32, (other,))
 
 
 def _name(module: nn.Module) -> str:

@@ -139,7 +139,7 @@ class OpRecorder(TorchDispatchMode):
             entered.enter_context(without_compiled_code())
             note_autocast_of_fast_paths(entered.enter_context(Undo()))
             for name, module in self._model.named_modules():
-                before = module.register_forward_pre_hook(partial(self._push, name), prepend=True)
+                before = module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name), prepend=True)
                 entered.callback(before.remove)
                 entered.callback(module.register_forward_hook(partial(self._pop, name)).remove)
             self._undo = entered.pop_all()
@@ -150,9 +150,6 @@ class OpRecorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._undo.close()
-
-    def _push(self, name: str, module: nn.Module, args: Any) -> None:
-        self._path.append(name)
 
     def _pop(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         while self._path and self._path.pop() != name:
@@ -172,7 +169,18 @@ class OpRecorder(TorchDispatchMode):
         if name in ("_to_copy", "copy_"):
             source, target = (args[1], args[0]) if name == "copy_" else (args[0], result)
             if _is_floating(source) and _is_floating(target) and source.dtype is not target.dtype:
-                self._record_cast(source, target)
+                self._casts += 1
+                self._cast_bytes += source.nbytes + target.nbytes
+                # Autocast records the cast of a weight in a graph even where gradients are off.
+                self._casts_back += self._grad and torch.is_grad_enabled() and source.requires_grad
+                row = ExplanationRow(self.module, "cast", (source.dtype,), target.dtype, target.dtype)
+                cast = _RecordedOp(row, is_cast=True)
+                self._ops.append(cast)
+                before, after = self._storage_record(source), self._storage_record(target)
+                before.made_by = before.made_by or cast
+                after.made_by = after.made_by or cast
+                after.before_cast = before.before_cast or source.dtype
+                after.casts.append(cast)
                 return
         if name in _COPIES and _is_floating(args[0]):
             copied = self._storage_record(args[0])
@@ -183,20 +191,6 @@ class OpRecorder(TorchDispatchMode):
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if outputs and any(map(_is_floating, inputs)):
             self._record_operation(ONE_NAME.get(name, name), inputs, outputs)
-
-    def _record_cast(self, source: Tensor, target: Tensor) -> None:
-        self._casts += 1
-        self._cast_bytes += _nbytes(source) + _nbytes(target)
-        # Autocast records the cast of a weight in a graph even where gradients are off.
-        self._casts_back += self._grad and torch.is_grad_enabled() and source.requires_grad
-        row = ExplanationRow(self.module, "cast", (source.dtype,), target.dtype, target.dtype)
-        cast = _RecordedOp(row, is_cast=True)
-        self._ops.append(cast)
-        before, after = self._storage_record(source), self._storage_record(target)
-        before.made_by = before.made_by or cast
-        after.made_by = after.made_by or cast
-        after.before_cast = before.before_cast or source.dtype
-        after.casts.append(cast)
 
     def _record_operation(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         op = _RecordedOp(ExplanationRow(self.module, name, (), torch.float32, torch.float32))
@@ -214,10 +208,13 @@ class OpRecorder(TorchDispatchMode):
             storage = self._storage_record(tensor)
             storage.made_by = storage.made_by or op
             storage.before_cast = None
+        # A tensor without dimensions does not widen others, as in torch's type promotion.
+        floating = [tensor for tensor in (*inputs, outputs[0]) if _is_floating(tensor)]
+        wide = [tensor for tensor in floating if tensor.dim()] or floating
         op.row = replace(
             op.row,
             inputs=tuple(dict.fromkeys(before)),
-            compute=_compute_dtype([*inputs, outputs[0]]),
+            compute=reduce(torch.promote_types, (tensor.dtype for tensor in wide)),
             output=outputs[0].dtype,
         )
         self._ops.append(op)
@@ -266,17 +263,6 @@ def _is_floating(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _storage(tensor: Tensor) -> Any:
     storage = storage_of(tensor)
     return None if storage is None else StorageWeakRef(storage)
-
-
-def _compute_dtype(tensors: list[Tensor]) -> torch.dtype:
-    """Return the widest dtype. A tensor without dimensions does not widen others, as in torch's type promotion."""
-    floating = [tensor for tensor in tensors if _is_floating(tensor)]
-    wide = [tensor for tensor in floating if tensor.dim()] or floating
-    return reduce(torch.promote_types, (tensor.dtype for tensor in wide))

@@ -61,12 +61,23 @@ def op_name(key: object) -> str:
         ValueError: it stands for none that can have a rule. The message names similar ones.
     """
     if isinstance(key, str):
-        name = _canonical(key)
+        found = _canonical(key)
     else:
-        name = _name_of(key) if callable(key) else ""
-    if name in _spellings():
-        return name
-    raise ValueError(_unknown(key))
+        found = _name_of(key) if callable(key) else ""
+    if found in _spellings():
+        return found
+    name = key if isinstance(key, str) else str(getattr(key, "__name__", "")) or shown(key)
+    if isinstance(key, type) and issubclass(key, torch.nn.Module):
+        raise ValueError(f"{name} is a module: give it a rule in Policy(modules=...).")
+    last = name.rpartition(".")[2]
+    plain = _ALIASES.get("__" + last.removeprefix("__i")) or last.rstrip("_")
+    if last != plain and plain in _spellings():
+        raise ValueError(
+            f"{name} works in place, so a cast would make it write into a copy. Give {plain!r} a rule instead."
+        )
+    close = difflib.get_close_matches(plain, _spellings(), n=3)
+    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    raise ValueError(f"{shortened(name)} is no function or Tensor method of torch that can have a rule.{hint}")
 
 
 def _canonical(dotted: str) -> str:
@@ -106,27 +117,20 @@ def _spellings() -> dict[str, frozenset[Callable[..., Any]]]:
     return {name: frozenset(functions) for name, functions in found.items()}
 
 
-def _unknown(key: object) -> str:
-    name = key if isinstance(key, str) else str(getattr(key, "__name__", "")) or shown(key)
-    if isinstance(key, type) and issubclass(key, torch.nn.Module):
-        return f"{name} is a module: give it a rule in Policy(modules=...)."
-    last = name.rpartition(".")[2]
-    plain = _ALIASES.get("__" + last.removeprefix("__i")) or last.rstrip("_")
-    if last != plain and plain in _spellings():
-        return f"{name} works in place, so a cast would make it write into a copy. Give {plain!r} a rule instead."
-    close = difflib.get_close_matches(plain, _spellings(), n=3)
-    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    return f"{shortened(name)} is no function or Tensor method of torch that can have a rule.{hint}"
-
-
 def define(ops: OpRules) -> None:
     """Prepare these rules for `op_rules_context`. torch.compile may trace that, so it can only look them up."""
     if ops not in _MODES:  # never emptied: compiled code is guarded by the type of the mode, which must stay alive
-        table = {
-            function: (rule, any(part in name for part in _INPUT_ONLY), _mutating(function))
-            for name, rule in ops
-            for function in _spellings()[name]
-        }
+        table: dict[Callable[..., Any], _FunctionRule] = {}
+        for name, rule in ops:
+            for function in _spellings()[name]:
+                try:
+                    parameters = list(inspect.signature(function).parameters)
+                    mutating = tuple((each, parameters.index(each)) for each in _MUTATING if each in parameters)
+                except (
+                    ValueError
+                ):  # builtins have no signature; the only such argument is `out`, and it is keyword-only
+                    mutating = (("out", _KEYWORD_ONLY),)
+                table[function] = (rule, any(part in name for part in _INPUT_ONLY), mutating)
         in_python = tuple(item for item in table.items() if isinstance(item[0], FunctionType))
         members = {"table": table, "in_python": in_python, "__module__": __name__}
         _MODES[ops] = type("OpRules", (_OpRulesMode,), members)
@@ -146,7 +150,8 @@ def op_rules_context(ops: OpRules, device_type: str, autocast: torch.autocast) -
         yield
 
 
-# The rule of a function; whether it holds for the first input only; arguments that make a call write (`_mutating`).
+# The rule of a function; whether it holds for the first input only; the arguments with which a call
+# writes into its inputs, and their positions.
 _FunctionRule = tuple[OpRule, bool, tuple[tuple[str, int], ...]]
 
 
@@ -222,15 +227,6 @@ def _widest(values: Any, device_type: str) -> torch.dtype | None:
             # Neither of float16 and bfloat16 holds all values of the other, so both together need float32.
             widest = dtype if widest is None or widest is dtype else torch.float32
     return widest
-
-
-def _mutating(function: Callable[..., Any]) -> tuple[tuple[str, int], ...]:
-    """Return the arguments with which a call of `function` writes into its inputs, and their positions."""
-    try:
-        parameters = list(inspect.signature(function).parameters)
-    except ValueError:  # builtins have no signature; the only such argument is `out`, and it is keyword-only
-        return (("out", _KEYWORD_ONLY),)
-    return tuple((name, parameters.index(name)) for name in _MUTATING if name in parameters)
 
 
 _KEYWORD_ONLY = 1 << 30  # a position that no call has

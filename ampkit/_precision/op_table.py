@@ -76,9 +76,6 @@ class OpTable(Mapping[str, str]):
     def __reduce__(self) -> tuple[Any, ...]:
         return OpTable, (self.device_type, self.torch_version, dict(self.rules), dict(self.notes))
 
-    def __str__(self) -> str:
-        return self.table()
-
     def by_rule(self) -> dict[str, list[str]]:
         """Return the operations of each rule that occurs, in the order in which rules are printed."""
         groups: dict[str, list[str]] = {rule: [] for rule in RULES}
@@ -99,6 +96,8 @@ class OpTable(Mapping[str, str]):
             noted = ", ".join(op.removeprefix("aten::") for op, other in self.notes.items() if other == note)
             lines += ["", *textwrap.wrap(f"{noted}: {note}", width, break_long_words=False, break_on_hyphens=False)]
         return "\n".join(lines)
+
+    __str__ = table
 
     def to_json(self) -> str:
         """Return the table as JSON, which `from_json` reads."""
@@ -211,9 +210,13 @@ def op_table(device_type: str = "cuda") -> OpTable:
         if note:
             notes[name] = note
     for name in notes:
+        # Named tensors do not pass through dispatch modes. Other rules can be seen all the same: autocast casts before
+        # the operation looks for the name.
+        packet = name.partition(".")[0]
+        siblings = {rule for op, rule in rules.items() if op.partition(".")[0] == packet} - {"unknown"}
         by_dimension_name = any(map(_is_dimension_name, op_schema(op_overload(name)).arguments))
-        if by_dimension_name and (rule := _rule_of_siblings(name, rules)):
-            rules[name] = rule
+        if by_dimension_name and siblings == {"float32 dtype argument"}:
+            rules[name] = "float32 dtype argument"
             notes[name] = "the rule of its overload by position, as no fake tensor has dimension names"
     return OpTable(device_type, str(torch.__version__), rules, notes)
 
@@ -227,17 +230,6 @@ def _has_overload(name: str) -> bool:
     return True
 
 
-def _rule_of_siblings(name: str, rules: Mapping[str, str]) -> str | None:
-    """Return "float32 dtype argument" if that is the rule of an operation's other overloads.
-
-    For an overload by dimension name this rule cannot be seen, because named tensors do not pass through dispatch
-    modes. Other rules can: autocast casts before the operation looks for the name.
-    """
-    packet = name.partition(".")[0]
-    siblings = {rule for op, rule in rules.items() if op.partition(".")[0] == packet} - {"unknown"}
-    return siblings.pop() if siblings == {"float32 dtype argument"} else None
-
-
 @dataclass(frozen=True)
 class _Observed:
     """What one call did, up to the first operation that is no cast."""
@@ -245,14 +237,6 @@ class _Observed:
     casts: "Counter[tuple[torch.dtype, torch.dtype]]"  # from and to
     arguments: tuple[Any, ...] | None = None  # of that operation, without tensors; None if it was not reached
     error: str = ""
-
-
-def _adds_float32_argument(low: _Observed, plain: _Observed) -> bool:
-    """Return whether autocast added `dtype=torch.float32`, or softmax's half_to_float=True, which follows from it."""
-    if low.arguments is None or plain.arguments is None:
-        return False
-    added = Counter(map(repr, low.arguments)) - Counter(map(repr, plain.arguments))
-    return "torch.float32" in added or "True" in added
 
 
 class _Probe:
@@ -264,22 +248,21 @@ class _Probe:
 
     def rule(self) -> tuple[str, str]:
         """Return the rule, and if it is "unknown" the reason."""
-        with torch.inference_mode(False), fake_tensor_mode():  # inference mode hides casts from dispatch modes
-            return self._rule()
-
-    def _rule(self) -> tuple[str, str]:
         down, up = (torch.float32, _LOW), (_LOW, torch.float32)
-        # Low-precision weights come first: with float32 ones _cudnn_rnn would ask the device how to lay them out.
-        mixed = self._casts_of_autocast(*down)
-        if mixed[down] or self._casts_of_autocast(torch.float32)[down]:
-            return "lower", ""
-        low, plain = self._call((_LOW,), True), self._call((_LOW,), False)
-        if (low.casts - plain.casts)[up]:
-            return "float32", ""
-        if (mixed + self._casts_of_autocast(*up))[up]:
-            return "promote", ""
-        if _adds_float32_argument(low, plain):
-            return "float32 dtype argument", ""
+        with torch.inference_mode(False), fake_tensor_mode():  # inference mode hides casts from dispatch modes
+            # Low-precision weights come first: with float32 ones _cudnn_rnn would ask the device how to lay them out.
+            mixed = self._casts_of_autocast(*down)
+            if mixed[down] or self._casts_of_autocast(torch.float32)[down]:
+                return "lower", ""
+            low, plain = self._call((_LOW,), True), self._call((_LOW,), False)
+            if (low.casts - plain.casts)[up]:
+                return "float32", ""
+            if (mixed + self._casts_of_autocast(*up))[up]:
+                return "promote", ""
+        if low.arguments is not None and plain.arguments is not None:
+            added = Counter(map(repr, low.arguments)) - Counter(map(repr, plain.arguments))
+            if "torch.float32" in added or "True" in added:  # or softmax's half_to_float, which follows from it
+                return "float32 dtype argument", ""
         if low.error and low.error != plain.error:
             return "banned", ""
         return "unknown", low.error or "autocast changes nothing about the call"
@@ -294,10 +277,9 @@ class _Probe:
         """
         made = iter(dtypes)
 
-        def tensor() -> Tensor:
-            return torch.empty(2, 2, 2, device=self._device_type, dtype=next(made, dtypes[-1]))
-
-        args, kwargs = _arguments(self._op, tensor)
+        args, kwargs = _arguments(
+            self._op, lambda: torch.empty(2, 2, 2, device=self._device_type, dtype=next(made, dtypes[-1]))
+        )
         counter = _CastCounter()
         try:
             with warnings.catch_warnings(), _autocast_state(self._device_type, enabled), counter:
@@ -306,18 +288,14 @@ class _Probe:
                 with _CallInstead(lambda: self._op(*args, **kwargs)):
                     torch.add(0, 0)
         except _StopError as stop:
-            return _Observed(counter.casts, stop.arguments)
+            return _Observed(counter.casts, stop.args)
         except Exception as error:
             return _Observed(counter.casts, error=error_line(error))
         return _Observed(counter.casts)
 
 
 class _StopError(Exception):
-    """Ends a call at the first operation that is no cast."""
-
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.arguments = arguments
+    """Ends a call at the first operation that is no cast. It has the arguments of that one, without tensors."""
 
 
 class _CastCounter(TorchDispatchMode):
@@ -336,7 +314,7 @@ class _CastCounter(TorchDispatchMode):
             self.casts[args[0].dtype, result.dtype] += 1
             return result
         leaves, _ = tree_flatten((func, args, kwargs))
-        raise _StopError(tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        raise _StopError(*(None if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
 
 class _CallInstead(TorchFunctionMode):

@@ -203,7 +203,7 @@ class Policy:
                 module wins over other rules. A class does not win over a regular expression, nor the reverse.
         """
         check_instance("Policy.apply", "model", model, nn.Module, "a torch.nn.Module")
-        module_rules.apply(model, self._rules_for_modules())
+        module_rules.apply(model, ModuleRules(self.modules, self.params, self.output))
         return model
 
     def remove(self, model: Model) -> Model:
@@ -219,11 +219,8 @@ class Policy:
             ValueError: this policy is not applied to `model`.
         """
         check_instance("Policy.remove", "model", model, nn.Module, "a torch.nn.Module")
-        module_rules.remove(model, self._rules_for_modules())
+        module_rules.remove(model, ModuleRules(self.modules, self.params, self.output))
         return model
-
-    def _rules_for_modules(self) -> ModuleRules:
-        return ModuleRules(self.modules, self.params, self.output)
 
 
 def read_policy(where: str, value: Any) -> Policy | None:
@@ -332,19 +329,19 @@ def _rules(text: str, field: str, value: str) -> list[tuple[Any, str]]:
     if not (value.startswith("{") and value.endswith("}")):
         problem = f"{field}={shortened(value)} is not a list of rules in braces."
         raise ValueError(f"Policy.parse({shown(text)}): {problem} {_LEGAL}")
-    rules = []
+    rules: list[tuple[Any, str]] = []
     for part in _split(value[1:-1], text) if value[1:-1].strip() else []:
         key, colon, rule = (piece.strip() for piece in part.rpartition(":"))
         if not colon:
             raise ValueError(f"Policy.parse({shown(text)}): {shown(part)} is not a rule. {_LEGAL}")
-        rules.append((key if field == "ops" else _written_key(text, key), rule))
+        written: ModuleKey = key
+        if field == "modules" and len(key) > 1 and key.startswith('"') and key.endswith('"'):
+            written = key[1:-1].replace('""', '"')
+        elif field == "modules":
+            try:
+                written = class_named(key)
+            except ValueError as error:
+                quoted = "A path or a pattern stands in double quotes."
+                raise ValueError(f"Policy.parse({shown(text)}): {error} {quoted}") from None
+        rules.append((written, rule))
     return rules
-
-
-def _written_key(text: str, key: str) -> ModuleKey:
-    if len(key) > 1 and key.startswith('"') and key.endswith('"'):
-        return key[1:-1].replace('""', '"')
-    try:
-        return class_named(key)
-    except ValueError as error:
-        raise ValueError(f"Policy.parse({shown(text)}): {error} A path or a pattern stands in double quotes.") from None

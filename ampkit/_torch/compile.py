@@ -34,16 +34,12 @@ def never_compile_by_itself(function: Callable[..., Any]) -> None:
 
 
 _compile_id: Callable[[], object] = private(private(torch, "_guards"), "CompileContext").current_compile_id
-_NOTICING: list[list[bool]] = []  # what each `noticing_compiled_code` has noticed
-
-
-def _stop_noticing(called: list[bool]) -> None:
-    _NOTICING[:] = [other for other in _NOTICING if other is not called]
+_NOTICING: dict[int, list[bool]] = {}  # what each `noticing_compiled_code` has noticed, by the list's id
 
 
 def notice_compiled_code() -> None:
     """Say that compiled code has run, though it will do so in later calls only."""
-    for called in _NOTICING:
+    for called in list(_NOTICING.values()):
         called.append(True)
 
 
@@ -51,7 +47,7 @@ def notice_compiled_code() -> None:
 def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
     """Context that yields a function. It returns whether any thread has called compiled code in the context so far."""
     dynamo: Any = importlib.import_module("torch._dynamo.eval_frame")  # takes a second; so would the first optimizer
-    called = []
+    called: list[bool] = []
     enter = private(dynamo, "_maybe_set_eval_frame")
 
     def noticed(callback: Any) -> Any:
@@ -60,8 +56,8 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
         return enter(callback)
 
     with Undo() as undo:
-        undo.note(_stop_noticing, called)
-        _NOTICING.append(called)
+        undo.note(_NOTICING.pop, id(called), None)
+        _NOTICING[id(called)] = called
         undo.note(setattr, dynamo, "_maybe_set_eval_frame", enter)
         dynamo._maybe_set_eval_frame = noticed
         yield lambda: bool(called)

@@ -3,10 +3,10 @@
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.plugins.precision import Precision
 except ImportError as error:
     raise ImportError("ampkit.lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
 
@@ -100,7 +100,13 @@ class AmpkitCallback(Callback):
         self._validate, self._log = validate, log
         self._policy = read_policy("AmpkitCallback", policy)
         self._scaler = scaler
-        _check_compile(compile, measures=numerics is not None or memory)
+        if compile is not None:
+            check_choice("AmpkitCallback", "compile", compile, COMPILE)
+            if numerics is not None or memory:
+                raise NotImplementedError(
+                    f"AmpkitCallback(compile={compile!r}, numerics=..., memory=...): compiled code has no modules that "
+                    "could be measured. Pass compile=None while you measure."
+                )
         self._compile = compile
         captured_after = None if graph == "off" else warmup
         self._new_measurements = functools.partial(FitMeasurements, numerics, memory, captured_after)
@@ -155,7 +161,13 @@ class AmpkitCallback(Callback):
             self._last_reports["training_step"] = lambda: nothing_captured(problem)
             self._give_up(f"{problem} Lightning trains without ampkit.")
             return
-        _check_policy(self._policy, plugin)
+        if (policy := self._policy) is not None:
+            trainers = Policy.parse(str(plugin.precision))
+            if (policy.params, policy.compute, policy.output) != (trainers.params, trainers.compute, trainers.output):
+                raise ValueError(
+                    f"AmpkitCallback(policy={str(policy)!r}) and Trainer(precision={plugin.precision!r}), which is "
+                    f"{str(trainers)!r}, disagree. Pass one of them, or the same dtypes in both."
+                )
         if self._compile is not None and isinstance(trainer.strategy, SEVERAL_RANKS):
             raise NotImplementedError(
                 f"AmpkitCallback(compile={self._compile!r}) does not work with several processes. Pass compile=None, "
@@ -179,15 +191,11 @@ class AmpkitCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the Trainer its own steps back."""
         # Reports are made before the graphs that they count are released.
-        if self._fit is not None:
-            self._keep_report("training_step")
-        if self._evaluation is not None:
-            self._keep_report(STEP_OF[stage])
+        ended = [] if self._fit is None else ["training_step"]
+        ended += [] if self._evaluation is None else [STEP_OF[stage]]
+        for step in ended:
+            self._last_reports[step] = functools.partial(replace, self._last_reports[step]())
         self._end()
-
-    def _keep_report(self, step: str) -> None:
-        report = self._last_reports[step]()
-        self._last_reports[step] = lambda: report
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the Trainer its own steps back: Lightning calls no `teardown` after an error."""
@@ -207,20 +215,14 @@ class AmpkitCallback(Callback):
         if self._fit is not None:
             self._fit.read_statistics()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the statistics of the last step."""
-        if self._fit is not None:
-            self._fit.read_statistics()
+    on_train_epoch_end = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exclude the time of validation from the samples per second."""
+        """Exclude the time of validation, or between epochs, from the samples per second."""
         if self._fit is not None:
             self._fit.statistics.restart_timing()
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exclude the time between epochs from the samples per second."""
-        if self._fit is not None:
-            self._fit.statistics.restart_timing()
+    on_train_epoch_start = on_validation_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last statistics."""
@@ -234,25 +236,3 @@ class AmpkitCallback(Callback):
         if self._options.on_failure == "raise":
             raise CaptureError(f"AmpkitCallback: {text}")
         warnings.warn(f"AmpkitCallback: {text}", CaptureWarning, stacklevel=3)
-
-
-def _check_compile(compile: str | None, *, measures: bool) -> None:
-    if compile is None:
-        return
-    check_choice("AmpkitCallback", "compile", compile, COMPILE)
-    if measures:
-        raise NotImplementedError(
-            f"AmpkitCallback(compile={compile!r}, numerics=..., memory=...): compiled code has no modules that could "
-            "be measured. Pass compile=None while you measure."
-        )
-
-
-def _check_policy(policy: Policy | None, plugin: Precision) -> None:
-    if policy is None:
-        return
-    trainers = Policy.parse(str(plugin.precision))
-    if (policy.params, policy.compute, policy.output) != (trainers.params, trainers.compute, trainers.output):
-        raise ValueError(
-            f"AmpkitCallback(policy={str(policy)!r}) and Trainer(precision={plugin.precision!r}), which is "
-            f"{str(trainers)!r}, disagree. Pass one of them, or the same dtypes in both."
-        )

@@ -61,22 +61,23 @@ class Evaluation:
         if self._why_not or self._trainer.sanity_checking:
             return self._lightning_step(*args)
         if self._step is None:
-            if problem := _why_not_captured(self._trainer, self._module, self._name):
+            problem, name = why_not_module(self._module, self._trainer.strategy), self._name
+            if "dataloader_iter" in inspect.signature(getattr(self._module, name)).parameters:
+                kind = type(self._module).__name__
+                problem = f"{kind}.{name} takes its batches from dataloader_iter. Write {name}(self, batch)."
+            if problem:
                 self._leave_to_lightning(problem)
                 return self._lightning_step(*args)
-            self._step = self._make_step()
+            self._step = EvaluationStep(
+                self._lightning_step,
+                name,
+                self._module,
+                self._trainer,
+                device=self._trainer.strategy.root_device,
+                options=self._options,
+                give_up=self._leave_to_lightning,
+            )
         return self._step(self._trainer.current_epoch, *args)
-
-    def _make_step(self) -> EvaluationStep:
-        return EvaluationStep(
-            self._lightning_step,
-            self._name,
-            self._module,
-            self._trainer,
-            device=self._trainer.strategy.root_device,
-            options=self._options,
-            give_up=self._leave_to_lightning,
-        )
 
     def _leave_to_lightning(self, problem: str) -> None:
         self._why_not = problem
@@ -106,10 +107,3 @@ def _why_not_in(trainer: Trainer, step: str, options: Options) -> str:
     if type(plugin) not in (Precision, MixedPrecision, HalfPrecision):
         return f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}, is not supported."
     return ""
-
-
-def _why_not_captured(trainer: Trainer, module: LightningModule, name: str) -> str:
-    """Return why this step of the module cannot be captured, and what to write instead; "" if it can."""
-    if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
-        return f"{type(module).__name__}.{name} takes its batches from dataloader_iter. Write {name}(self, batch)."
-    return why_not_module(module, trainer.strategy)

@@ -139,7 +139,9 @@ class EvaluationStep:
         if loader in self._loaders_seen:
             return self._engine((batch,), {}, phase)
         self._loaders_seen.add(loader)
-        before = [(tensor, tensor.clone()) for tensor in _inference_tensors(self._module)]
+        values = [value for part in self._module.modules() for value in vars(part).values()]
+        tensors = [value for value in values if isinstance(value, Tensor) and value.is_inference()]
+        before = [(tensor, tensor.clone()) for tensor in tensors]
         outputs = self._engine.run("warm-up", lambda: self._recorded(batch))
         if any(not torch.equal(tensor, value) for tensor, value in before):  # sync, in inference mode alone
             self._problem = self._problem or _WRITES_ELSEWHERE.format(self._method)
@@ -193,12 +195,6 @@ class EvaluationStep:
 def _set_gradients(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient
-
-
-def _inference_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the attributes of a module and its parts that are tensors which were made in inference mode."""
-    values = (value for part in module.modules() for value in vars(part).values())
-    return [value for value in values if isinstance(value, Tensor) and value.is_inference()]
 
 
 _WRITES_ELSEWHERE = (

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
@@ -97,7 +96,7 @@ class Fit:
         self._bar = trainer.progress_bar_callback
         if self._bar is not None:
             self._lightning_metrics = self._bar.get_metrics
-            vars(self._bar)["get_metrics"] = self._bar_metrics
+            vars(self._bar)["get_metrics"] = lambda *args: {**self._lightning_metrics(*args), **self._in_bar}
 
     def end(self) -> None:
         """Put everything back and release the graphs."""
@@ -245,7 +244,7 @@ class Fit:
         every = trainer.log_every_n_steps
         if not ended or self._step is None or self.left_to_lightning or not every or trainer.global_step % every:
             return
-        if self._loggers() or self._bar is not None:
+        if (self._logs and trainer.loggers) or self._bar is not None:
             step = trainer.global_step - 1  # the number under which Lightning logs the metrics of this step
             graphs = {"graph_replays": float(self._step.replays), "replay_share": self._step.replay_share}
             numbers = {**graphs, **self._measurements.figures(self.device)}
@@ -255,15 +254,8 @@ class Fit:
         """Give statistics to the progress bar, and to the loggers if they are to have them."""
         for step, values in arrived:
             self._in_bar = {short: values[name] for name, short in _IN_THE_BAR.items() if name in values}
-            for logger in self._loggers():
+            for logger in self._trainer.loggers if self._logs else ():
                 logger.log_metrics({f"ampkit/{name}": value for name, value in values.items()}, step=step)
-
-    def _loggers(self) -> list[Logger]:
-        return self._trainer.loggers if self._logs else []
-
-    def _bar_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-        """Take the place of `ProgressBar.get_metrics`."""
-        return {**self._lightning_metrics(trainer, module), **self._in_bar}
 
 
 _IN_THE_BAR = {

@@ -82,22 +82,20 @@ class GradientUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GRAD_METHODS and not (self.problem and self.gradients_exist) and id(args[0]) in self._parameters:
-            self._on_use(sys._getframe(1))
+            hook, frame = self._running, sys._getframe(1)
+            assert hook is not None  # the mode is on while a hook runs
+            module = frame.f_globals.get("__name__", "")
+            in_zero_grad = frame.f_code.co_name == "zero_grad" and module.startswith("torch.")
+            if not (in_zero_grad and hook.name in _AFTER_STEP):  # the next step clears the gradients anyway
+                line = hook.line(frame)
+                self.problem = f"{hook} uses gradients, which a captured step does not leave: {line}. {_ADVICE}"
+                if not self.gradients_exist:
+                    raise _NoGradientError
         return func(*args, **(kwargs or {}))
 
     @functools.cached_property
     def _parameters(self) -> set[int]:
         return {id(param) for param in self._module.parameters()}  # a callback may train a model of its own
-
-    def _on_use(self, frame: FrameType) -> None:
-        hook = self._running
-        assert hook is not None  # the mode is on while a hook runs
-        in_zero_grad = frame.f_code.co_name == "zero_grad" and frame.f_globals.get("__name__", "").startswith("torch.")
-        if in_zero_grad and hook.name in _AFTER_STEP:
-            return  # the next step clears the gradients anyway
-        self.problem = f"{hook} uses gradients, which a captured step does not leave: {hook.line(frame)}. {_ADVICE}"
-        if not self.gradients_exist:
-            raise _NoGradientError
 
 
 class _NoGradientError(Exception):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._capture.host.bytecode import codes_in
 from .._capture.keys.inputs import Constant
 from .._capture.keys.key import Part
 from .._capture.preflight.uncapturable import Problem
@@ -219,16 +220,12 @@ class BatchIndex(int):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for value in (*args, *kwargs.values()):
+        plain = []
+        for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, BatchIndex):
                 value.used = True
-        plain = {name: _plain(value) for name, value in kwargs.items()}
-        return func(*map(_plain, args), **plain)
-
-
-def _plain(value: Any) -> Any:
-    return int.__int__(value) if isinstance(value, BatchIndex) else value
+            plain.append(int.__int__(value) if isinstance(value, BatchIndex) else value)
+        return func(*plain[: len(args)], **dict(zip(kwargs or (), plain[len(args) :], strict=True)))
 
 
 def _noticing(name: str) -> Any:
@@ -276,16 +273,8 @@ def _function(member: Any) -> Any:
     return member if hasattr(member, "__code__") else None
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of the functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
 def _attributes(code: CodeType) -> Iterator[str]:
-    for part in _codes(code):
+    for part in (code, *codes_in(code)):
         for instruction in dis.get_instructions(part):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 yield instruction.argval
@@ -300,11 +289,7 @@ def _loads_argument(cls: type, method: str, position: int) -> bool:
     arguments = code.co_varnames[1 : code.co_argcount]
     if len(arguments) <= position:
         return bool(code.co_flags & inspect.CO_VARARGS)
-    return arguments[position] in {*code.co_cellvars, *_loaded_names(code)}
-
-
-def _loaded_names(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if "LOAD_FAST" in instruction.opname:
-            names = instruction.argval
-            yield from names if isinstance(names, tuple) else (names,)  # since Python 3.13 one instruction may load two
+    loaded = [each.argval for each in dis.get_instructions(code) if "LOAD_FAST" in each.opname]
+    # Since Python 3.13 one instruction may load two.
+    names = [name for found in loaded for name in (found if isinstance(found, tuple) else (found,))]
+    return arguments[position] in {*code.co_cellvars, *names}

@@ -30,18 +30,25 @@ def why_not(trainer: Trainer, module: LightningModule, plugin: Precision, compil
             "automatic_optimization is False, so training_step steps the optimizers itself, and the callback cannot "
             "capture that. Write a training loop of your own and capture the step with ampkit.graphed."
         )
-    return (
-        _why_not_strategy(trainer.strategy)
-        or _why_not_precision(plugin)
-        or _why_not_hooks(trainer, module)
-        or _why_not_compiled(module, compile)
-    )
-
-
-def _why_not_compiled(module: LightningModule, compile: str | None) -> str:
-    """Return what compiled code would read of the Trainer, "" if nothing. Such code tells nobody what it reads."""
-    problem = None if compile is None else HostReads(module, LightningModule).problem
-    return "" if problem is None else f"{problem.what}. {problem.advice}"
+    if problem := _why_not_strategy(trainer.strategy):
+        return problem
+    if type(plugin) not in (Precision, MixedPrecision, HalfPrecision):
+        return (
+            f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}: ampkit supports "
+            "32-true, bf16-mixed, 16-mixed, bf16-true and 16-true."
+        )
+    name = type(module).__name__
+    for hook, advice in _PARTS_OF_STEP.items():
+        if is_overridden(hook, module):
+            return f"{name}.{hook} changes what a step does, and a replay would not call it. {advice}"
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        return f"{name}.training_step takes its batches from dataloader_iter. Write training_step(self, batch)."
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        return "StochasticWeightAveraging ends with an epoch without backward. Use EMAWeightAveraging."
+    # Compiled code tells nobody what it reads of the Trainer.
+    read = None if compile is None else HostReads(module, LightningModule).problem
+    return "" if read is None else f"{read.what}. {read.advice}"
 
 
 def _why_not_strategy(strategy: Strategy) -> str:
@@ -63,15 +70,6 @@ def _why_not_strategy(strategy: Strategy) -> str:
     return ""
 
 
-def _why_not_precision(plugin: Precision) -> str:
-    if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
-        return ""
-    return (
-        f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}: ampkit supports "
-        "32-true, bf16-mixed, 16-mixed, bf16-true and 16-true."
-    )
-
-
 # Methods of a module that are parts of the step, and what to write instead of overriding them.
 _PARTS_OF_STEP = {
     "optimizer_step": "For a warm-up of the learning rate use a scheduler with interval='step'.",
@@ -79,19 +77,6 @@ _PARTS_OF_STEP = {
     "configure_gradient_clipping": "Use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...).",
     "optimizer_zero_grad": "Leave it out: gradients are None before each backward.",
 }
-
-
-def _why_not_hooks(trainer: Trainer, module: LightningModule) -> str:
-    name = type(module).__name__
-    for hook, advice in _PARTS_OF_STEP.items():
-        if is_overridden(hook, module):
-            return f"{name}.{hook} changes what a step does, and a replay would not call it. {advice}"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        return f"{name}.training_step takes its batches from dataloader_iter. Write training_step(self, batch)."
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
-        return "StochasticWeightAveraging ends with an epoch without backward. Use EMAWeightAveraging."
-    return ""
 
 
 def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:

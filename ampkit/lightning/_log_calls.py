@@ -4,7 +4,7 @@ The calls of `self.log` are recorded at capture, and made after each replay with
 """
 
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -157,11 +157,3 @@ class LoggedNumbers:
                     f"{HOOK_BEHIND[self._method]}."
                 )
         return ""
-
-
-def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in what `training_step` returned, None if Lightning would skip the step or raise an error."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
-    return None

@@ -120,8 +120,8 @@ class _PendingStatistics:
 
     def has_arrived(self) -> bool:
         """Return whether `read` waits for nothing."""
-        ended = self._interval is None or self._interval.end.is_past()
-        return ended and (self._copied is None or self._copied.query())
+        end = None if self._interval is None else self._interval.end.event
+        return (end is None or end.query()) and (self._copied is None or self._copied.query())
 
     def read(self) -> TrainingStatistics:
         if self._copied is not None:
@@ -139,16 +139,13 @@ class _Timestamp:
     """A point in time. On a GPU it is when the GPU gets there, not when the host queued it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self._seconds = math.nan if self._event else time.perf_counter()
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))
-
-    def is_past(self) -> bool:
-        return self._event is None or self._event.query()
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._seconds = math.nan if self.event else time.perf_counter()
+        if self.event is not None:
+            self.event.record(torch.cuda.current_stream(device))
 
     def seconds_since(self, before: "_Timestamp") -> float:
-        if self._event is None or before._event is None:
+        if self.event is None or before.event is None:
             return self._seconds - before._seconds
-        self._event.synchronize()
-        return float(before._event.elapsed_time(self._event)) / 1000
+        self.event.synchronize()
+        return float(before.event.elapsed_time(self.event)) / 1000

@@ -1,9 +1,10 @@
 """What a step reads of its Trainer that changes from batch to batch, noticed while Python runs the step."""
 
 import functools
+import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -61,13 +62,11 @@ class TrainerReads:
         self._thread = threading.get_ident()
         self.noticed = False
         # Made once: compiled code is compiled anew if another object takes the place of one that it uses.
-        strategy = trainer.strategy
-        self._watched = [
-            *(_watched_property(trainer, name, self._on_read) for name in _properties(trainer, _OF_TRAINER)),
-            *(_watched_property(strategy, name, self._on_read) for name in _properties(strategy, _OF_STRATEGY)),
-            *(_watched_entry(trainer, name, self._on_read) for name in _LOOPS),
-            *(_watched_method(module, name, self._on_read) for name in _OF_MODULE),
-        ]
+        named = [(trainer, name) for name in _OF_TRAINER] + [(trainer.strategy, name) for name in _OF_STRATEGY]
+        properties = [each for each in named if isinstance(getattr(type(each[0]), each[1], None), property)]
+        loops = [(trainer, name) for name in _LOOPS]
+        self._watched = [_watched_property(owner, name, self._on_read) for owner, name in properties + loops]
+        self._watched += [_watched_method(module, name, self._on_read) for name in _OF_MODULE]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -104,24 +103,24 @@ class TrainerReads:
 def _reader(frame: FrameType | None) -> FrameType | None:
     """Return the frame that reads something, which Lightning's functions may do for it; None if they do it by
     themselves."""
-    while frame is not None and _module(frame).startswith(_LIBRARIES):
+    while frame is not None:
+        module = frame.f_globals.get("__name__") or ""
+        if not module.startswith(_LIBRARIES):
+            return None if module.startswith("ampkit.") else frame
         frame = frame.f_back
-    return None if frame is None or _module(frame).startswith("ampkit.") else frame
-
-
-def _module(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__") or ""
+    return None
 
 
 # ------------------------------------------------------------------------ what takes the place of attributes of a class
 
 
-def _properties(owner: Any, names: Iterable[str]) -> list[str]:
-    return [name for name in names if isinstance(getattr(type(owner), name, None), property)]
-
-
 def _watched_property(owner: Any, name: str, on_read: _OnRead) -> _Watched:
-    original: Any = getattr(type(owner), name)
+    """Watch a property of an object's class, or what the object has in its `__dict__`: a property comes before that."""
+    original: Any = getattr(type(owner), name, None)
+    if not isinstance(original, property):
+        original = property(
+            lambda other: vars(other)[name], lambda other, value: operator.setitem(vars(other), name, value)
+        )
 
     def get(other: Any) -> Any:
         if other is owner and not torch.compiler.is_compiling():
@@ -129,20 +128,6 @@ def _watched_property(owner: Any, name: str, on_read: _OnRead) -> _Watched:
         return original.fget(other)
 
     return type(owner), name, property(get, original.fset, original.fdel)
-
-
-def _watched_entry(owner: Any, name: str, on_read: _OnRead) -> _Watched:
-    """Watch what an object has in its `__dict__`. A property of the class comes before that."""
-
-    def get(other: Any) -> Any:
-        if other is owner and not torch.compiler.is_compiling():
-            on_read(name, sys._getframe(1))
-        return vars(other)[name]
-
-    def set_to(other: Any, value: Any) -> None:
-        vars(other)[name] = value
-
-    return type(owner), name, property(get, set_to)
 
 
 def _watched_method(owner: Any, name: str, on_read: _OnRead) -> _Watched:

@@ -116,7 +116,11 @@ class TrainerStep:
         self._calls_to_check = options.warmup if self._captures else 0
         self._give_up = give_up
         self._ranks = ranks
-        self._step = _maker(compile, options)(
+        make: Callable[..., TrainingStep] = TrainingStep
+        if compile is not None:
+            raises = options.on_failure == "raise"
+            make = partial(CompiledBatchStep, compile=compile, name="AmpkitCallback", raises=raises, generators=())
+        self._step = make(
             self._loss,
             module,
             optimizer,
@@ -230,51 +234,10 @@ class TrainerStep:
 
     def _guarded_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> PartOfStep:
         """Take the place of the engine while calls are checked, and once no further call will be captured."""
-        if self._calls_to_check:
-            return self._checked_call(phase, args[0])
-        return self._call_or_stay_eager(phase, args[0])
-
-    def _call_or_stay_eager(self, phase: Phase, batch: Any) -> PartOfStep:
-        if not self._why_eager:
-            try:
-                return self._engine((batch,), {}, phase)  # type: ignore[no-any-return]  # what the step returns
-            except InputMismatch as error:
-                self._stay_eager(not_comparable(batch) or str(error))
-        if self._captures:
-            self._ranks.decide(wants=False, can=True, settled=True)  # other ranks may vote in this call
-        return self._engine.run("cannot be captured", lambda: self._step.whole(phase, batch))  # type: ignore[no-any-return]  # what the step returns
-
-    def _loss(
-        self, model: nn.Module, batch: Any, call: Callable[..., Any] | None = None
-    ) -> tuple[Tensor, dict[_log_calls.Template, list[Tensor]]]:
-        with _log_calls.recorded(self._module) as log_calls:
-            if call is None:
-                output = self._forward(batch, *self._further_args)
-            else:  # as the strategy does, with compiled code in its innermost call
-                with self._context():
-                    output = call(training_step_of, self._module, (batch, *self._further_args), {})
-        loss = _log_calls.loss_in(output)
-        if loss is None:
-            raise NoLossError(output, log_calls)
-        template = _log_calls.Template((dict(output) if isinstance(output, Mapping) else output, log_calls))
-        loss = loss.reshape(())
-        return loss / self._divisor if self._divisor > 1 else loss, {template: template.take_tensors()}
-
-    def _without_loss(self, none: NoLossError, last: bool) -> Any:
-        """Do as Lightning does without a loss: no backward, but an optimizer step if the window has gradients."""
-        self._stay_eager(
-            "training_step returned no loss for this batch. Whether it does is decided on the host, and a graph would "
-            "freeze that decision. Return the loss for every batch, times 0 for those that must not count."
-        )
-        if last and none.output is None and not self._step.scaler.is_enabled():
-            self._window.flush("training_step returned None")
-        self._log(none.log_calls)
-        return none.output
-
-    # ------------------------------------------------------------------------------------------- checks in the warm-up
-
-    def _checked_call(self, phase: Phase, batch: Any) -> PartOfStep:
-        """Call, and check that the result of `training_step` depends on its batch and tensors only."""
+        batch = args[0]
+        if not self._calls_to_check:
+            return self._call_or_stay_eager(phase, batch)
+        # In the warm-up, the result of `training_step` must depend on its batch and tensors only.
         self._calls_to_check -= 1
         self._problem = self._problem or not_comparable(batch)
         index = None
@@ -297,6 +260,43 @@ class TrainerStep:
                 self._window.call = self._engine
         return part
 
+    def _call_or_stay_eager(self, phase: Phase, batch: Any) -> PartOfStep:
+        if not self._why_eager:
+            try:
+                return self._engine((batch,), {}, phase)  # type: ignore[no-any-return]  # what the step returns
+            except InputMismatch as error:
+                self._stay_eager(not_comparable(batch) or str(error))
+        if self._captures:
+            self._ranks.decide(wants=False, can=True, settled=True)  # other ranks may vote in this call
+        return self._engine.run("cannot be captured", lambda: self._step.whole(phase, batch))  # type: ignore[no-any-return]  # what the step returns
+
+    def _loss(
+        self, model: nn.Module, batch: Any, call: Callable[..., Any] | None = None
+    ) -> tuple[Tensor, dict[_log_calls.Template, list[Tensor]]]:
+        with _log_calls.recorded(self._module) as log_calls:
+            if call is None:
+                output = self._forward(batch, *self._further_args)
+            else:  # as the strategy does, with compiled code in its innermost call
+                with self._context():
+                    output = call(training_step_of, self._module, (batch, *self._further_args), {})
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise NoLossError(output, log_calls)  # for which Lightning skips the step, or raises an error
+        template = _log_calls.Template((dict(output) if isinstance(output, Mapping) else output, log_calls))
+        loss = loss.reshape(())
+        return loss / self._divisor if self._divisor > 1 else loss, {template: template.take_tensors()}
+
+    def _without_loss(self, none: NoLossError, last: bool) -> Any:
+        """Do as Lightning does without a loss: no backward, but an optimizer step if the window has gradients."""
+        self._stay_eager(
+            "training_step returned no loss for this batch. Whether it does is decided on the host, and a graph would "
+            "freeze that decision. Return the loss for every batch, times 0 for those that must not count."
+        )
+        if last and none.output is None and not self._step.scaler.is_enabled():
+            self._window.flush("training_step returned None")
+        self._log(none.log_calls)
+        return none.output
+
     def _stay_eager(self, reason: str) -> None:
         if not self._why_eager:
             self._why_eager = reason
@@ -304,14 +304,6 @@ class TrainerStep:
             self._engine.close()
             if self._captures:
                 self._give_up(reason)
-
-
-def _maker(compile: str | None, options: Options) -> Callable[..., TrainingStep]:
-    """Return what makes the step."""
-    if compile is None:
-        return TrainingStep
-    raises = options.on_failure == "raise"
-    return partial(CompiledBatchStep, compile=compile, name="AmpkitCallback", raises=raises, generators=())
 
 
 _SAME_WINDOW = "Keep accumulate_grad_batches the same."

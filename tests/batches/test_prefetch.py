@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
 import ampkit
-from ampkit._batches import prefetch as _prefetch
 
 Batch = dict[str, object]
 
@@ -432,7 +431,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(_prefetch, "_side_stream", lambda device: side)
+    monkeypatch.setattr("ampkit._batches.prefetch._side_stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -36,6 +36,7 @@ of NCCL alone: a rank updates half of the weights, and one GPU all of them, and 
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import signal
@@ -312,38 +313,32 @@ class Rank:
         self.started = time.monotonic()
 
     def run(self) -> None:
-        """Measure all rows, those of a model together; then profile, which slows down what runs after it."""
+        """Measure all rows; then compare their bits; then profile, which slows down what runs after it."""
         compiles = any(way in COMPILED for way in self.args.ways)
         with warnings.catch_warnings(), fast_kernels(self.device), Caches() as caches:
             warnings.simplefilter("ignore")
             pay_one_time_costs(self.device, compiles=compiles, lightning=False)
-            for name in self.args.models:
-                for way in self.args.ways:
-                    with caches.of(name, way):
-                        self.rows.append(self._row(name, way))
-                    self._save()
-                    self._say(table_line(self.rows[-1]))
+            for name, way in itertools.product(self.args.models, self.args.ways):
+                self.rows.append({"model": name, "way": way})
+                self._try(caches, self.rows[-1], measure, self.models[name], self.plan)
+            for row in self.rows:
+                if "error" not in row and row["way"] not in ("torch", "torch-compile", "one-gpu"):
+                    is_small = row["way"] in COMPILED
+                    row["bits_of"] = "small" if is_small else "the same"
+                    self._try(caches, row, bits, (SMALL if is_small else self.models)[row["model"]])
             for row in self.rows if self.device.type == "cuda" else ():
-                if row["way"] in self.args.profiled and "error" not in row:
-                    with caches.of(row["model"], row["way"]):
-                        self._try(row, profile, self.models[row["model"]], row["way"], self.plan)
-                    self._save()
+                if "error" not in row and row["way"] in self.args.profiled:
+                    self._try(caches, row, profile, self.models[row["model"]], self.plan)
 
-    def _row(self, name: str, way: str) -> Row:
-        row: Row = {"model": name, "way": way}
-        self._try(row, measure, self.models[name], way, self.plan)
-        if "error" not in row and way not in ("torch", "torch-compile", "one-gpu"):
-            models = SMALL if way in COMPILED else self.models
-            self._try(row, bits, models[name], way)
-            row["bits_of"] = "small" if way in COMPILED else "the same"
-        return row
-
-    def _try(self, row: Row, call: Callable[..., Row], model: Model, way: str, *args: Any) -> None:
-        """Fill in a row. What all ranks raise alike becomes its error; otherwise the others wait, until the timeout."""
+    def _try(self, caches: Caches, row: Row, call: Callable[..., Row], model: Model, *args: Any) -> None:
+        """Fill in a row, save and print it. What all ranks raise alike becomes its error. Otherwise the others wait,
+        until the timeout.
+        """
         start = time.monotonic()
-        self._say(f"{start - self.started:6.1f} s: {call.__name__} {row['model']} {way}")
+        self._say(f"{start - self.started:6.1f} s: {call.__name__} {row['model']} {row['way']}")
         try:
-            row.update(call(model, way, self.device, self.graph, *args))
+            with caches.of(row["model"], row["way"]):
+                row.update(call(model, row["way"], self.device, self.graph, *args))
         except NotImplementedError as error:
             row["error"] = f"refused: {error}"
         except Exception as error:  # of a compiler; the other ways are measured all the same
@@ -351,6 +346,8 @@ class Rank:
             row["error"] = f"{call.__name__}: {type(error).__name__}: {error}"
         clean_up(self.device)
         row["seconds"] = round(row.get("seconds", 0) + time.monotonic() - start, 1)
+        self._save()
+        self._say(table_line(row))
 
     def _say(self, line: str) -> None:
         if dist.get_rank() == 0:

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit
 from ampkit import make_graphed_callables
-from ampkit._capture.graph.graph import CudaGraph, Pool
 
 Engine = tuple[str, str]
 
@@ -567,18 +566,6 @@ def test_g3_no_autograd_graph_is_left(engine: Engine, refused: bool) -> None:
         assert not [mark for mark in alive if mark() is not None]
     finally:
         gc.enable()
-
-
-def test_g3_a_pool_knows_which_graphs_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G3: torch frees a pool with its last graph, even one that was dropped, so the next graph takes a new handle."""
-    handles = itertools.count()
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    pool, graphs = Pool(), [CudaGraph(Any, Pool()) for _ in range(3)]
-    assert [pool.enter(graph) for graph in graphs] == [0, 0, 0]
-    pool.leave(graphs.pop())
-    assert pool.enter(graphs[0]) == 0
-    graphs.clear()
-    assert pool.enter(CudaGraph(Any, Pool())) == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)

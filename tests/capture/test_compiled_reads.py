@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from families import few
+from harness import leave_out_inductor
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 
 import ampkit
-from ampkit._torch import compile as torch_compile
 
 # Each test sets these anew.
 ALPHA = BETA = 1.0
@@ -149,9 +148,7 @@ class Trainer:
 
 def test_a_method_behind_the_step_is_no_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """W2: what other methods of its object read, such as a list that grows, is no matter to the compiled loss."""
-    monkeypatch.setattr(
-        torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
-    )
+    leave_out_inductor(monkeypatch)
     trainer = Trainer(Model())
     for _ in range(10):
         trainer()

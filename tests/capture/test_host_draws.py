@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.engine import host_draws
 
 Engine = tuple[str, str]
 Decide = Callable[[float], bool]
@@ -397,7 +396,7 @@ def test_a_wrong_input_draws_nothing(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_too_many_outcomes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """R3: outcomes beyond those that are learned are eager steps, without a slow check of each, and one warning."""
-    monkeypatch.setattr(host_draws, "MOST_PATHS", 6)
+    monkeypatch.setattr("ampkit._capture.engine.host_draws.MOST_PATHS", 6)
     twins = Twins(engine, lambda: Layers(0.3, 5))
     with pytest.warns(ampkit.CaptureWarning, match="more than 6 different outcomes"):
         [twins.call(number) for number in range(50)]

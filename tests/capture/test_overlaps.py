@@ -1,6 +1,5 @@
 """Arguments that share memory with the state: refused where the step changes it, for a graph has a copy of them."""
 
-import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.keys.inputs import StaticInputs, read_batch
-from ampkit._capture.state.overlaps import keep_apart
-from ampkit._capture.state.state import TrainingState
 
 Engine = tuple[str, str]
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -174,14 +170,3 @@ def test_a_gradient_that_the_function_adds_to(engine: Engine) -> None:
         forward(torch.ones(4, 4, device=engine[0]))
     with pytest.raises(ampkit.InputMismatch, match=r"modules\[0\]\.weight\.grad, which the step changes"):
         forward(model.weight.grad)
-
-
-def test_the_look_is_cheap() -> None:
-    """The check is one search in a list per tensor of the batch, however large the state is: 1 us for two tensors."""
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(500)])
-    state = TrainingState({"model": model}, [])
-    leaves = [torch.randn(8, 4), torch.randn(8)]
-    inputs = StaticInputs(read_batch(tuple(leaves), {}, torch.device("cpu"))[0], leaves)
-    keep_apart(inputs, state, set(state.tensors()))
-    took = min(timeit.repeat(lambda: inputs.refuse_shared(leaves), number=1000, repeat=5)) / 1000
-    assert took < 20e-6, f"{took * 1e6:.1f} us"

@@ -1,6 +1,7 @@
 """Which segments a pool takes, and what a capture leaves of the process's settings, which torch has without a GPU."""
 
 import gc
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ampkit._capture.graph import pool as _segments
+from ampkit._capture.graph.graph import CudaGraph, Pool
 from ampkit._capture.graph.pool import _Growth, _SharedChange
 from ampkit._torch.device.allocator import allocator_settings, set_allocator_settings
 from ampkit._undo import Undo
@@ -170,3 +172,15 @@ def test_an_error_in_the_making_leaves_nothing_changed() -> None:
     with context():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_g3_a_pool_knows_which_graphs_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G3: torch frees a pool with its last graph, even one that was dropped, so the next graph takes a new handle."""
+    handles = itertools.count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    pool, graphs = Pool(), [CudaGraph(Any, Pool()) for _ in range(3)]
+    assert [pool.enter(graph) for graph in graphs] == [0, 0, 0]
+    pool.leave(graphs.pop())
+    assert pool.enter(graphs[0]) == 0
+    graphs.clear()
+    assert pool.enter(CudaGraph(Any, Pool())) == 1

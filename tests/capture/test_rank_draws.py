@@ -5,9 +5,8 @@ What trains runs in processes of its own, one per rank (rank_draws.py). One star
 
 import pytest
 import rank_draws
+from harness import WARMUP_DDP
 from rank_cases import Cases, Rows, cases_of
-
-from ampkit._capture.ranks.ranks import WARMUP_DDP
 
 FAST = ("own", "dropped alike, fsdp", "rare layerdrop")
 OTHERS = tuple(name for name in rank_draws.CASES if name not in FAST)

@@ -15,13 +15,13 @@ import gloo_ends
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WARMUP_DDP
 from rank_cases import Cases, Rows, cases_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ampkit
-from ampkit._capture.ranks.ranks import WARMUP_DDP
 
 
 def launch(*options: str, forked: bool = True, timeout: float = 120) -> Rows:

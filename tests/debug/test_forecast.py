@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from families import every
-from harness import Compiled, make_net
+from harness import FUSED_ADAGRAD_ON_CUDA, Compiled, make_net
 from test_memory import profiler_peak
 from torch import nn
 from torch.nn import functional as F
@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 from ampkit import debug
 from ampkit._commands.bench.cases import CASES
-from ampkit._torch.optimizers import FUSED_ADAGRAD_ON_CUDA
 from ampkit.debug._memory.allocator import CachingAllocator, cublas_workspace
 from ampkit.debug._memory.backward import without_engine
 from ampkit.debug._memory.categories import MemoryTracker

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ampkit import AmpkitWarning, CaptureError, debug
-from ampkit._torch.device.allocator import allocator_history
 from ampkit.debug._memory import oom as _oom
 from ampkit.debug._memory.profile import CATEGORIES, Holder, Mark, MemoryProfile
 
@@ -336,8 +335,9 @@ def test_real_snapshot(tmp_path):
 @pytest.mark.cuda
 def test_history_of_someone_else_goes_on(tmp_path):
     is_on = torch._C._cuda_isHistoryEnabled
-    with allocator_history(100):
-        with debug.snapshot(tmp_path):
-            pass
-        assert is_on()
+    torch.cuda.memory._record_memory_history(max_entries=100)
+    with debug.snapshot(tmp_path):
+        pass
+    assert is_on()
+    torch.cuda.memory._record_memory_history(enabled=None)
     assert not is_on()

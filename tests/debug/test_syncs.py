@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.preflight import preflight as _preflight
 from ampkit.debug import Syncs, find_syncs
 
 OFF = ampkit.GradScaler("cpu", enabled=False)
@@ -46,7 +45,7 @@ def python_random() -> Iterator[None]:
 def on_meta() -> Syncs:
     """Return a finder for which the meta device is the one with the GPU: tensors can be copied to it."""
     found = Syncs()
-    found._preflight = _preflight.Preflight(torch.device("meta"), graphed=False)
+    found._preflight = type(found._preflight)(torch.device("meta"), graphed=False)
     return found
 
 
@@ -209,7 +208,7 @@ def test_longest_waits_come_first(cpu: None, monkeypatch: pytest.MonkeyPatch) ->
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(_preflight, "time", clock)
+    monkeypatch.setattr("ampkit._capture.preflight.preflight.time", clock)
     original = torch._tensor_str._str
 
     def slow(tensor: Tensor, **kwargs: Any) -> str:

@@ -6,12 +6,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ENGINES, allow_inductor_warnings
+from harness import ENGINES, allow_inductor_warnings, leave_out_inductor
 from lightning_harness import Net, assert_same_runs, fit, fused, quiet
-from torch._dynamo.backends.debugging import aot_eager
 
 from ampkit import AmpkitWarning
-from ampkit._torch import compile as torch_compile
 from ampkit.lightning import AmpkitCallback
 
 Engine = tuple[str, str]
@@ -23,11 +21,8 @@ pytestmark = [
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU Inductor compiles C++, which takes seconds. AOTAutograd before it does all but that."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(
-            torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
-        )
+        leave_out_inductor(monkeypatch)
 
 
 class UsesIndex(Net):

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ENGINES, assert_same, deterministic, training_state
+from harness import ENGINES, FUSED_ADAGRAD_ON_CUDA, assert_same, deterministic, training_state
 from torch import Tensor, nn
 
 import ampkit
 from ampkit._optimizer.step_kind import why_not_capturable
-from ampkit._torch.optimizers import FUSED_ADAGRAD_ON_CUDA
 
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DEVICES, OPTIMIZERS, assert_same, no_sync, scaled_backward, skip_without_kernel
+from harness import (
+    DEVICES,
+    FUSED_ADAGRAD_ON_CUDA,
+    OPTIMIZERS,
+    assert_same,
+    no_sync,
+    scaled_backward,
+    skip_without_kernel,
+)
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import ampkit
 from ampkit._optimizer.step_kind import why_not_capturable
-from ampkit._torch.optimizers import FUSED_ADAGRAD_ON_CUDA
 
 
 def make(

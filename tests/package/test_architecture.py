@@ -193,8 +193,17 @@ def init_errors(tree: ast.Module, file: str) -> Iterator[str]:
     for node in tree.body:
         doc = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = [ast.unparse(target) for target in node.targets] if isinstance(node, ast.Assign) else []
-        if not (doc or isinstance(node, ast.ImportFrom) or (names and set(names) <= {"__all__", "__version__"})):
+        exports = isinstance(node, ast.ImportFrom) or (names and set(names) <= {"__all__", "__version__"})
+        if not (doc or exports or (file == "__init__.py" and only_imports_later(node))):
             yield f"{file}:{node.lineno}: an __init__.py only re-exports"
+
+
+def only_imports_later(node: ast.stmt) -> bool:
+    """Return whether a statement is part of an import that waits until its name is asked for (PEP 562)."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "_typing.TYPE_CHECKING":
+        names = {getattr(each, "name", "") for each in node.orelse}
+        return all(isinstance(each, ast.ImportFrom) for each in node.body) and names <= {"__getattr__", "__dir__"}
+    return isinstance(node, ast.Import) and all(is_private(each.asname or "") for each in node.names)
 
 
 RULES = [
@@ -305,7 +314,10 @@ def test_the_package_is_a_map():
         (cuda_graph_errors, "_step/graphed.py", "import torch\ntorch.cuda.CUDAGraph()"),
         (cuda_graph_errors, "_step/graphed.py", "from torch.cuda import CUDAGraph"),
         (init_errors, "__init__.py", "def f(): ..."),
+        (init_errors, "__init__.py", "import typing"),
+        (init_errors, "__init__.py", "import typing as _typing\nif _typing.TYPE_CHECKING:\n    x = 1"),
         (init_errors, "debug/__init__.py", "import torch"),
+        (init_errors, "debug/__init__.py", "import torch as _torch"),
         (layer_errors, "debug/__init__.py", "from ..lightning import AmpkitCallback"),
     ],
 )

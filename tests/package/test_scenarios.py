@@ -1,8 +1,8 @@
 """tests/README.md lists the behaviours that users rely on: each is named by a test, and tests name no other."""
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,25 +13,25 @@ ROWS = re.findall(r"^\| ([A-Z]\d+) \|", (TESTS / "README.md").read_text(), re.MU
 CODES = re.compile(r"((?:[A-Z]\d+(?:, | and | to )?)+):")
 
 
-def named() -> Iterator[tuple[str, str]]:
-    """Yield each row that the docstring of a test begins with, and the test."""
+@functools.cache
+def named() -> list[tuple[str, str]]:
+    """Return each row that the docstring of a test begins with, and the test."""
+    found = []
     for file in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
                 codes = CODES.match(ast.get_docstring(node) or "")
                 for code in re.findall(r"[A-Z]\d+", codes[1]) if codes else ():
-                    yield code, f"{file.relative_to(TESTS)}::{node.name}"
-
-
-NAMED = list(named())
+                    found.append((code, f"{file.relative_to(TESTS)}::{node.name}"))
+    return found
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_each_row_has_a_test(row: str) -> None:
     """So that `grep -rn '"R8' tests` finds the tests of a row, as tests/README.md says."""
-    assert [test for code, test in NAMED if code == row]
+    assert [test for code, test in named() if code == row]
 
 
 def test_no_test_names_a_row_that_is_not_in_the_table() -> None:
     """A row that was renamed or misspelt would be looked for in vain."""
-    assert not [(code, test) for code, test in NAMED if code not in ROWS]
+    assert not [(code, test) for code, test in named() if code not in ROWS]

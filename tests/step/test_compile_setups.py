@@ -13,11 +13,9 @@ import compile_setups
 import pytest
 import setups
 import torch
-from harness import allow_inductor_warnings, assert_same, deterministic
-from torch._dynamo.backends.debugging import aot_eager
+from harness import allow_inductor_warnings, assert_same, deterministic, leave_out_inductor
 
 import ampkit
-from ampkit._torch import compile as torch_compile
 
 # On a GPU, how many with "default" and how many with "max". Each takes up to half a minute to compile.
 ON_CUDA = [int(number) for number in os.environ.get("AMPKIT_COMPILE_SETUPS", "6,1").split(",")]
@@ -56,10 +54,8 @@ class CompiledTraining(setups.StepTraining):
 @pytest.mark.sampled(2)
 def test_random_setups(device: str, compile: str, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: outputs, parameters, moments, average, loss scale and schedule, behind each call, bit by bit."""
-    if backend == "aot_eager":  # Inductor compiles C++ on a CPU, which takes half a minute; this does all but that
-        monkeypatch.setattr(
-            torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
-        )
+    if backend == "aot_eager":
+        leave_out_inductor(monkeypatch)
     setup = compile_setups.draw_compiled(seed, device)
     try:
         with deterministic(), warnings.catch_warnings(record=True) as caught:

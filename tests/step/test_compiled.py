@@ -13,12 +13,14 @@ import pytest
 import torch
 from families import every, few
 from harness import (
+    COMPILER,
     ENGINES,
     OPTIMIZERS,
     allow_inductor_warnings,
     assert_same,
     boosted_loss,
     deterministic,
+    leave_out_inductor,
     make_batches,
     make_net,
     marked_line,
@@ -33,7 +35,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
 from ampkit._step.compile.compiled_writes import why_failed
-from ampkit._torch import compile as torch_compile
 
 Engine = tuple[str, str]
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -41,11 +42,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU Inductor compiles C++, which takes seconds. AOTAutograd before it does all but that."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(
-            torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
-        )
+        leave_out_inductor(monkeypatch)
 
 
 def trajectory(
@@ -179,7 +177,7 @@ def test_which_reductions_share_a_kernel(compile: str, monkeypatch: pytest.Monke
         assert set(config_patches) <= set(inductor_config.get_config_copy())
         return aot_eager(graph, inputs)
 
-    monkeypatch.setattr(torch_compile, "inductor", lambda: noted)
+    monkeypatch.setattr(COMPILER, lambda: noted)
     trajectory(("cpu", "off"), "off", policy="bfloat16", max_norm=1.0, compile=compile)
     assert apart == {"loss": {compile == "default"}, "update": {False}}
 
@@ -359,7 +357,7 @@ def broken_inductor(parts: set[str]) -> Callable[[], Callable[..., Any]]:
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_a_failing_compilation_falls_back(engine: Engine, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: one warning says why, nothing of the failed call is left, and the steps have the bits of uncompiled ones."""
-    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({part, "update", "working weights"}))
+    monkeypatch.setattr(COMPILER, broken_inductor({part, "update", "working weights"}))
     with deterministic():
         eager, _ = trajectory(engine, "off", compile=None, on_failure="parts")
         with pytest.warns(ampkit.AmpkitWarning, match=r"not compiled: .*no kernel for this GPU") as caught:
@@ -376,7 +374,7 @@ def test_a_failing_compilation_falls_back(engine: Engine, part: str, monkeypatch
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_forward_that_changes_a_weight_is_undone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: if the backward fails to compile, a weight that the loss function has halved is not halved twice."""
-    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({"backward", "update"}))
+    monkeypatch.setattr(COMPILER, broken_inductor({"backward", "update"}))
 
     def loss_fn(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor) -> Tensor:
         with torch.no_grad():
@@ -394,7 +392,7 @@ def test_a_forward_that_changes_a_weight_is_undone(engine: Engine, monkeypatch: 
 @pytest.mark.parametrize("policy", few(["bfloat16", "float16"], ("float16",)))
 def test_only_the_update_fails(engine: Engine, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: the rest stays compiled, and the optimizer steps on gradients in float32 as without compile=."""
-    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({"update"}))
+    monkeypatch.setattr(COMPILER, broken_inductor({"update"}))
     histories = []
     with deterministic():
         for graph in ("off", engine[1]):
@@ -409,7 +407,7 @@ def test_only_the_update_fails(engine: Engine, policy: str, monkeypatch: pytest.
 @pytest.mark.parametrize("part", few(["working weights", "forward", "backward", "update"], ("backward", "update")))
 def test_a_failing_compilation_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with on_failure="raise" it is a CaptureError, and the call that raises has done nothing."""
-    monkeypatch.setattr(torch_compile, "inductor", broken_inductor({part}))
+    monkeypatch.setattr(COMPILER, broken_inductor({part}))
     model = make_net("cpu")
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     step = ampkit.graphed_step(

@@ -12,7 +12,7 @@ OTHERS = tuple(name for name in fp16_shards.CASES if name not in FAST)
 on_cpu = cases_of(fp16_shards.__file__, "cpu", FAST, 180)
 others_on_cpu = cases_of(fp16_shards.__file__, "cpu", OTHERS, 300)
 ON_GPUS = ("clip", *FAST)  # graphed_step, and a function beside torch's loop; the rest is shown on CPUs
-on_gpus = cases_of(fp16_shards.__file__, "cuda", ON_GPUS, 120)
+on_gpus = cases_of(fp16_shards.__file__, "cuda", ON_GPUS, 240)
 
 
 def check(name: str, rows: Rows, warmup: int = 3) -> None:

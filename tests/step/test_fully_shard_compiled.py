@@ -15,7 +15,7 @@ import fsdp_compiled
 import pytest
 import torch
 import torch.distributed as dist
-from harness import marked_line
+from harness import COMPILER, leave_out_inductor, marked_line
 from rank_cases import Cases, Rows, cases_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ampkit
-from ampkit._torch import compile as torch_compile
 
 FAST = ("stem", "all fails")
 ON_CPU = tuple(name for name in fsdp_compiled.CASES if name not in fsdp_compiled.ON_GPUS_ALONE)
@@ -119,9 +118,7 @@ def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
 @pytest.fixture
 def mesh(tmp_path: Path, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A mesh of this process alone, in which AOTAutograd compiles."""
-    monkeypatch.setattr(
-        torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
-    )
+    leave_out_inductor(monkeypatch)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
@@ -166,7 +163,7 @@ def test_a_failing_compilation_raises_in_the_next_call(mesh: Any, monkeypatch: p
     def refuse(graph: Any, inputs: Any, config_patches: Any) -> Any:
         raise NotImplementedError("no kernel for this GPU")
 
-    monkeypatch.setattr(torch_compile, "inductor", lambda: refuse)
+    monkeypatch.setattr(COMPILER, lambda: refuse)
     net = sharded(mesh)
     _, step = losses(net, calls=2, compile="default")
     before = [param.to_local().clone() for param in net.parameters()]
@@ -203,7 +200,7 @@ def test_what_a_failing_compilation_has_begun_is_undone(mesh: Any, monkeypatch: 
             raise NotImplementedError("no kernel for this GPU")
         return aot_eager(graph, inputs)
 
-    monkeypatch.setattr(torch_compile, "inductor", lambda: only_before_the_break)
+    monkeypatch.setattr(COMPILER, lambda: only_before_the_break)
     found = []
     for options in ({}, {"compile": "default"}):
         torch.manual_seed(3)

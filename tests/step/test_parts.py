@@ -309,7 +309,7 @@ def test_step_hooks_are_called_in_each_step(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_verify_finds_a_wrong_graph_and_the_optimizer_steps_all_the_same(engine: Engine) -> None:
     """`verify` compares forward and backward; the step whose graph is wrong is a step like any other."""
-    doubled = numpy.zeros(1)  # what arrays of numpy hold is not compared from call to call
+    doubled = numpy.zeros(100)  # what large arrays hold is not compared from call to call
 
     def scaled(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean() * (2.0 if doubled[0] else 1.0)
@@ -331,6 +331,7 @@ def test_verify_finds_a_wrong_graph_and_the_optimizer_steps_all_the_same(engine:
     if engine[1] == "auto":  # the emulated graph calls the function again, which finds the new number
         assert any("verify: " in str(warning.message) for warning in caught)
         assert step.report().outcome == "eager"
+    assert step.captures == 1, "the change was not noticed"
     assert_same(expected, found)
 
 

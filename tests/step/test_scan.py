@@ -19,6 +19,7 @@ from harness import (
     assert_same,
     boosted_loss,
     deterministic,
+    leave_out_inductor,
     make_batches,
     make_net,
     training_state,
@@ -38,12 +39,10 @@ from stacks import (
     writes_to_its_batch,
 )
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
 import ampkit
-from ampkit._torch import compile as torch_compile
 
 LENGTHS = (1, 5, 16, 20, 33)
 
@@ -401,10 +400,8 @@ def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
 @allow_inductor_warnings
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with `compile=`, scans have the bits of single calls of that compiled step, with a schedule too."""
-    if engine[0] == "cpu":  # Inductor's C++ takes seconds; AOTAutograd before it does all but that
-        monkeypatch.setattr(
-            torch_compile, "inductor", lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs)
-        )
+    if engine[0] == "cpu":
+        leave_out_inductor(monkeypatch)
     overflow_at = (21,) if policy == "float16" else ()
     run = check(
         engine, (20, 33, 5), overflow_at, compile="default", policy=policy, max_norm=1.0, schedule=SCHEDULES["step"]

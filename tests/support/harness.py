@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._torch.optimizers import FUSED_ADAGRAD_ON_CUDA
+from ampkit._capture.ranks.ranks import WARMUP_DDP as WARMUP_DDP
+from ampkit._torch.optimizers import FUSED_ADAGRAD_ON_CUDA as FUSED_ADAGRAD_ON_CUDA
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])  # of torch, as (2, 11)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 # The engine under test: emulated on the CPU, real graphs on a GPU.
 ENGINES = [("cpu", "emulate"), pytest.param(("cuda", "auto"), marks=pytest.mark.cuda)]
+COMPILER = "ampkit._torch.compile.inductor"  # to be replaced by a function that returns another compiler
 NO_PRIMITIVE = "could not create a primitive"  # how oneDNN refuses what it has no kernel for
 
 
@@ -43,6 +46,11 @@ def allow_inductor_warnings(test: Callable[..., None]) -> Callable[..., None]:
     ):
         test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
     return test
+
+
+def leave_out_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile by AOTAutograd alone. On a CPU Inductor compiles C++ behind it, which takes seconds."""
+    monkeypatch.setattr(COMPILER, lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs))
 
 
 class Compiled:

@@ -134,7 +134,6 @@ class Engine:
             untimed=untimed,
             draws=self._draws,
             segments=growing_segments if on_cuda else nullcontext,
-            reducers=ranks.reducers,
         )
         self._capture = LayoutCapture(
             captured, state, self._stream, options, ranks, self._cache, self._layouts, self.fallback, self._draws

@@ -20,7 +20,6 @@ from ..preflight.draw_record import DrawRecorder
 from ..preflight.host_changes import HostChanges
 from ..preflight.preflight import Preflight, describe
 from ..preflight.undeclared import Undeclared
-from ..ranks.reducers import Reducers
 from ..state.snapshot import Snapshot
 from ..state.state import TrainingState
 from ..state.surroundings import Surroundings
@@ -53,7 +52,6 @@ class WarmUp:
         untimed: how many calls of a layout are slower than later ones, and are not timed.
         draws: what is known of the draws on the host.
         segments: returns a context for all calls, in which the allocator can give back later what they free.
-        reducers: what averages gradients over the ranks.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class WarmUp:
         untimed: int,
         draws: HostDraws,
         segments: Callable[[], AbstractContextManager[None]],
-        reducers: Reducers,
     ) -> None:
         self._fn = fn
         self._captured = captured
@@ -90,7 +87,6 @@ class WarmUp:
         self._untimed = untimed
         self._draws = draws
         self._segments = segments
-        self._reducers = reducers
 
     def __call__(
         self,
@@ -120,15 +116,13 @@ class WarmUp:
         with Undo() as undo:
             undo.note(modes())
             noted = nullcontext() if layout.calls else layout.writes.noted(self._state)
-            watched = self._host_changes.watching(is_first=not layout.calls)
-            with self._segments(), noted, watched, self._reducers.watching() as why_not_averaged:
+            with self._segments(), noted, self._host_changes.watching(is_first=not layout.calls):
                 if not layout.checked and layout.calls_left <= preflight_left:
                     outputs = self._call_under_preflight(run, layout, leaves, partial(self._fn, phase), args, kwargs)
                 else:
                     outputs = self._call(run, layout, phase, args, kwargs, start)
             undo.forget()
-        unaveraged = "" if layout.problem else why_not_averaged()  # which is said once
-        problem = "\n".join(filter(None, (layout.problem, unaveraged, layout.unreadable)))
+        problem = "\n".join(filter(None, (layout.problem, layout.unreadable)))
         layout.problem = self._host_changes.added_to(self._with_undeclared(problem))
         return outputs
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -62,10 +63,12 @@ def graph_nodes(outputs: Sequence[Any]) -> Iterator[Any]:
             left += [following for following, _ in node.next_functions]
 
 
-def input_metadata(node: Any) -> Sequence[Any]:
-    """Return shape, dtype and device of each gradient that an autograd node takes."""
-    metadata: Sequence[Any] = private(node, "_input_metadata")
-    return metadata
+for _name in ("_input_metadata", "_sequence_nr"):
+    private(torch.autograd.graph.Node, _name)
+# input_metadata(node): shape, dtype and device of each gradient that an autograd node takes.
+input_metadata: Callable[[Any], Sequence[Any]] = operator.attrgetter("_input_metadata")
+# sequence_number(node): the number that autograd gave it when it was made. A backward runs the highest number first.
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 def output_dtype(node: Any) -> torch.dtype | None:
@@ -129,11 +132,6 @@ def output_hooks(node: Any) -> list[tuple[int, Callable[[Tensor | None], Tensor 
 def has_gradient_hooks(leaf: Tensor) -> bool:
     """Return whether a leaf has hooks that run before or after its gradient is accumulated."""
     return bool(leaf_hooks(leaf) or post_accumulate_hooks(leaf))
-
-
-def sequence_number(node: Any) -> int:
-    """Return the number that autograd gave a node when it was made. A backward runs the highest number first."""
-    return int(private(node, "_sequence_nr")())
 
 
 _next_sequence_number = private(torch.autograd, "_get_sequence_nr")

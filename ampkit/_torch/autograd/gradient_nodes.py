@@ -43,24 +43,15 @@ def renew_gradient_nodes(params: Iterable[Tensor]) -> None:
         return
     with torch.inference_mode(False), torch.enable_grad():
         for param in params:
-            if _is_plain_leaf(param) and _is_kept(param) and not _is_held(param):
+            plain = type(param) in (Tensor, nn.Parameter) and type(param.data) is Tensor
+            leaf = param.requires_grad and param.is_leaf and not param.is_inference()
+            if not plain or not leaf or param.layout is not torch.strided:
+                continue
+            node_notes(param)[_MARK] = True
+            lives_on = _MARK in node_notes(param)  # by itself: a new node has no notes
+            # A node that Python code holds is one object there.
+            if lives_on and _references(param) == _references(torch.zeros((), requires_grad=True)):
                 _renew(param)
-
-
-def _is_plain_leaf(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter) and type(tensor.data) is Tensor and tensor.layout is torch.strided
-    return plain and tensor.requires_grad and tensor.is_leaf and not tensor.is_inference()
-
-
-def _is_kept(param: Tensor) -> bool:
-    """Return whether the node lives on by itself: then it still has the note."""
-    node_notes(param)[_MARK] = True
-    return _MARK in node_notes(param)
-
-
-def _is_held(param: Tensor) -> bool:
-    """Return whether Python code holds the node: a node that is known in Python is one object there."""
-    return _references(param) > _references(torch.zeros((), requires_grad=True))
 
 
 def _references(leaf: Tensor) -> int:

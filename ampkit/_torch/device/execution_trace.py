@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import functools
+import itertools
 import os
 import shutil
 import sys
@@ -14,7 +15,6 @@ from contextlib import contextmanager
 from io import FileIO
 from operator import length_hint
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -191,14 +191,12 @@ def _graph_in_other_thread() -> bool:
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # a frame that holds itself keeps everything on the stack alive
     with without_torch_function():
-        return any(_has_graph(outer) for frame in frames.values() for outer, _ in traceback.walk_stack(frame))
-
-
-def _has_graph(frame: FrameType) -> bool:
-    if frame.f_globals.get("__name__", "").startswith("torch.autograd"):
-        return True
-    tensors = [value for value in list(frame.f_locals.values()) if issubclass(type(value), Tensor)]
-    return any(tensor.grad_fn is not None for tensor in tensors)
+        for outer, _ in itertools.chain.from_iterable(map(traceback.walk_stack, frames.values())):
+            values = [value for value in list(outer.f_locals.values()) if issubclass(type(value), Tensor)]
+            in_autograd = outer.f_globals.get("__name__", "").startswith("torch.autograd")
+            if in_autograd or any(tensor.grad_fn is not None for tensor in values):
+                return True
+    return False
 
 
 _FATAL = 3  # the log level in c10/util/logging_is_not_google_glog.h

@@ -79,8 +79,4 @@ def deactivate_gpu_trace() -> None:
         return
     _on_by_ampkit = False
     _switch.value = False
-    torch._C._activate_gpu_trace = functools.partial(_turn_on_again, _switch)
-
-
-def _turn_on_again(switch: ctypes.c_bool) -> None:
-    switch.value = True
+    torch._C._activate_gpu_trace = functools.partial(setattr, _switch, "value", True)

@@ -3,8 +3,8 @@
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,9 +42,14 @@ def fake_rank(ranks: int, device_type: str) -> Iterator[None]:
         if device_type == "cuda":
             for name in _ASKS_FOR_DEVICE:
                 module = importlib.import_module(f"{_FULLY_SHARD}.{name}")
-                handle = partial(_device_handle, private(module, "_get_device_handle"))
-                replace(undo, module, "_get_device_handle", handle)
-            replace(undo, torch.accelerator, "current_stream", _NoDevice.current_stream)
+                own = private(module, "_get_device_handle")
+                replace(
+                    undo,
+                    module,
+                    "_get_device_handle",
+                    lambda kind="cuda", own=own: _NO_DEVICE if kind == "cuda" else own(kind),
+                )
+            replace(undo, torch.accelerator, "current_stream", _NO_DEVICE.current_stream)
         yield
 
 
@@ -78,24 +83,20 @@ class _CudaIsFake(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        on_cuda = func is Tensor.cuda or any(map(_is_cuda, (*args, *kwargs.values())))
+        devices = (value for value in (*args, *kwargs.values()) if isinstance(value, (str, torch.device)))
+        on_cuda = func is Tensor.cuda or any(str(device).partition(":")[0] == "cuda" for device in devices)
         with self._mode if on_cuda else nullcontext():
             return func(*args, **kwargs)
 
 
-def _is_cuda(value: object) -> bool:
-    """Return whether an argument names a CUDA device."""
-    return isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda"
+def _nothing(*_: object) -> None:
+    """Take the place of a method that works on a device."""
 
 
 class _Event:
     """Stands for a CUDA event."""
 
-    def record(self, stream: object = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
+    record = synchronize = _nothing
 
 
 class _Stream:
@@ -104,43 +105,18 @@ class _Stream:
     stream_id = 0
     device_index = 0
     device_type = 1  # CUDA, in torch's enumeration of device types (torch/headeronly/core/DeviceType.h)
-
-    def __init__(self, priority: int = 0) -> None:
-        pass
-
-    def wait_stream(self, stream: object) -> None:
-        """Do nothing."""
-
-    def wait_event(self, event: object) -> None:
-        """Do nothing."""
+    wait_stream = wait_event = _nothing
 
     def record_event(self, event: object = None) -> _Event:
         """Return an event."""
         return _Event()
 
 
-class _NoDevice:
-    """Stands for the module `torch.cuda`, with what `fully_shard` calls of it."""
-
-    Event = _Event
-    Stream = _Stream
-
-    @staticmethod
-    def current_device() -> int:
-        """Return the index that fake tensors have."""
-        return 0
-
-    @staticmethod
-    def current_stream(device: object = None) -> _Stream:
-        """Return a stream."""
-        return _Stream()
-
-    @staticmethod
-    def stream(stream: object) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-
-def _device_handle(otherwise: Any, device_type: str = "cuda") -> Any:
-    """Return the module of a device type, as `torch.distributed.device_mesh._get_device_handle` does."""
-    return _NoDevice if device_type == "cuda" else otherwise(device_type)
+# Stands for the module `torch.cuda`, with what `fully_shard` calls of it.
+_NO_DEVICE = SimpleNamespace(
+    Event=_Event,
+    Stream=lambda priority=0: _Stream(),
+    current_device=lambda: 0,  # the index that fake tensors have
+    current_stream=lambda device=None: _Stream(),
+    stream=nullcontext,
+)

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from ..._undo import Undo
 from ..autograd.gradient_nodes import node_notes
 from ..guard import private
 
@@ -29,32 +27,10 @@ def peculiarity(ddp: DistributedDataParallel) -> str:
         return "python_reducer"
     if private(ddp, "_join_config").enable:
         return "join"
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        return "find_unused_parameters"
     # See `_setup_in_backward_optimizers` in torch/nn/parallel/distributed.py.
     return "optimizer_in_backward" if any(hasattr(param, "_in_backward_optimizers") for param in params) else ""
-
-
-def searches(ddp: DistributedDataParallel) -> bool:
-    """Return whether the Reducer of a model looks in each step which parameters are used."""
-    return bool(ddp.find_unused_parameters and not ddp.static_graph)
-
-
-def note_used(undo: Undo, ddp: DistributedDataParallel) -> Callable[[], list[str]]:
-    """Note which parameters of a model get a gradient on this rank, until the end of a context.
-
-    Returns:
-        A function that returns the names of those that have got none; [] if no parameter has got one.
-    """
-    params, _ = private(ddp, "_build_params_for_reducer")()
-    names = private(ddp, "_build_debug_param_to_name_mapping")(params)
-    used: set[int] = set()
-
-    def note(index: int, gradients: tuple[Any, ...]) -> None:
-        if gradients[0] is not None:  # the Reducer takes no parameter as used whose gradient is undefined
-            used.add(index)
-
-    for i, param in enumerate(params):
-        undo.note(get_gradient_edge(param).node.register_prehook(functools.partial(note, i)).remove)
-    return lambda: [names[i] for i in range(len(params)) if used and i not in used]
 
 
 def communication_hook(ddp: DistributedDataParallel) -> tuple[str, Any, Any]:
@@ -83,7 +59,7 @@ def manages_all(ddp: DistributedDataParallel) -> bool:
 
 def is_rebuilt(ddp: DistributedDataParallel) -> bool:
     """Return whether `rebuild` has made the Reducer of this model."""
-    return all(node_notes(param).get(_MARK) == "new" for param in _managed(ddp))
+    return all(node_notes(param).get(_MARK) == "new" for param in private(ddp, "_build_params_for_reducer")()[0])
 
 
 def rebuild(ddp: DistributedDataParallel) -> list[str]:
@@ -113,35 +89,22 @@ def rebuild(ddp: DistributedDataParallel) -> list[str]:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # the old buckets, which have the size of all gradients
     private(ddp, "_ddp_init_helper")(params, sparse, names, ddp.static_graph)
+    logger: Any = ddp.logger
     ddp._has_rebuilt_buckets = False
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
-        _logger(ddp)._set_static_graph()
-    if name:
-        _register(ddp, name, hook, state)
+        logger._set_static_graph()
+    if name:  # `_comm_hooks` has it already
+        logger._set_comm_hook_name(name)
+    if name and hook is not None:
+        private(torch.distributed, "_register_comm_hook")(ddp.reducer, state, hook)
+    elif name:
+        kind = private(torch.distributed, "BuiltinCommHookType").__members__[name.removeprefix(_BUILT_IN)]
+        private(torch.distributed, "_register_builtin_comm_hook")(ddp.reducer, kind)
     for param in params:
         node_notes(param)[_MARK] = "new"
     return kept
-
-
-def _managed(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    params: list[nn.Parameter] = private(ddp, "_build_params_for_reducer")()[0]
-    return params
-
-
-def _logger(ddp: DistributedDataParallel) -> Any:
-    return ddp.logger
-
-
-def _register(ddp: DistributedDataParallel, name: str, hook: Any, state: Any) -> None:
-    """Register the communication hook of the old Reducer, which `_comm_hooks` has already."""
-    _logger(ddp)._set_comm_hook_name(name)
-    if hook is not None:
-        private(torch.distributed, "_register_comm_hook")(ddp.reducer, state, hook)
-    else:
-        kind = private(torch.distributed, "BuiltinCommHookType").__members__[name.removeprefix(_BUILT_IN)]
-        private(torch.distributed, "_register_builtin_comm_hook")(ddp.reducer, kind)
 
 
 def gradient_calls(ddp: DistributedDataParallel) -> dict[nn.Parameter, Callable[[], None]]:
@@ -150,7 +113,8 @@ def gradient_calls(ddp: DistributedDataParallel) -> dict[nn.Parameter, Callable[
     Autograd calls it where a parameter is in the graph. DDP's own `mixed_precision` calls it as this does.
     """
     call = private(ddp.reducer, "_autograd_hook")
-    return {param: functools.partial(call, i) for i, param in enumerate(_managed(ddp))}
+    params: list[nn.Parameter] = private(ddp, "_build_params_for_reducer")()[0]
+    return {param: functools.partial(call, i) for i, param in enumerate(params)}
 
 
 def bucket_bytes(ddp: DistributedDataParallel, share: float) -> int:

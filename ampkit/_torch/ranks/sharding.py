@@ -79,7 +79,8 @@ class ShardedModules:
         found = (private(module, "_get_fsdp_state")() for module in wrapped_modules(model))
         states = {id(state): state for state in found}
         self._states: list[Any] = list(states.values())
-        self._groups: list[Any] = [group for state in self._states if (group := _group(state)) is not None]
+        groups = (private(state, "_fsdp_param_group") for state in self._states)
+        self._groups: list[Any] = [group for group in groups if group is not None]
         self._seen: list[Any] = [None] * len(self._groups)  # whether parameters were whole, in `newly_gathered`
         self._whole: set[int] = set()  # ids of whole parameters, which are kept once they are made
 
@@ -128,15 +129,27 @@ class ShardedModules:
         A capture leaves CUDA events behind that later calls must not wait for, and a step that has raised leaves
         gathered parameters and gradients. All that is dropped. Sync: none.
         """
-        has_raised = any(map(_is_within_a_call, self._states))
+        has_raised = False
         for state in self._states:
-            state._training_state = _idle(state)
+            state._training_state = type(private(state, "_training_state")).IDLE
             state._modules_to_run_forward.clear()
-            context = state._state_ctx
+            context = private(state, "_state_ctx")
+            in_call = context.iter_forward_root is not None or context.post_backward_final_callback_queued
+            has_raised = has_raised or in_call
             context.iter_forward_root, context.post_backward_final_callback_queued = None, False
             _settle_streams(private(state, "_comm_ctx"))
         for group in self._groups:
-            _settle_group(group, has_raised)
+            group._training_state = type(private(group, "_training_state")).IDLE
+            for name in _OF_A_CALL:
+                private(group, name)
+                setattr(group, name, None)
+            group._post_forward_indices.clear()
+            group.reshard()
+            for param in group.fsdp_params if has_raised else ():
+                param.unsharded_accumulated_grad = None
+                whole = getattr(param, "_unsharded_param", None)  # made by the first forward
+                if whole is not None:
+                    whole.grad = None
 
     def why_not_captured(self) -> str:
         """Return which setting a graph cannot follow and what to write instead, "" if there is none."""
@@ -154,10 +167,6 @@ class ShardedModules:
         if any(state._state_ctx.post_optim_event is not None for state in self._states):
             return "set_post_optim_event was called on it, and a capture may not wait for that event. Leave it out."
         return ""
-
-
-def _group(state: Any) -> Any:
-    return private(state, "_fsdp_param_group")
 
 
 def _gathered(group: Any) -> list[Tensor]:
@@ -179,19 +188,13 @@ def _has_own_shard(param: Any) -> bool:
     return registered is param.sharded_param and private(kept, "_cdata") == private(used, "_cdata")
 
 
-def _idle(state: Any) -> Any:
-    return type(private(state, "_training_state")).IDLE
-
-
-def _is_within_a_call(state: Any) -> bool:
-    context = private(state, "_state_ctx")
-    return context.iter_forward_root is not None or context.post_backward_final_callback_queued
-
-
 def _settle_streams(streams: Any) -> None:
     """Drop what modules share. `streams` is an FSDPCommContext; before the first forward it lacks most attributes."""
     if getattr(streams, "reduce_scatter_state", None) is not None and not is_capturing():
-        _wait_for(streams)  # a backward has raised, and the memory that is dropped here may still be in use
+        # A backward has raised, and the memory that is dropped here may still be in use.
+        for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
+            if isinstance(stream := getattr(streams, name, None), torch.cuda.Stream):
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
     for name in ("all_gather_state", "reduce_scatter_state"):
         if hasattr(streams, name):
             setattr(streams, name, None)
@@ -199,29 +202,7 @@ def _settle_streams(streams: Any) -> None:
         streams.post_forward_order.clear()
 
 
-def _wait_for(streams: Any) -> None:
-    if not torch.cuda.is_available():
-        return
-    for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
-        if isinstance(stream := getattr(streams, name, None), torch.cuda.Stream):
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-
-
 _OF_A_CALL = (  # of an FSDPParamGroup: what a backward without an error leaves at None
     *("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"),
     *("_all_reduce_state", "_partial_reduce_output"),
 )
-
-
-def _settle_group(group: Any, has_raised: bool) -> None:
-    group._training_state = type(private(group, "_training_state")).IDLE
-    for name in _OF_A_CALL:
-        private(group, name)
-        setattr(group, name, None)
-    group._post_forward_indices.clear()
-    group.reshard()
-    for param in group.fsdp_params if has_raised else ():
-        param.unsharded_accumulated_grad = None
-        whole = getattr(param, "_unsharded_param", None)  # made by the first forward
-        if whole is not None:
-            whole.grad = None

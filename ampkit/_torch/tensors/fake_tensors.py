@@ -1,6 +1,6 @@
 """Fake tensors, which have no data, and autocast for CUDA without a CUDA device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,12 +10,8 @@ from torch._subclasses import fake_tensor
 from ..._undo import Undo
 from ..guard import private
 
-
-def fake_tensor_mode(**kwargs: Any) -> Any:
-    """Return a new `torch._subclasses.FakeTensorMode`: tensors that are made within it have no data."""
-    return private(fake_tensor, "FakeTensorMode")(**kwargs)
-
-
+# Makes a `torch._subclasses.FakeTensorMode`: tensors that are made within it have no data.
+fake_tensor_mode: Callable[..., Any] = private(fake_tensor, "FakeTensorMode")
 _LIMITS = tuple(
     private(fake_tensor, name)
     for name in (

@@ -31,19 +31,16 @@ def is_module(value: object) -> TypeGuard[nn.Module]:
     return issubclass(type(value), nn.Module) and "_modules" in vars(value)
 
 
-def parts_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all modules inside, whatever a class of the user's makes of `modules`."""
-    return nn.Module.modules(module)
-
-
-def module_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a module's own dictionaries of parameters, buffers and children. Faster than the iterators."""
-    return module._parameters, module._buffers, module._modules
-
-
-def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return a module's own dictionaries of hooks that run in a call of it: before, after and in backward."""
-    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+# parts_of(module): it and all modules inside, whatever a class of the user's makes of `modules`.
+parts_of: Callable[[nn.Module], Iterator[nn.Module]] = nn.Module.modules
+# module_tables(module): its own dictionaries of parameters, buffers and children. Faster than the iterators.
+module_tables: Callable[[nn.Module], tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = operator.attrgetter(
+    "_parameters", "_buffers", "_modules"
+)
+# hook_tables(module): its own dictionaries of hooks that run in a call of it: before, after and in backward.
+hook_tables: Callable[[nn.Module], tuple[dict[int, Any], ...]] = operator.attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
 
 
 def has_legacy_backward_hooks(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """Operations of ATen: their names, schemas and kernels, and the Python functions that call them or copy without one."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -59,9 +60,13 @@ def op_overload(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
-def op_schema(op: Any) -> Any:
-    """Return an overload's schema: `.name`, `.arguments` with `.name`, `.type`, `.kwarg_only`, `.N` and defaults."""
-    return private(op, "_schema")
+for _name in ("_schema", "_op"):
+    private(TO_COPY, _name)
+# op_schema(op): an overload's `.name`, and `.arguments` with `.name`, `.type`, `.kwarg_only`, `.N` and defaults.
+op_schema: Callable[[Any], Any] = operator.attrgetter("_schema")
+# op_builtin(op): the C++ function that an operation calls. From torch 2.15 on, a warning that is issued inside names
+# the Python line that called this function.
+op_builtin: Callable[[Any], Any] = operator.attrgetter("_op")
 
 
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -80,14 +85,6 @@ private(*PRINT_ENTRY)
 # C++ code inside is shown when this returns. Otherwise it is shown when the outermost binding returns: for a backward,
 # at the end of all of it.
 call_from_binding: Callable[..., Any] = private(torch._C, "_disabled_torch_function_impl")
-
-
-def op_builtin(op: Any) -> Any:
-    """Return the C++ function that an operation calls.
-
-    From torch 2.15 on, a warning that is issued inside names the Python line that called this function.
-    """
-    return private(op, "_op")
 
 
 def host_waits() -> Iterator[tuple[str, Any, str]]:

@@ -22,39 +22,6 @@ def settle_attention_priority(device: torch.device) -> None:
     _choose_attention(tokens, tokens, tokens)
 
 
-def _settings() -> dict[str, Callable[[], Any]]:
-    """Return a function to read each setting that decides which kernels run, by the setting's public name.
-
-    Every call of a step looks at them all, so they are C functions where torch has one.
-
-    `allow_tf32` and `torch.get_float32_matmul_precision` are not among them: reading them raises an error once
-    `fp32_precision` was set, and what they set shows in `fp32_precision`.
-    """
-    fp32_precision = private(torch._C, "_get_fp32_precision_getter")
-    private(parametrize, "_cache_enabled")
-    found = {
-        "torch.is_grad_enabled()": torch.is_grad_enabled,
-        "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
-        "torch.get_default_dtype()": torch.get_default_dtype,
-        "torch.is_autocast_cache_enabled()": torch.is_autocast_cache_enabled,
-        "torch.backends.cuda.matmul.fp32_precision": functools.partial(fp32_precision, "cuda", "matmul"),
-        "torch.backends.cudnn.conv.fp32_precision": functools.partial(fp32_precision, "cuda", "conv"),
-        "torch.backends.cudnn.rnn.fp32_precision": functools.partial(fp32_precision, "cuda", "rnn"),
-        # How many of these contexts are entered. Within one, a parametrization is computed once for all its uses.
-        "torch.nn.utils.parametrize.cached()": functools.partial(getattr, parametrize, "_cache_enabled"),
-        "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,
-        "torch.backends.opt_einsum.enabled": private(torch.backends.opt_einsum, "_get_enabled"),
-        "torch.backends.opt_einsum.strategy": private(torch.backends.opt_einsum, "_get_strategy"),
-        **{name: private(torch._C, binding) for name, binding in _BINDINGS.items()},
-    }
-    optional = {name: getattr(torch._C, binding, None) for name, binding in _OPTIONAL_BINDINGS.items()}
-    # torch 2.11 has it: the name under which another implementation took the place of torch's flash attention.
-    optional["torch.nn.attention.current_flash_attention_impl()"] = getattr(
-        torch.nn.attention, "current_flash_attention_impl", None
-    )
-    return {**found, **{name: read for name, read in optional.items() if read is not None}}
-
-
 _MATMUL, _CUDNN = "torch.backends.cuda.matmul.", "torch.backends.cudnn."
 _BINDINGS = {
     f"{_MATMUL}allow_fp16_reduced_precision_reduction": "_get_cublas_allow_fp16_reduced_precision_reduction",
@@ -86,6 +53,34 @@ if torch.version.hip is not None:
     _OPTIONAL_BINDINGS["torch.backends.cuda.preferred_rocm_fa_library()"] = "_get_rocm_fa_preferred_backend"
     _OPTIONAL_BINDINGS["torch.backends.miopen.immediate"] = "_get_miopen_immediate"
 
+private(parametrize, "_cache_enabled")
+_fp32_precision = private(torch._C, "_get_fp32_precision_getter")
+_optional = {name: getattr(torch._C, binding, None) for name, binding in _OPTIONAL_BINDINGS.items()}
+# torch 2.11 has it: the name under which another implementation took the place of torch's flash attention.
+_optional["torch.nn.attention.current_flash_attention_impl()"] = getattr(
+    torch.nn.attention, "current_flash_attention_impl", None
+)
+# A function to read each setting that decides which kernels run, by the setting's public name. Every call of a step
+# looks at them all, so they are C functions where torch has one.
+# `allow_tf32` and `torch.get_float32_matmul_precision` are not among them: reading them raises an error once
+# `fp32_precision` was set, and what they set shows in `fp32_precision`.
+_read_settings: dict[str, Callable[[], Any]] = {
+    "torch.is_grad_enabled()": torch.is_grad_enabled,
+    "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.is_autocast_cache_enabled()": torch.is_autocast_cache_enabled,
+    "torch.backends.cuda.matmul.fp32_precision": functools.partial(_fp32_precision, "cuda", "matmul"),
+    "torch.backends.cudnn.conv.fp32_precision": functools.partial(_fp32_precision, "cuda", "conv"),
+    "torch.backends.cudnn.rnn.fp32_precision": functools.partial(_fp32_precision, "cuda", "rnn"),
+    # How many of these contexts are entered. Within one, a parametrization is computed once for all its uses.
+    "torch.nn.utils.parametrize.cached()": functools.partial(getattr, parametrize, "_cache_enabled"),
+    "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,
+    "torch.backends.opt_einsum.enabled": private(torch.backends.opt_einsum, "_get_enabled"),
+    "torch.backends.opt_einsum.strategy": private(torch.backends.opt_einsum, "_get_strategy"),
+    **{name: private(torch._C, binding) for name, binding in _BINDINGS.items()},
+    **{name: read for name, read in _optional.items() if read is not None},
+}
+
 
 def _number_of(kind: type) -> Callable[[Any], int]:
     """Return what reads the number of an enum of this class: the function of C below its `value`, if it is pybind's."""
@@ -93,7 +88,6 @@ def _number_of(kind: type) -> Callable[[Any], int]:
     return value.fget if isinstance(value, property) and value.fget is not None else int
 
 
-_read_settings = _settings()
 SETTINGS: tuple[str, ...] = tuple(_read_settings)
 # Every call of a step looks at them all. To compare the enums of torch's C++ code takes longer than to read all other
 # settings, so a caller compares their numbers. `int` looks up by name what the second function does.

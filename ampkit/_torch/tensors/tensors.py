@@ -24,17 +24,13 @@ foreach_copy_: Callable[..., None] = private(torch, "_foreach_copy_")
 foreach_maximum_: Callable[..., None] = private(torch, "_foreach_maximum_")  # the larger of two numbers each
 
 private(Tensor, "_version")
-_version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-
-
-def version(tensor: Tensor) -> int:
-    """Return a counter that rises whenever the tensor is changed in place. A replayed graph does not raise it."""
-    return int(private(tensor, "_version"))
+# version(tensor): a counter that rises whenever the tensor is changed in place. A replayed graph does not raise it.
+version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return the `version` of each tensor, at less cost: no Python code runs for each of them."""
-    return list(map(_version_of, tensors))
+    return list(map(version, tensors))
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
@@ -104,19 +100,18 @@ def is_wrapper(tensor: Tensor) -> bool:
     return handler is not private(torch.Tensor, "__torch_dispatch__")
 
 
-def _untracked_keys() -> Any:
-    """Return the keys of the kernels that have autograd and version counters follow a view."""
-    kinds = private(torch._C, "DispatchKey")
-    found = private(torch._C, "DispatchKeySet")(private(kinds, "ADInplaceOrView"))
-    for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther"):
-        found |= private(torch._C, "DispatchKeySet")(private(kinds, key))
-    return found
-
-
+# The keys of the kernels that have autograd and version counters follow a view.
+_UNTRACKED = functools.reduce(
+    operator.or_,
+    (
+        private(torch._C, "DispatchKeySet")(private(private(torch._C, "DispatchKey"), name))
+        for name in ("ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradOther")
+    ),
+)
 # untracked(): a context in which a view of a tensor is a tensor of its own in the same memory, as from `.data`. It has
 # a version counter of its own, and autograd does not take it for a view. To be used for views alone.
 untracked: Callable[[], AbstractContextManager[None]] = functools.partial(
-    private(torch._C, "_ExcludeDispatchKeyGuard"), _untracked_keys()
+    private(torch._C, "_ExcludeDispatchKeyGuard"), _UNTRACKED
 )
 
 # torch.optim.swa_utils groups tensors by the first, and uses foreach kernels on the device types that the second lists.
@@ -131,9 +126,9 @@ def is_same_generator(left: torch.Generator, right: torch.Generator) -> bool:
     return bool(private(left, "_cdata") == private(right, "_cdata"))
 
 
-def use_count(tensor: Tensor) -> int:
-    """Return how many references to this tensor C++ counts. All references of Python are one."""
-    return int(private(tensor, "_use_count")())
+private(Tensor, "_use_count")
+# use_count(tensor): how many references to this tensor C++ counts. All references of Python are one.
+use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
 
 
 def shares_storage_with_none(tensor: Tensor) -> bool:

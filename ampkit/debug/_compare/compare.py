@@ -11,7 +11,7 @@ from torch import nn
 from ..._arguments import check_callable, check_instance, read_all, real_number, wrong
 from .comparison import ComparedTensor, Comparison
 from .distance import distance
-from .recording import HostCopy, TensorId, record_run
+from .recording import record_run
 from .saved_state import SavedState
 
 
@@ -91,19 +91,18 @@ def compare(
         start.restore()
         raise
     a, b = runs
+    rows = []
+    for which in (which for which in a if which in b):
+        (of_a, device), (of_b, _) = a[which], b[which]
+        equal, db, ulp = False, -math.inf, math.inf
+        if of_a.shape == of_b.shape:
+            # On the device of run a: the host would take long over large ones.
+            equal, db, ulp = distance(of_a.to(device), of_b.to(device))
+        shapes, dtypes = (tuple(of_a.shape), tuple(of_b.shape)), (of_a.dtype, of_b.dtype)
+        rows.append(ComparedTensor(which.path, which.direction, which.call, shapes, dtypes, db, ulp, equal))
     return Comparison(
-        rows=tuple(_compared(which, a[which], b[which]) for which in a if which in b),
+        rows=tuple(rows),
         only_a=tuple(str(which) for which in a if which not in b),
         only_b=tuple(str(which) for which in b if which not in a),
         min_db=min_db,
     )
-
-
-def _compared(which: TensorId, a: HostCopy, b: HostCopy) -> ComparedTensor:
-    equal, db, ulp = False, -math.inf, math.inf
-    if a.tensor.shape == b.tensor.shape:
-        # On the device of run a: the host would take long over large ones.
-        equal, db, ulp = distance(a.tensor.to(a.device), b.tensor.to(a.device))
-    shapes = tuple(a.tensor.shape), tuple(b.tensor.shape)
-    dtypes = a.tensor.dtype, b.tensor.dtype
-    return ComparedTensor(which.path, which.direction, which.call, shapes, dtypes, db, ulp, equal)

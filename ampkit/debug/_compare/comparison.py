@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -99,9 +98,6 @@ class Comparison:
             return not row.equal
         return row.db < self.min_db
 
-    def __str__(self) -> str:
-        return self.table()
-
     def table(self, all: bool = False) -> str:
         """Return the table.
 
@@ -118,30 +114,30 @@ class Comparison:
         if first is not None:
             differ = sum(map(self._differs, self.rows))
             head = f"{differ} of {len(self.rows)} tensors are not equal {threshold}. The first is {first}"
-        lines = [head, *self._only_in_one_run()]
-        if rows:
-            cells = [_COLUMNS, *(_cells(row, row is first) for row in rows)]
-            width = shutil.get_terminal_size(_WITHOUT_TERMINAL).columns
-            lines += ["", *grid(cells, texts=6, width=width, shrink=[(_WHERE, _LEAST_WHERE)])]
-        if len(rows) < len(self.rows):
-            lines.append(f"... {len(self.rows) - len(rows)} more rows; .table(all=True) shows all")
-        return "\n".join(lines)
-
-    def _only_in_one_run(self) -> Iterator[str]:
+        lines = [head]
         for run, names in (("a", self.only_a), ("b", self.only_b)):
             hooked = [name for name in names if name.endswith(_SEEN_BY_HOOKS)]
             others = [name for name in names if not name.endswith(_SEEN_BY_HOOKS)]
             for some, why in ((hooked, " (replayed graphs and compiled code call no hooks)"), (others, "")):
                 if some:
                     tensors, more = "tensors" if len(some) > 1 else "tensor", "; ..." if len(some) > _NAMED else ""
-                    yield f"{len(some)} {tensors} only in run {run}{why}: {'; '.join(some[:_NAMED])}{more}"
+                    named = "; ".join(some[:_NAMED])
+                    lines.append(f"{len(some)} {tensors} only in run {run}{why}: {named}{more}")
+        if rows:
+            cells: list[tuple[str, ...]] = [_COLUMNS]
+            for row in rows:
+                numbers = ("equal", "") if row.equal else (f"{row.db:.1f}", f"{row.ulp:.3g}")
+                shape = "x".join(map(str, row.shapes[0])) or "()"
+                mark, dtypes = ">" if row is first else "", map(dtype_name, row.dtypes)
+                cells.append((mark, row.where, row.direction, shape, *dtypes, *numbers))
+            width = shutil.get_terminal_size(_WITHOUT_TERMINAL).columns
+            lines += ["", *grid(cells, texts=6, width=width, shrink=[(_WHERE, _LEAST_WHERE)])]
+        if len(rows) < len(self.rows):
+            lines.append(f"... {len(self.rows) - len(rows)} more rows; .table(all=True) shows all")
+        return "\n".join(lines)
+
+    __str__ = table
 
 
 def _worst_first(row: ComparedTensor) -> tuple[float, float]:
     return row.db, -row.ulp
-
-
-def _cells(row: ComparedTensor, is_first: bool) -> tuple[str, ...]:
-    numbers = ("equal", "") if row.equal else (f"{row.db:.1f}", f"{row.ulp:.3g}")
-    shape = "x".join(map(str, row.shapes[0])) or "()"
-    return (">" if is_first else "", row.where, row.direction, shape, *map(dtype_name, row.dtypes), *numbers)

@@ -15,30 +15,19 @@ def distance(a: Tensor, b: Tensor) -> tuple[bool, float, float]:
         a: any tensor.
         b: a tensor of the same shape on the same device.
     """
-    a, b = _dense_and_real(a), _dense_and_real(b)
-    if a.dtype is b.dtype and torch.equal(_bytes(a), _bytes(b)):  # sync
+    a, b = (each if each.layout is torch.strided else each.to_dense() for each in (a, b))
+    a, b = (torch.view_as_real(each) if each.is_complex() else each for each in (a, b))
+    same_dtype = a.dtype is b.dtype
+    if same_dtype and torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b))):  # sync
         return True, math.inf, 0.0
-    return False, *_sqnr_and_ulp(a, b)
-
-
-def _dense_and_real(tensor: Tensor) -> Tensor:
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return torch.view_as_real(dense) if dense.is_complex() else dense
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _sqnr_and_ulp(a: Tensor, b: Tensor) -> tuple[float, float]:
     if not a.numel():
-        return math.inf, 0.0
+        return False, math.inf, 0.0
     dtype = coarser(a.dtype, b.dtype)
     a, b = a.double(), b.double()
     finite = a.isfinite() & b.isfinite()
     same = (a == b) | (a.isnan() & b.isnan())
     if bool((~finite & ~same).any()):  # sync
-        return -math.inf, math.inf
+        return False, -math.inf, math.inf
     a, b = a.where(finite, 0.0), b.where(finite, 0.0)
     ulp = _ulp(torch.maximum(a.abs(), b.abs()), dtype)
     error, unit = a - b, 1.0
@@ -46,7 +35,7 @@ def _sqnr_and_ulp(a: Tensor, b: Tensor) -> tuple[float, float]:
         error, unit = a / 2 - b / 2, 0.5
     ulps = (error.abs() / ulp).max().item() / unit  # sync
     noise = _decibels(error)
-    return (math.inf if noise == -math.inf else _decibels(a * unit) - noise), ulps
+    return False, math.inf if noise == -math.inf else _decibels(a * unit) - noise, ulps
 
 
 def _decibels(values: Tensor) -> float:

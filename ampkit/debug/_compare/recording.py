@@ -78,8 +78,14 @@ class OutputHooks:
     @contextmanager
     def on(self, model: nn.Module | None) -> Iterator[None]:
         """Context in which the hooks are on the modules of `model`."""
+        modules: dict[str, nn.Module] = {}  # by paths without wrappers; where a module is wrapped, it is the wrapper
+        if model is not None:
+            wrapped = _wrapped_paths(model)
+            for path, module in model.named_modules():
+                if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
+                    modules.setdefault(_without_wrappers(path, wrapped), module)
         with ExitStack() as self._handles:
-            for path, module in () if model is None else _modules_by_path(model).items():
+            for path, module in modules.items():
                 self._handles.callback(module.register_forward_hook(partial(self._on_output, path)).remove)
             yield
 
@@ -107,15 +113,6 @@ class OutputHooks:
         if number is None or self._last is None or self._last[0] is not tensor or self._last[1] != number:
             self._last = (tensor, number, tensor.detach().clone())
         self.tensors[which] = self._last[2]
-
-
-def _modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by their paths without wrappers. Where a module is wrapped, it is the wrapper."""
-    wrapped, found = _wrapped_paths(model), dict[str, nn.Module]()
-    for path, module in model.named_modules():
-        if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
-            found.setdefault(_without_wrappers(path, wrapped), module)
-    return found
 
 
 def _wrapped_paths(model: nn.Module, prefix: str = "") -> set[str]:

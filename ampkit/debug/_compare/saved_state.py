@@ -40,7 +40,13 @@ class SavedState:
         groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
         self._groups = [(group, {key: _restorer(group[key]) for key in group if key != "params"}) for group in groups]
         others = [part for part in parts if not isinstance(part, (nn.Module, torch.optim.Optimizer))]
-        self._state_dicts = [(part, _copied_state_dict(part)) for part in others]
+        for part in others:
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise ValueError(
+                    f"compare(state=[{type(part).__name__}]): expected modules, optimizers, and objects with "
+                    "state_dict and load_state_dict, such as a gradient scaler or a scheduler."
+                )
+        self._state_dicts = [(part, copy.deepcopy(part.state_dict())) for part in others]
         self._random = list(_random_states(generators))
 
     @torch.no_grad()
@@ -69,15 +75,6 @@ class SavedState:
             part.load_state_dict(copy.deepcopy(saved))
         for set_state, saved in self._random:
             set_state(saved)
-
-
-def _copied_state_dict(part: Any) -> Any:
-    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-        raise ValueError(
-            f"compare(state=[{type(part).__name__}]): expected modules, optimizers, and objects with state_dict and "
-            "load_state_dict, such as a gradient scaler or a scheduler."
-        )
-    return copy.deepcopy(part.state_dict())
 
 
 def _restorer(value: Any) -> Callable[[], Any]:

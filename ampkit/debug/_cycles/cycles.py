@@ -90,10 +90,7 @@ class Cycles:
             gc.set_debug(flags)
             if enabled:
                 gc.enable()
-        self._report(described)
-
-    def _report(self, described: Sequence["_DescribedCycle"]) -> None:
-        """Report the cycles whose tensors were freed now. A tensor that lives on has another owner."""
+        # The cycles whose tensors were freed now. A tensor that lives on has another owner.
         freed = {ref: size for cycle in described for ref, size in cycle.storages.items() if ref.expired()}
         self.bytes = sum(freed.values())
         self.tensors = len(freed)
@@ -229,7 +226,12 @@ def _described(
         tensors: those that keep memory alive.
     """
     kept = sorted(_reachable(edges, objects) & tensors.keys(), key=lambda i: -sum(tensors[i].values()))
-    cycle = _shortest_cycle(garbage, edges, objects, kept[0])
+    # The shortest cycle through the object that is nearest to a tensor. It begins with one that has a name, if it can.
+    nearest = _path(edges, objects, kept[0])[0]
+    onward = [i for i in edges[nearest] if i in objects]
+    cycle = [nearest, *_path(edges, onward, nearest, objects)[:-1]]
+    first = next((n for n, i in enumerate(cycle) if type(garbage[i]) not in UNNAMED_TYPES), 0)
+    cycle = cycle[first:] + cycle[:first]
     starts = [i for i in cycle if type(garbage[i]) not in UNNAMED_TYPES] or cycle
     paths = {i: [garbage[j] for j in _path(edges, starts, i)] for i in kept[:_CANDIDATES]}
     things = [garbage[i] for i in cycle]
@@ -240,18 +242,6 @@ def _described(
         advice=next((text for kind, text in _ADVICE.items() if kind in map(type, things)), _OTHER_ADVICE),
         storages={ref: size for i in kept for ref, size in tensors[i].items()},
     )
-
-
-def _shortest_cycle(garbage: Sequence[object], edges: _Edges, objects: set[int], tensor: int) -> list[int]:
-    """Return the shortest cycle through the object that is nearest to a tensor, of objects that can reach each other.
-
-    It begins with an object that has a name, if there is one.
-    """
-    nearest = _path(edges, objects, tensor)[0]
-    onward = [i for i in edges[nearest] if i in objects]
-    cycle = [nearest, *_path(edges, onward, nearest, objects)[:-1]]
-    first = next((n for n, i in enumerate(cycle) if type(garbage[i]) not in UNNAMED_TYPES), 0)
-    return cycle[first:] + cycle[:first]
 
 
 # ---------------------------------------------------------------------------------------------------- graph algorithms
@@ -296,20 +286,8 @@ def _strongly_connected(edges: _Edges, objects: set[int]) -> list[set[int]]:
 
     Kosaraju's algorithm, without recursion: garbage can be a chain of a million objects.
     """
-    back, left, found = _reversed(edges), set(objects), []
-    for i in reversed(_finished(edges, objects)):
-        if i in left:
-            component = _reachable(back, [i], left)
-            left -= component
-            if len(component) > 1 or i in edges[i]:
-                found.append(component)
-    return found
-
-
-def _finished(edges: _Edges, objects: set[int]) -> list[int]:
-    """Return the objects in the order in which a depth-first search leaves them."""
     seen: set[int] = set()
-    order = []
+    order = []  # that in which a depth-first search leaves the objects
     for root in objects:
         calls = [] if root in seen else [(root, iter(edges[root]))]
         seen.add(root)
@@ -320,4 +298,11 @@ def _finished(edges: _Edges, objects: set[int]) -> list[int]:
             else:
                 seen.add(new)
                 calls.append((new, iter(edges[new])))
-    return order
+    back, left, found = _reversed(edges), set(objects), []
+    for i in reversed(order):
+        if i in left:
+            component = _reachable(back, [i], left)
+            left -= component
+            if len(component) > 1 or i in edges[i]:
+                found.append(component)
+    return found

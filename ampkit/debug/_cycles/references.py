@@ -39,24 +39,20 @@ def chain(path: Sequence[object]) -> str:
     """Return the names of the objects of a path, each with the name of its reference to the next."""
     names, i = [], 0
     while i < len(path) - 1:
-        label, length = _reference(path[i], path[i + 1 : i + 1 + _MOST_OBJECTS])
+        following = path[i + 1 : i + 1 + _MOST_OBJECTS]
+        fitting = [
+            (len(things), label)
+            for label, things in _references(path[i])
+            if len(things) <= len(following) and all(a is b for a, b in zip(things, following, strict=False))
+        ]
+        # The reference that covers the most of the following objects.
+        length, label = max(fitting, key=lambda found: found[0], default=(1, " (no name)"))
         names.append(_name(path[i]) + label)
         i += length
     names.append(_name(path[-1]))
     if len(names) > _SHOWN:
         names[_SHOWN // 2 : -_SHOWN // 2] = [f"({len(names) - _SHOWN} more)"]
     return " -> ".join(names)
-
-
-def _reference(holder: object, following: Sequence[object]) -> tuple[str, int]:
-    """Return the name of the reference that covers the most of the following objects, and how many it covers."""
-    fitting = [
-        (len(things), label)
-        for label, things in _references(holder)
-        if len(things) <= len(following) and all(a is b for a, b in zip(things, following, strict=False))
-    ]
-    length, label = max(fitting, key=lambda found: found[0], default=(1, " (no name)"))
-    return label, length
 
 
 def _references(holder: object) -> Iterator[_Reference]:

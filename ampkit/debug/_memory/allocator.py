@@ -98,8 +98,12 @@ class CachingAllocator(Allocator):
             return 0
         size = _whole(size, BLOCK)
         small = size <= SMALL
-        block = self._best_fit(size, small)
-        if block is None:
+        sizes = self._free_sizes[small]
+        i = bisect_left(sizes, (size, 0))  # of several that are as large, the one at the lowest address
+        if i < len(sizes):
+            block = self._free_blocks[sizes[i][1]]
+            self._remove_free(block)
+        else:
             segment = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT if size < _MEDIUM else _whole(size, _ROUND)
             block = _MemoryBlock(self.reserved, segment, small)
             self.reserved += segment
@@ -134,16 +138,6 @@ class CachingAllocator(Allocator):
             return 0
         self._with_workspace.add(in_backward)
         return self.allocate(-1 - in_backward, cublas_workspace())  # no storage has a negative key
-
-    def _best_fit(self, size: int, small: bool) -> _MemoryBlock | None:
-        """Return the smallest free block that is large enough, at the lowest address if there are several."""
-        sizes = self._free_sizes[small]
-        i = bisect_left(sizes, (size, 0))
-        if i == len(sizes):
-            return None
-        block = self._free_blocks[sizes[i][1]]
-        self._remove_free(block)
-        return block
 
     def _add_free(self, block: _MemoryBlock) -> None:
         block.free = True

@@ -110,7 +110,10 @@ class _PythonEngine:
         accumulate_grad: bool = True,
     ) -> tuple[Tensor | None, ...]:
         """Do what the engine does with these arguments: see torch.autograd.backward and torch.autograd.grad."""
-        roots, wanted = [*map(_edge, outputs)], [*map(_edge, inputs)]
+        roots, wanted = (
+            [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in given]
+            for given in (outputs, inputs)
+        )
         task = _GraphTask(roots, wanted if inputs else None, accumulate_grad)
         for edge, grad in zip(roots, grads, strict=True):
             task.add(edge.node, edge.output_nr, _fitted(grad, input_metadata(edge.node)[edge.output_nr]))
@@ -118,7 +121,7 @@ class _PythonEngine:
         try:
             with graph_task():
                 with torch.set_grad_enabled(create_graph):
-                    self._run_nodes(task, _keep if keep_graph else self._release)
+                    self._run_nodes(task, (lambda node: None) if keep_graph else self._release)
                 for callback in self._callbacks[-1]:  # one may queue others
                     callback()
         finally:
@@ -165,7 +168,12 @@ class _GraphTask:
         self._accumulates = accumulates
         self.results: list[Tensor | None] = [] if accumulates else [None] * len(self._wanted)
         nodes = list(graph_nodes(roots))
-        self._needed = set(nodes) if wanted is None else _leading_to(nodes, {edge.node for edge in wanted})
+        self._needed = set(nodes)
+        if wanted is not None:  # the nodes from which a backward pass gets to one of those, and these
+            self._needed = {edge.node for edge in wanted}
+            for node in sorted(nodes, key=sequence_number):  # a node leads only to nodes that were made before it
+                if any(following in self._needed for following, _ in node.next_functions):
+                    self._needed.add(node)
         self._dependencies = Counter(  # how many nodes have yet to send a gradient to a node
             following for node in nodes if node in self._needed for following, _ in node.next_functions
         )
@@ -221,23 +229,6 @@ class _GraphTask:
                 if not self._dependencies[following]:
                     self._push(following)
             del grad
-
-
-def _keep(node: Any) -> None:
-    """Leave what a node has saved to a later backward."""
-
-
-def _edge(tensor: Tensor | GradientEdge) -> GradientEdge:
-    return get_gradient_edge(tensor) if isinstance(tensor, Tensor) else tensor
-
-
-def _leading_to(nodes: list[Any], ends: set[Any]) -> set[Any]:
-    """Return the nodes from which a backward pass gets to one of the ends, and the ends themselves."""
-    needed = set(ends)
-    for node in sorted(nodes, key=sequence_number):  # a node leads only to nodes that were made before it
-        if any(following in needed for following, _ in node.next_functions):
-            needed.add(node)
-    return needed
 
 
 def _call_output_hooks(node: Any, arrived: list[Tensor | None]) -> None:

@@ -98,7 +98,9 @@ class MemoryTracker(TorchDispatchMode):
             entered.enter_context(without_compiled_code())
             note_autocast_of_fast_paths(entered.enter_context(Undo()))
             for name, module in () if self._model is None else self._model.named_modules():
-                before = module.register_forward_pre_hook(partial(self._enter_module, name), prepend=True)
+                before = module.register_forward_pre_hook(
+                    lambda *_, name=name: self._modules.append(name), prepend=True
+                )
                 after = module.register_forward_hook(partial(self._leave_module, name), always_call=True)
                 entered.callback(before.remove)
                 entered.callback(after.remove)
@@ -139,9 +141,6 @@ class MemoryTracker(TorchDispatchMode):
 
     # -------------------------------------------------------------------------------------------------------- hooks
 
-    def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
-        self._modules.append(name)
-
     def _leave_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         while self._modules and self._modules.pop() != name:
             pass  # the hook of an inner module did not run: it raised, and the error was caught
@@ -158,7 +157,8 @@ class MemoryTracker(TorchDispatchMode):
             return args, {**kwargs, "closure": self._with_phases(closure)}
         if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer
             return (args[0], self._with_phases(args[1]), *args[2:]), kwargs
-        self._begin_update()
+        self._categorize_state()
+        self._begin_phase("optimizer")
         return None
 
     def _with_phases(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -175,14 +175,11 @@ class MemoryTracker(TorchDispatchMode):
             self._in_optimizer = False
             result = closure()
             self._in_optimizer = True
-            self._begin_update()
+            self._categorize_state()
+            self._begin_phase("optimizer")
             return result
 
         return closure_with_phases
-
-    def _begin_update(self) -> None:
-        self._categorize_state()
-        self._begin_phase("optimizer")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._in_optimizer = False
@@ -248,7 +245,9 @@ class MemoryTracker(TorchDispatchMode):
             self._update_size(tensor)
         self._follow_gathered()
         for tensor in buffers_of_collective(func, args, kwargs, in_backward):
-            self._categorize_buffer(tensor)
+            if (key := self._storage_key(tensor)) in self._allocations:
+                buffer, _ = self._allocations[key]
+                buffer.category = buffer.category or "temporary"
         if node is not None and node.name() == ACCUMULATE_GRAD:
             self._categorize_gradient(node, result)
         return result
@@ -327,12 +326,6 @@ class MemoryTracker(TorchDispatchMode):
                 allocation.category = "temporary" if self._shards.is_whole(node.variable) else "gradient"
                 allocation.module = self._module_of_param.get(id(node.variable), allocation.module)
 
-    def _categorize_buffer(self, tensor: Tensor) -> None:
-        """Make what parameters are gathered in, or gradients reduced, temporary unless it has a category."""
-        if (key := self._storage_key(tensor)) in self._allocations:
-            allocation, _ = self._allocations[key]
-            allocation.category = allocation.category or "temporary"
-
     def _categorize(self, tensor: Tensor, category: str, module: str = "") -> None:
         """Give a storage a category. One that is new to the tracker was there before."""
         key = self._storage_key(tensor)
@@ -342,7 +335,7 @@ class MemoryTracker(TorchDispatchMode):
             allocation, _ = self._allocations[key]
             if category != "input" and allocation.category != "parameter":
                 allocation.category, allocation.module = category, module or allocation.module
-        elif not self._in_pool(tensor):
+        elif self._untracked is None or not self._untracked.in_pool(tensor):
             allocation = self._track(key, tensor, Allocation(0, "", module, category=category))
             self._timeline.add_existing(allocation, self._allocator.allocate(key, allocation.requested))
 
@@ -356,13 +349,12 @@ class MemoryTracker(TorchDispatchMode):
         # The weak reference that `_track` takes makes a storage keep its Python object, and so this id.
         return 0 if storage is None else id(storage)
 
-    def _in_pool(self, tensor: Tensor) -> bool:
-        return self._untracked is not None and self._untracked.in_pool(tensor)
-
     def _add_new(self, tensor: Tensor, module: str, line: str, is_forward: bool) -> Allocation | None:
         """Record a storage that an operation has made; return None if it is known, or not to be recorded."""
         key = self._storage_key(tensor)
-        if not key or key in self._allocations or self._in_pool(tensor):
+        if not key or key in self._allocations:
+            return None
+        if self._untracked is not None and self._untracked.in_pool(tensor):
             return None
         if is_forward:
             self._begin_phase("forward")

@@ -105,7 +105,14 @@ def forecast(
         )
     check_at_least("debug.forecast", "steps", steps, 1, "the number of steps that are run")
     check_instance("debug.forecast", "label", label, str, "a string")
-    _check_step_arguments(optimizer)
+    _, *step_args = inspect.signature(type(optimizer).step).parameters.values()
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = [arg.name for arg in step_args if arg.default is arg.empty and arg.kind not in variable]
+    if required:  # such as the closure of LBFGS
+        raise ValueError(
+            f"debug.forecast: {type(optimizer).__name__}.step needs {', '.join(required)}, and the forecast calls "
+            "optimizer.step(). Forecast with another optimizer, or record a real step: debug.memory(train_step, ...)."
+        )
     policy = read_policy("debug.forecast", policy)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
@@ -170,20 +177,18 @@ class _FakeStep:
         with without_engine(tracker.at_node), tracker:
             for _ in range(steps):
                 tracker.begin_step()
-                self._run(tracker)
+                self._optimizer.zero_grad()
+                args, kwargs = self._batch
+                with nullcontext() if self._policy is None else self._policy.autocast(self._device):
+                    loss = self._loss_fn(self._model, *args, **kwargs)
+                loss = loss[0] if isinstance(loss, tuple) else loss
+                if self._policy is not None and self._policy.needs_scaling:
+                    loss = loss * torch.ones((), device=loss.device)  # the loss scale
+                loss.backward()
+                with _FakeOptimizerStep(tracker):
+                    self._optimizer.step()
+                del loss
         return tracker.profile(label, forecast=True)
-
-    def _run(self, tracker: MemoryTracker) -> None:
-        self._optimizer.zero_grad()
-        args, kwargs = self._batch
-        with nullcontext() if self._policy is None else self._policy.autocast(self._device):
-            loss = self._loss_fn(self._model, *args, **kwargs)
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        if self._policy is not None and self._policy.needs_scaling:
-            loss = loss * torch.ones((), device=loss.device)  # the loss scale
-        loss.backward()
-        with _FakeOptimizerStep(tracker):
-            self._optimizer.step()
 
 
 class _FakeOptimizerStep(TorchDispatchMode):
@@ -241,18 +246,6 @@ def _attribute_of(optimizer: torch.optim.Optimizer, name: str, value: Any, copie
             f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
             "Forecast with an optimizer without it."
         ) from error
-
-
-def _check_step_arguments(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step needs an argument, such as the closure of LBFGS."""
-    _, *args = inspect.signature(type(optimizer).step).parameters.values()
-    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    required = [arg.name for arg in args if arg.default is arg.empty and arg.kind not in variable]
-    if required:
-        raise ValueError(
-            f"debug.forecast: {type(optimizer).__name__}.step needs {', '.join(required)}, and the forecast calls "
-            "optimizer.step(). Forecast with another optimizer, or record a real step: debug.memory(train_step, ...)."
-        )
 
 
 def _group_of(

@@ -10,7 +10,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,12 @@ def on_oom(
             yield
         except Exception as error:
             if _is_oom(error):
-                _leave_note(error, _write_report(Path(folder), error, profile))
+                note = _write_report(Path(folder), error, profile)
+                if (add_note := getattr(error, "add_note", None)) is not None:
+                    add_note(note)
+                else:  # Python 3.10 has none
+                    message, *others = error.args or ("",)
+                    error.args = (f"{message}\n{note}", *others)
             raise
 
 
@@ -145,15 +151,6 @@ def _is_oom(error: BaseException | None) -> bool:
     return False
 
 
-def _leave_note(error: BaseException, note: str) -> None:
-    add_note = getattr(error, "add_note", None)  # Python 3.10 has none
-    if add_note is not None:
-        add_note(note)
-    else:
-        message, *others = error.args or ("",)
-        error.args = (f"{message}\n{note}", *others)
-
-
 # ---------------------------------------------------------------------------------------------------------- the report
 
 
@@ -172,12 +169,12 @@ def _write_report(folder: Path, error: BaseException, profile: MemoryProfile | R
     return note
 
 
+@dataclass
 class _OomReport:
     """A folder that is written part by part. A part that fails does not stop the others."""
 
-    def __init__(self) -> None:
-        self.path: Path | None = None
-        self.missing: list[str] = []
+    path: Path | None = None
+    missing: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -214,22 +211,18 @@ def _write_parts(report: _OomReport, error: BaseException, profile: MemoryProfil
             assert report.path is not None
             memory_page(known, path=report.path / "memory.html")
     with report.part("summary.txt"):
-        report.write("summary.txt", _summary(error, sections, report.missing))
-
-
-def _summary(error: BaseException, sections: Mapping[str, str], missing: Sequence[str]) -> str:
-    head = {
-        "error": "".join(traceback.format_exception_only(type(error), error)).strip(),
-        "line": user_line(error) or "none of the user's",
-        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "process": f"rank {_rank()}, process {os.getpid()} on {platform.node()}",
-        "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
-        "command": " ".join(sys.argv),
-        "missing": "; ".join(missing) or "nothing",
-    }
-    parts = ["\n".join(f"{name}: {text}" for name, text in head.items())]
-    parts += [f"{title}\n{'-' * len(title)}\n{text}" for title, text in sections.items()]
-    return "\n\n".join(parts) + "\n"
+        head = {
+            "error": "".join(traceback.format_exception_only(type(error), error)).strip(),
+            "line": user_line(error) or "none of the user's",
+            "when": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "process": f"rank {_rank()}, process {os.getpid()} on {platform.node()}",
+            "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
+            "command": " ".join(sys.argv),
+            "missing": "; ".join(report.missing) or "nothing",
+        }
+        parts = ["\n".join(f"{name}: {text}" for name, text in head.items())]
+        parts += [f"{title}\n{'-' * len(title)}\n{text}" for title, text in sections.items()]
+        report.write("summary.txt", "\n\n".join(parts) + "\n")
 
 
 def _cuda_summary() -> str:
@@ -280,7 +273,11 @@ def _block_table(taken: Mapping[str, Any]) -> str:
     for segment in taken["segments"]:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                key = segment.get("device", 0), _line(block.get("frames", ()))
+                frames = block.get("frames", ())
+                users = (frame for frame in frames if not frame["filename"].startswith((*NOT_THE_USERS, "<", "??")))
+                lines = (f"{frame['filename']}:{frame['line']} in {frame['name']}" for frame in users)
+                line = next(lines, "by torch alone" if frames else "from before the history began")
+                key = segment.get("device", 0), line
                 sizes[key] += block["size"]
                 counts[key] += 1
     rows = [
@@ -290,11 +287,3 @@ def _block_table(taken: Mapping[str, Any]) -> str:
     if len(sizes) > len(rows):
         rows.append(f"... {len(sizes) - len(rows)} more lines")
     return "\n".join([*rows, f"{mib(sum(sizes.values())):>8} MiB in all"])
-
-
-def _line(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Return the innermost line of a block's stack that is neither in torch nor in ampkit."""
-    for frame in frames:
-        if not frame["filename"].startswith((*NOT_THE_USERS, "<", "??")):
-            return f"{frame['filename']}:{frame['line']} in {frame['name']}"
-    return "by torch alone" if frames else "from before the history began"

@@ -54,9 +54,16 @@ def memory_page(profile: MemoryProfile, *others: MemoryProfile, path: str | os.P
 def _figure(plotted: PlottedProfile, axis: ByteAxis) -> str:
     """Return the timeline of one profile, the table of what is alive under the pointer, and the data of its script."""
     xs = [round(_x(plotted, x), 2) for x in plotted.x]
+    when = []  # the time of each event, with the step and the phase that it belongs to
+    for event, x in zip(plotted.events, plotted.x, strict=True):
+        begun = [mark for mark in plotted.profile.marks if mark.at <= event]
+        step = next((mark for mark in reversed(begun) if mark.name.startswith("step ")), None)
+        phase = begun[-1] if begun and begun[-1] is not step else None
+        time = f"event {event}" if plotted.profile.forecast else f"{x:.3f} ms"
+        when.append(", ".join([time, *(mark.name for mark in (step, phase) if mark)]))
     data = {
         "x": xs,
-        "when": [_when(plotted, i, x) for i, x in zip(plotted.events, plotted.x, strict=True)],
+        "when": when,
         "series": [plotted.series[category] for category in axis.categories],
         "peak": plotted.events.index(plotted.peak_at),
     }
@@ -77,15 +84,6 @@ def _title(plotted: PlottedProfile) -> str:
     return html.escape(profile_title(plotted.profile))
 
 
-def _when(plotted: PlottedProfile, event: int, x: float) -> str:
-    """Return the time of an event, with the step and the phase that it belongs to."""
-    begun = [mark for mark in plotted.profile.marks if mark.at <= event]
-    step = next((mark for mark in reversed(begun) if mark.name.startswith("step ")), None)
-    phase = begun[-1] if begun and begun[-1] is not step else None
-    time = f"event {event}" if plotted.profile.forecast else f"{x:.3f} ms"
-    return ", ".join([time, *(mark.name for mark in (step, phase) if mark)])
-
-
 def _x(plotted: PlottedProfile, x: float) -> float:
     """Return where in the SVG a value of the x axis is."""
     return _LEFT + (x - plotted.x[0]) / ((plotted.x[-1] - plotted.x[0]) or 1) * (_WIDTH - _LEFT - _RIGHT)
@@ -97,27 +95,30 @@ def _y(axis: ByteAxis, size: float) -> float:
 
 
 def _svg(plotted: PlottedProfile, axis: ByteAxis, xs: Sequence[float]) -> str:
-    parts = [*_grid(plotted, axis), *_areas(plotted, axis, xs)]
+    parts = list(_grid(plotted, axis))
+    below = [0] * len(xs)
+    for category in axis.categories:  # an area for each, stacked
+        above = [low + value for low, value in zip(below, plotted.series[category], strict=True)]
+        outline = _corners(axis, xs, above) + _corners(axis, xs, below)[::-1]
+        points = " ".join(f"{x:g},{y:.1f}" for x, y in outline)
+        parts.append(f'<polygon fill="{COLOURS[category]}" points="{points}"><title>{category}</title></polygon>')
+        below = above
     for mark in plotted.marks:
         x, kind = _x(plotted, mark.x), "step" if mark.is_step else "phase"
         parts.append(f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
         y = _TOP - (20 if mark.is_step else 5)  # steps in a row of labels above that of phases
         parts.append(f'<text class="{kind}" x="{x:.1f}" y="{y}">{html.escape(mark.label)}</text>')
-    parts += _peak(plotted, axis)
+    right, height = _WIDTH - _RIGHT, _y(axis, plotted.peak)
+    x = _x(plotted, plotted.peak_x)
+    label_left = x > _WIDTH / 2  # of the dot, where there is more room
+    anchor = f'y="{height - 7:.1f}" text-anchor="{"end" if label_left else "start"}"'
+    parts.append(f'<line class="phase" x1="{_LEFT}" x2="{right}" y1="{height:.1f}" y2="{height:.1f}"/>')
+    parts.append(f'<circle cx="{x:.1f}" cy="{height:.1f}" r="4"/>')
+    text = f"peak {size_text(plotted.peak)}"
+    parts.append(f'<text class="peak" x="{x + (-8 if label_left else 8):.1f}" {anchor}>{text}</text>')
     parts.append(f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
     label = f"{_title(plotted)}: bytes alive by category, peak {size_text(plotted.peak)}"
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def _areas(plotted: PlottedProfile, axis: ByteAxis, xs: Sequence[float]) -> Iterator[str]:
-    """Yield an area for each category, stacked."""
-    below = [0] * len(xs)
-    for category in axis.categories:
-        above = [low + value for low, value in zip(below, plotted.series[category], strict=True)]
-        outline = _corners(axis, xs, above) + _corners(axis, xs, below)[::-1]
-        points = " ".join(f"{x:g},{y:.1f}" for x, y in outline)
-        yield f'<polygon fill="{COLOURS[category]}" points="{points}"><title>{category}</title></polygon>'
-        below = above
 
 
 def _corners(axis: ByteAxis, xs: Sequence[float], sizes: Sequence[int]) -> list[tuple[float, float]]:
@@ -149,14 +150,6 @@ def _ticks(end: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(end / 4))
     distance = next(step * power for step in (1, 2, 5, 10) if end / (step * power) < 8)
     return [float(f"{i * distance:.12g}") for i in range(int(end / distance) + 1)]
-
-
-def _peak(plotted: PlottedProfile, axis: ByteAxis) -> Iterator[str]:
-    x, y = _x(plotted, plotted.peak_x), _y(axis, plotted.peak)
-    label_left = x > _WIDTH / 2  # of the dot, where there is more room
-    place = f'x="{x + (-8 if label_left else 8):.1f}" y="{y - 7:.1f}" text-anchor="{"end" if label_left else "start"}"'
-    yield f'<line class="phase" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/><text class="peak" {place}>peak {size_text(plotted.peak)}</text>'
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables

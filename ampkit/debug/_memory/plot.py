@@ -5,7 +5,7 @@ from typing import Any
 
 from ..._arguments import check_path
 from ..._text import size_text
-from .plot_data import COLOURS, ByteAxis, PlottedMark, PlottedProfile, plotted_profiles
+from .plot_data import COLOURS, ByteAxis, PlottedProfile, plotted_profiles
 from .profile import MemoryProfile, profile_title
 
 # In a text column of 740 pixels, that of the documentation, this font is 12 pixels high.
@@ -56,24 +56,16 @@ def _draw(axes: Any, plotted: PlottedProfile, axis: ByteAxis) -> None:
     axes.set_xlabel(plotted.x_label, fontsize=_FONT)
     axes.set_title(profile_title(plotted.profile), fontsize=_FONT, pad=34)
     for mark in plotted.marks:
-        _draw_mark(axes, mark)
-    _draw_peak(axes, plotted, axis)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_mark(axes: Any, mark: PlottedMark) -> None:
-    axes.axvline(mark.x, color="black", linewidth=0.8 if mark.is_step else 0.5, linestyle="-" if mark.is_step else ":")
-    axes.annotate(
-        mark.label,
-        (mark.x, 1),
-        (0, 17 if mark.is_step else 3),  # above the drawing, steps in a row of labels above that of phases
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        fontsize=_FONT,
-    )
-
-
-def _draw_peak(axes: Any, plotted: PlottedProfile, axis: ByteAxis) -> None:
+        style = {"linewidth": 0.8, "linestyle": "-"} if mark.is_step else {"linewidth": 0.5, "linestyle": ":"}
+        axes.axvline(mark.x, color="black", **style)
+        axes.annotate(
+            mark.label,
+            (mark.x, 1),
+            (0, 17 if mark.is_step else 3),  # above the drawing, steps in a row of labels above that of phases
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            fontsize=_FONT,
+        )
     at = plotted.peak_x, plotted.peak / axis.unit
     label_left = plotted.peak_x > (plotted.x[0] + plotted.x[-1]) / 2  # of the dot, where there is more room
     axes.plot(*at, marker="o", color="black", markersize=5, clip_on=False)
@@ -88,3 +80,4 @@ def _draw_peak(axes: Any, plotted: PlottedProfile, axis: ByteAxis) -> None:
         fontsize=_FONT,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )
+    axes.spines[["top", "right"]].set_visible(False)

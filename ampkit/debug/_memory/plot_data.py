@@ -96,31 +96,30 @@ def plotted_profiles(caller: str, profiles: Sequence[MemoryProfile]) -> list[Plo
     Raises:
         ValueError: a profile holds no events.
     """
+    found = []
     for profile in profiles:
         check_instance(caller, "profile", profile, MemoryProfile, "what ampkit.debug.memory or forecast returned")
         if not profile.times_ms:
             raise ValueError(f"{caller}: profile {profile.label!r} holds no events. Record at least one step.")
-    return [_plotted(profile) for profile in profiles]
-
-
-def _plotted(profile: MemoryProfile) -> PlottedProfile:
-    # The times of a forecast are those of a host that computes shapes: they say nothing about the step.
-    places = range(len(profile.times_ms)) if profile.forecast else profile.times_ms
-    totals = profile.totals
-    events = drawn_events(totals, _POINTS)
-    peak = max(totals)
-    peak_at = totals.index(peak)
-    return PlottedProfile(
-        profile=profile,
-        events=events,
-        x=[places[i] for i in events],
-        x_label="allocations and frees, in order" if profile.forecast else "time, ms",
-        series={category: [profile.series[category][i] for i in events] for category in CATEGORIES},
-        marks=list(_marks(profile, places)),
-        peak=peak,
-        peak_at=peak_at,
-        peak_x=places[peak_at],
-    )
+        # The times of a forecast are those of a host that computes shapes: they say nothing about the step.
+        places = range(len(profile.times_ms)) if profile.forecast else profile.times_ms
+        totals = profile.totals
+        events, peak = drawn_events(totals, _POINTS), max(totals)
+        peak_at = totals.index(peak)
+        found.append(
+            PlottedProfile(
+                profile=profile,
+                events=events,
+                x=[places[i] for i in events],
+                x_label="allocations and frees, in order" if profile.forecast else "time, ms",
+                series={category: [profile.series[category][i] for i in events] for category in CATEGORIES},
+                marks=list(_marks(profile, places)),
+                peak=peak,
+                peak_at=peak_at,
+                peak_x=places[peak_at],
+            )
+        )
+    return found
 
 
 def drawn_events(totals: Sequence[int], limit: int) -> list[int]:

@@ -101,9 +101,6 @@ class MemoryProfile:
         step = max((i for i, name in enumerate(before) if name.startswith("step ")), default=-1)
         return ", ".join(dict.fromkeys([*before[max(step, 0) : step + 1], *before[step + 1 :][-1:]])) or "before step 0"
 
-    def __str__(self) -> str:
-        return self.table()
-
     def table(self, holders: int = 8) -> str:
         """Return a table of the bytes in each category at the peak, and a list of the largest allocations.
 
@@ -122,6 +119,8 @@ class MemoryProfile:
             lines.append(f"{mib(holder.bytes):>10}  {what}")
             lines += [f"{'':12}{holder.line}"] if holder.line else []
         return "\n".join(lines)
+
+    __str__ = table
 
     def beside(self, other: "MemoryProfile") -> str:
         """Return a table of this profile and another at their peaks, which shows what a policy saves in each category.

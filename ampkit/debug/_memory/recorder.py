@@ -169,7 +169,12 @@ def memory(
 
     Sync: none of its own. Aliasing: none; no tensor is kept alive.
     """
-    optimizers = _optimizers(optimizer)
+    optimizers: list[Any] = [] if optimizer is None else [optimizer]
+    if isinstance(optimizer, (tuple, list)):
+        optimizers = list(optimizer)
+    if not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+        text = type_text(tuple(optimizers))
+        raise ValueError(f"debug.memory(optimizer={text}): expected an optimizer, or a list of them.")
     if model is not None:
         check_instance("debug.memory", "model", model, nn.Module, "a torch.nn.Module")
     if fn is not None:
@@ -178,7 +183,16 @@ def memory(
     model = fn if model is None and isinstance(fn, nn.Module) else model
     given = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
     if fn is None or (isinstance(fn, nn.Module) and len(given) == len(args) and not kwargs):
-        _check_context(steps, [arg for arg in args if not isinstance(arg, torch.optim.Optimizer)], kwargs)
+        call = "debug.memory(train_step, *batch, model=model, optimizer=optimizer, steps=2)"
+        if steps is not None:
+            raise ValueError(
+                f"debug.memory(steps={steps!r}): there is no function to call so often. Write {call}, or leave steps "
+                "out and run the steps in a context: with debug.memory(model, optimizer) as recorded: ..."
+            )
+        others = [type_text(arg) for arg in args if not isinstance(arg, torch.optim.Optimizer)]
+        if others or kwargs:
+            text = ", ".join([*others, *(f"{name}=" for name in kwargs)])
+            raise ValueError(f"debug.memory(None, {text}): there is no function to call with these. Write {call}.")
         return Recorded(model, [*given, *optimizers], inputs, _device(device, model, inputs), label)
     steps = 1 if steps is None else steps
     check_at_least("debug.memory", "steps", steps, 1, "how often the function is called")
@@ -189,27 +203,6 @@ def memory(
             tracker.begin_step()
             fn(*args, **kwargs)
     return recorded.profile
-
-
-def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the argument `optimizer` as a list."""
-    made = list(optimizer) if isinstance(optimizer, (tuple, list)) else [] if optimizer is None else [optimizer]
-    if not all(isinstance(one, torch.optim.Optimizer) for one in made):
-        raise ValueError(f"debug.memory(optimizer={type_text(tuple(made))}): expected an optimizer, or a list of them.")
-    return made
-
-
-def _check_context(steps: int | None, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that only a call of a function can use."""
-    call = "debug.memory(train_step, *batch, model=model, optimizer=optimizer, steps=2)"
-    if steps is not None:
-        raise ValueError(
-            f"debug.memory(steps={steps!r}): there is no function to call so often. Write {call}, or leave steps out "
-            "and run the steps in a context: with debug.memory(model, optimizer) as recorded: ..."
-        )
-    if args or kwargs:
-        found = ", ".join([*map(type_text, args), *(f"{name}=" for name in kwargs)])
-        raise ValueError(f"debug.memory(None, {found}): there is no function to call with these. Write {call}.")
 
 
 def _device(device: torch.device | str | None, model: nn.Module | None, inputs: Any) -> torch.device:

@@ -92,35 +92,27 @@ class Timeline:
 
     def profile(self, label: str, device: torch.device, forecast: bool) -> MemoryProfile:
         """Return what was recorded, with each allocation under its final category."""
-        levels = self._levels()
-        totals = [sum(values) for values in levels]
+        level = dict.fromkeys(CATEGORIES, 0)
+        for allocation, size in self._existing:
+            level[allocation.final_category] += size
+        levels = [tuple(level.values())]  # bytes of each category, at the start and after each change
+        for _, allocation, change in self._changes:
+            level[allocation.final_category] += change
+            levels.append(tuple(level.values()))
+        totals = list(map(sum, levels))
+        alive = dict(self._existing)
+        for _, allocation, change in self._changes[: totals.index(max(totals))]:
+            alive[allocation] = alive.get(allocation, 0) + change
+        largest = sorted((item for item in alive.items() if item[1]), key=lambda item: -item[1])[:_HOLDERS]
         return MemoryProfile(
             label=label,
             device=str(device),
             times_ms=(0.0, *((change.time - self._start) * 1e3 for change in self._changes)),
             series=dict(zip(CATEGORIES, zip(*levels, strict=True), strict=True)),
             marks=tuple(self.marks),
-            holders=self._largest_after(totals.index(max(totals))),
+            holders=tuple(
+                Holder(size, made.final_category, made.module, made.line, made.shape, made.dtype)
+                for made, size in largest
+            ),
             forecast=forecast,
-        )
-
-    def _levels(self) -> list[tuple[int, ...]]:
-        """Return the bytes of each category, at the start and after each change."""
-        level = dict.fromkeys(CATEGORIES, 0)
-        for allocation, size in self._existing:
-            level[allocation.final_category] += size
-        levels = [tuple(level.values())]
-        for _, allocation, change in self._changes:
-            level[allocation.final_category] += change
-            levels.append(tuple(level.values()))
-        return levels
-
-    def _largest_after(self, changes: int) -> tuple[Holder, ...]:
-        """Return the largest allocations that are alive after so many changes."""
-        alive = dict(self._existing)
-        for _, allocation, change in self._changes[:changes]:
-            alive[allocation] = alive.get(allocation, 0) + change
-        largest = sorted((item for item in alive.items() if item[1]), key=lambda item: -item[1])[:_HOLDERS]
-        return tuple(
-            Holder(size, made.final_category, made.module, made.line, made.shape, made.dtype) for made, size in largest
         )

@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -121,11 +122,12 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
                 consumer.wait_stream(side)
             # The next copy on the side stream must not reuse this memory while the consumer still reads it. Tensors
             # that `transform` did not return were used on the side stream alone, which reuses their memory in order.
-            for tensor in _tensors_of(on_device):
+            leaves = tree_flatten(on_device)[0] if holds_tensors(on_device) else []
+            for tensor in chain.from_iterable(map(tensors_held, leaves)):
                 if tensor.device == self.device:
                     tensor.record_stream(consumer)
             yield on_device
-            del on_device
+            del on_device, leaves
             steps.append(consumer.record_event())
             if len(steps) > self.depth:
                 steps.popleft().synchronize()
@@ -230,11 +232,6 @@ class _Transfer:
 
 def _kind(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def _tensors_of(batch: Any) -> Iterator[Tensor]:
-    for leaf in tree_flatten(batch)[0] if holds_tensors(batch) else ():
-        yield from tensors_held(leaf)
 
 
 @functools.cache

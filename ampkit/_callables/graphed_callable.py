@@ -118,7 +118,8 @@ def make_graphed_callables(
         warmup, blocker = max(2, num_warmup_iters), _why_never_captured(function, device, graph)
         made.append(GraphedCallable(function, shared, warmup, allow_unused_input, blocker, capturing))
     for reason in dict.fromkeys(each.blocker for each in made if each.blocker and graph != "off"):
-        _warn(f"{reason} Calls are eager; graph='off' makes them eager without a warning.")
+        text = f"make_graphed_callables: {reason} Calls are eager; graph='off' makes them eager without a warning."
+        warnings.warn(text, CaptureWarning, stacklevel=users_level())
     for each, sample in zip(made, samples, strict=True):
         each.prepare(*sample)
     results = tuple([each.install() for each in made])
@@ -357,7 +358,7 @@ class GraphedCallable:
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            _warn(message)
+            warnings.warn(f"make_graphed_callables: {message}", CaptureWarning, stacklevel=users_level())
 
 
 class _GraphKey(NamedTuple):
@@ -407,7 +408,3 @@ def _why_never_captured(function: Any, device: torch.device, graph: str) -> str:
     if cudagraphs_of_its_own(function):
         return "it is compiled with CUDA graphs of its own. Compile in the default mode, torch.compile(module)."
     return ""
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"make_graphed_callables: {message}", CaptureWarning, stacklevel=users_level())

@@ -51,7 +51,20 @@ class StepChanges:
             return None
         self._watched = 0
         with_gradient = _with_gradient(optimizer)
-        return _without_overlap([*reached.changeable(with_gradient, self._seen), *self._others])
+        changed = [*reached.changeable(with_gradient, self._seen), *self._others]
+        by_storage: dict[int, list[Tensor]] = {}
+        for tensor in {id(tensor): tensor.detach() for tensor in changed if tensor.numel()}.values():
+            by_storage.setdefault(storage_address(tensor), []).append(tensor)
+        covering: list[Tensor] = []  # the same memory, but no byte twice: a shared one would be restored twice
+        for tensor, *others in by_storage.values():
+            first, last = _range(tensor)
+            if not others and last - first == tensor.numel() * tensor.element_size():  # it has no gaps
+                covering.append(tensor)
+                continue
+            storage = tensor.untyped_storage()  # the whole of it, as integers
+            dtype = torch.int64 if storage.nbytes() % 8 == 0 else torch.int8
+            covering.append(torch.empty(0, dtype=dtype, device=tensor.device).set_(storage))
+        return covering
 
     def watch(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Step the optimizer with these arguments, learn what that changes, and return what it returned."""
@@ -281,20 +294,3 @@ def _range(tensor: Tensor) -> tuple[int, int]:
         return tensor.data_ptr(), tensor.data_ptr()
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size()
-
-
-def _without_overlap(tensors: list[Tensor]) -> list[Tensor]:
-    """Return tensors that cover the same memory without sharing a byte, since a shared byte would be restored twice."""
-    by_storage: dict[int, list[Tensor]] = {}
-    for tensor in {id(tensor): tensor.detach() for tensor in tensors if tensor.numel()}.values():
-        by_storage.setdefault(storage_address(tensor), []).append(tensor)
-    covering: list[Tensor] = []
-    for tensor, *others in by_storage.values():
-        first, last = _range(tensor)
-        if not others and last - first == tensor.numel() * tensor.element_size():  # it has no gaps
-            covering.append(tensor)
-            continue
-        storage = tensor.untyped_storage()  # the whole of it, as integers
-        dtype = torch.int64 if storage.nbytes() % 8 == 0 else torch.int8
-        covering.append(torch.empty(0, dtype=dtype, device=tensor.device).set_(storage))
-    return covering

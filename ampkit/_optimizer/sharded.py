@@ -91,17 +91,13 @@ def on_shards(optimizer: Optimizer) -> Iterator[OverRanks]:
                     undo.note(setattr, local, "grad", None)
                     local.grad = local_shard(param.grad)
                 if param in state:
-                    shards[local] = {key: _local(value) for key, value in state[param].items()}
+                    shards[local] = {key: local_shard(value) for key, value in state[param].items()}
                 owners[local] = param
                 own.append(local)
             param_group["params"] = own
         undo.note(_keep, state, shards, owners)
         optimizer.state = shards
         yield OverRanks(group)
-
-
-def _local(value: Any) -> Any:
-    return local_shard(value) if isinstance(value, Tensor) else value
 
 
 def _keep(state: Any, shards: dict[Tensor, Any], owners: dict[Tensor, Any]) -> None:
@@ -112,6 +108,6 @@ def _keep(state: Any, shards: dict[Tensor, Any], owners: dict[Tensor, Any]) -> N
             continue
         before = state[param]
         for key, value in after.items():
-            if key not in before or _local(before[key]) is not value:
+            if key not in before or local_shard(before[key]) is not value:
                 is_part = isinstance(value, Tensor) and value.dim() and value.shape == local.shape
                 before[key] = as_shard(value, param) if is_part else value

@@ -66,9 +66,36 @@ class Stack:
     ) -> None:
         self.words = words
         self.leaves, self.tree = flatten(args, kwargs)
-        place = _first_tensor(self.leaves, self.tree, words)
+        place = -1  # of the first tensor
+        for i, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            check_plain(leaf, self.tree, i)
+            if leaf.dim() and (place < 0 or len(leaf) == len(self.leaves[place])):
+                place = i if place < 0 else place
+                continue
+            where, shape = path(self.tree, i), tuple(leaf.shape)
+            if not shape:
+                raise InputMismatch(
+                    f"{words.method}: {where} has shape (), and needs a leading dimension, with one entry per "
+                    f"{words.one}. Pass {where}.expand(K) for K {words.many} with the same value, or torch.stack of K "
+                    "values."
+                )
+            count, known = len(self.leaves[place]), tuple(self.leaves[place].shape)
+            raise InputMismatch(
+                f"{words.method}: {where} has shape {shape}, which is for {shape[0]} {words.many}, but "
+                f"{path(self.tree, place)} has shape {known}, which is for {count}. Stack one entry per {words.one} in "
+                f"each tensor. What all {words.many} share, pass as {where}.expand({count}, *{where}.shape)."
+            )
+        if place < 0:
+            raise InputMismatch(
+                f"{words.method}: the inputs have no tensor, and the number of {words.many} is the leading dimension "
+                "of the tensors. Pass tensors made by torch.stack, or call the step itself."
+            )
         self.count: int = len(self.leaves[place])
         self.shown: str = f"{path(self.tree, place)} has shape {tuple(self.leaves[place].shape)}"
+        if not self.count:
+            raise InputMismatch(f"{words.method}: {self.shown}, which is for 0 {words.many}. Pass at least one.")
         if buckets is not None:
             self.leaves, self.tree = flatten(*pad_stack(buckets, args, kwargs, self.count))
         first, named = sliced(self.leaves, self.tree, 0)
@@ -93,41 +120,6 @@ def sliced(leaves: Sequence[Any], tree: TreeSpec, i: int) -> Batch:
     """Return the inputs of call i of a stack. Aliasing: views."""
     args, kwargs = tree_unflatten([leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
     return args, kwargs
-
-
-def _first_tensor(leaves: Sequence[Any], tree: TreeSpec, words: Words) -> int:
-    """Return which leaf of a stack is its first tensor. Raise an `InputMismatch` if it is no stack."""
-    first = -1
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            continue
-        check_plain(leaf, tree, i)
-        if leaf.dim() and (first < 0 or len(leaf) == len(leaves[first])):
-            first = i if first < 0 else first
-            continue
-        where, shape = path(tree, i), tuple(leaf.shape)
-        if not shape:
-            raise InputMismatch(
-                f"{words.method}: {where} has shape (), and needs a leading dimension, with one entry per {words.one}. "
-                f"Pass {where}.expand(K) for K {words.many} with the same value, or torch.stack of K values."
-            )
-        raise InputMismatch(
-            f"{words.method}: {where} has shape {shape}, which is for {shape[0]} {words.many}, but {path(tree, first)} "
-            f"has shape {tuple(leaves[first].shape)}, which is for {len(leaves[first])}. Stack one entry per "
-            f"{words.one} in each tensor. What all {words.many} share, pass as "
-            f"{where}.expand({len(leaves[first])}, *{where}.shape)."
-        )
-    if first < 0:
-        raise InputMismatch(
-            f"{words.method}: the inputs have no tensor, and the number of {words.many} is the leading dimension of "
-            "the tensors. Pass tensors made by torch.stack, or call the step itself."
-        )
-    if not len(leaves[first]):
-        shape = tuple(leaves[first].shape)
-        raise InputMismatch(
-            f"{words.method}: {path(tree, first)} has shape {shape}, which is for 0 {words.many}. Pass at least one."
-        )
-    return first
 
 
 class Outputs(NamedTuple):

@@ -103,11 +103,19 @@ def _units(module: nn.Sequential, calls: list[list[ModuleCall]], fewest: int) ->
     modules = list(module)
     if any([call.module for call in each] != modules for each in calls):
         return modules  # a line of a child calls another one
+    columns = list(zip(*calls, strict=True))
+    free = [not any(call.lines or any(hook_tables(call.module)) for call in column) for column in columns]
+    may_begin = [ok and not any(call.problems for call in each) for ok, each in zip(free, columns, strict=True)]
+    # Within a run, a module may change the output of the one before it in place, or return a view of that.
+    harmless = {OUTPUT_SHARES, WRITES}
+    may_follow = [
+        ok and all(call.problems.keys() <= harmless for call in each) for ok, each in zip(free, columns, strict=True)
+    ]
     units: list[nn.Module] = []
     start = 0
     while start < len(modules):
         end = start
-        while end < len(modules) and all(_may_join(each[end], first=end == start) for each in calls):
+        while end < len(modules) and (may_begin if end == start else may_follow)[end]:
             end += 1
         kernels = min(sum(call.kernels for call in each[start:end]) for each in calls)
         if 1 < end - start < len(modules) and kernels >= fewest:
@@ -117,11 +125,3 @@ def _units(module: nn.Sequential, calls: list[list[ModuleCall]], fewest: int) ->
             units.append(modules[start])
             start += 1
     return units
-
-
-def _may_join(call: ModuleCall, *, first: bool) -> bool:
-    """Return whether a call may be a part of a run, or the first one in it."""
-    if call.lines or any(hook_tables(call.module)):
-        return False
-    # Within a run, a module may change the output of the one before it in place, or return a view of that.
-    return not call.problems if first else call.problems.keys() <= {OUTPUT_SHARES, WRITES}

@@ -224,7 +224,8 @@ class Survey:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         call._buffers = set(map(storage_address, buffers))
         call._own = call._buffers.union(map(storage_address, (*tensors, *params)))
-        edges = [_edge(get_gradient_edge(tensor)) for tensor in tensors if tensor.requires_grad]
+        into = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        edges = [(_key(edge.node), edge.output_nr) for edge in into]
         edges += [(id(param), 0) for param in dict.fromkeys(params) if param.requires_grad]
         call._edges_in = set(edges)
         if len(call._edges_in) < len(edges):
@@ -251,7 +252,8 @@ class Survey:
             if tensor.requires_grad and tensor.is_leaf:
                 call.problems["an output is a leaf that requires grad"] = None
             elif tensor.requires_grad:
-                call._edges_out.add(_edge(get_gradient_edge(tensor)))
+                edge = get_gradient_edge(tensor)
+                call._edges_out.add((_key(edge.node), edge.output_nr))
                 tensor.register_hook(partial(_note_gradient, call, len(call.gradients)))
                 call.gradients.append(None)
 
@@ -375,10 +377,6 @@ def _is_leaf(node: Any) -> bool:
 def _key(node: Any) -> int:
     """Return a key for an autograd node: its own number, or the identity of the parameter if it accumulates one."""
     return id(node.variable) if _is_leaf(node) else -1 - sequence_number(node)
-
-
-def _edge(edge: Any) -> _Edge:
-    return _key(edge.node), edge.output_nr
 
 
 def _entry_of(leaf: Any) -> Any:

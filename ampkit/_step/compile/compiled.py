@@ -232,19 +232,18 @@ class CompiledTrainingStep(TrainingStep):
         restore, bar = self._restorer(layout), ProgressBar(1)
         try:
             bar.show(f"{self._where}: compiling forward and backward")
-            # Another rank may be in a call that compiles nothing, where there are no working weights among parameters.
+            # Another rank may be in a call that compiles nothing, in which no working weights are in place.
             in_place, masters = (sum(p.nbytes for p in found) for found in (self._model.parameters(), self._known))
             with self.compiler.noting_breaks() as breaks, self.ranks.reducers.alone(in_place / masters):
                 outputs = self._compiled_pass(layout, args, kwargs)
         except Exception as error:
-            # Once more without the compiler, from the state before the call.
+            # Once more without the compiler, from the state before the call. If that raises too, it was not the
+            # compiler that failed: the error is the user's, and the next call compiles.
             restore()
             layout.problem = f"forward and backward, since {why_failed(error)}"
             try:
                 outputs = super()._forward_and_backward(args, kwargs)
-            except (
-                BaseException
-            ):  # it was not the compiler that failed: the error is the user's; the next call compiles
+            except BaseException:
                 layout.problem, layout.call = "", None
                 raise
             if self._raises:

@@ -47,11 +47,11 @@ class StepChanges:
         if self.incomplete or self._settled is None:
             return None
         reached = _Reachable(optimizer)
-        if not self._settled.covers(_StepSignature.of(optimizer, reached)):
+        now = _StepSignature.of(optimizer, reached)
+        if not self._settled.covers(now):
             return None
         self._watched = 0
-        with_gradient = _with_gradient(optimizer)
-        changed = [*reached.changeable(with_gradient, self._seen), *self._others]
+        changed = [*reached.changeable(now.with_gradient, self._seen), *self._others]
         by_storage: dict[int, list[Tensor]] = {}
         for tensor in {id(tensor): tensor.detach() for tensor in changed if tensor.numel()}.values():
             by_storage.setdefault(storage_address(tensor), []).append(tensor)
@@ -214,7 +214,7 @@ class _StepSignature(NamedTuple):
         """Return the signature of the next step."""
         paths = frozenset(path for path in reached.tensors if path[-1] not in _RATES)
         numbers = {path: number for path, number in reached.numbers.items() if path[-1] not in _RATES}
-        return cls(paths, numbers, _with_gradient(optimizer))
+        return cls(paths, numbers, frozenset(id(param) for param in parameters(optimizer) if param.grad is not None))
 
     def covers(self, now: "_StepSignature") -> bool:
         """Return whether a step now does what the watched one did, for some or all of its parameters."""
@@ -276,10 +276,6 @@ class _StepWatch(WatchingMode):
         if any(storage_address(tensor) not in kept for tensor in alive):
             return "keeps a tensor that it makes outside of its state"
         return ""
-
-
-def _with_gradient(optimizer: Optimizer) -> frozenset[int]:
-    return frozenset(id(param) for param in parameters(optimizer) if param.grad is not None)
 
 
 def _text(path: _Path) -> str:

@@ -1,4 +1,4 @@
-"""A rank that waits for one that is gone: how long it has waited, and how another thread ends its wait."""
+"""A rank that waits for one that is gone: whether it waits, and how its wait is ended. `heartbeat` decides when."""
 
 import ctypes
 import faulthandler

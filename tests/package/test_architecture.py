@@ -66,7 +66,7 @@ MOST_FILES = 14  # of a folder, beside its __init__.py
 MOST_LEVELS = 22  # of imports, from a file that needs no other to the one at the top
 GRAPH = "_capture/graph/graph.py"
 MODULE = re.compile(r"ampkit(\.\w+)+")
-OPTIONAL = {"jax", "lightning", "matplotlib", "numpy", "optax", "rich", "sklearn", "torchvision", "tqdm", "triton"}
+OPTIONAL = {"lightning", "matplotlib", "numpy", "rich", "sklearn", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
 
 TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]

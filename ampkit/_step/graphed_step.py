@@ -254,7 +254,7 @@ class GraphedStep:
         """
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
-        return self._turn.take(self._window.run, args, kwargs)
+        return self._turn.call(self._window.run, args, kwargs)
 
     def scan(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do K calls with one call: `loss_fn` gets the slices 0 to K - 1 of each tensor along its dimension 0.
@@ -297,7 +297,7 @@ class GraphedStep:
         Sync: only the calls that capture wait for the device. Aliasing: as for `__call__`. Memory: buffers for 16
         batches, beside those of the single calls.
         """
-        return self._turn.take(self._scan.run, args, kwargs)
+        return self._turn.call(self._scan.run, args, kwargs)
 
     def window(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one optimizer step with one call: `loss_fn` gets the N slices of each tensor along its dimension 0.
@@ -338,7 +338,7 @@ class GraphedStep:
         Sync: only the calls that capture wait for the device, and votes of several ranks. Aliasing: as for `__call__`.
         Memory: buffers for N micro-batches, beside those of the single calls.
         """
-        return self._turn.take(self._whole_window.run, args, kwargs)
+        return self._turn.call(self._whole_window.run, args, kwargs)
 
     def flush(self) -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
@@ -347,7 +347,7 @@ class GraphedStep:
         accumulate).backward()`. The step is eager, and counted as such. Nothing is done if the window is empty. Sync:
         none.
         """
-        self._turn.take(self._window.flush, SHORT)
+        self._turn.call(self._window.flush, SHORT)
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
@@ -384,7 +384,7 @@ class GraphedStep:
 
         Sync: none. Aliasing: the tensors are copies, which later steps do not change.
         """
-        return self._turn.take(self._metrics.read)
+        return self._turn.call(self._metrics.figures)
 
     @property
     def scaler(self) -> GradScaler:

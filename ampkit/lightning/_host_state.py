@@ -99,7 +99,7 @@ class HostReads:
 
 def _comparable(value: Any) -> Hashable:
     """Return a key that compares numbers and strings by type and value, tensors by identity."""
-    return _SameTensor(value) if isinstance(value, Tensor) else Constant.of(value)
+    return _SameTensor(value) if isinstance(value, Tensor) else Constant.for_value(value)
 
 
 class _SameTensor:

@@ -51,15 +51,22 @@ def renew_gradient_nodes(params: Iterable[Tensor]) -> None:
             lives_on = _MARK in node_notes(param)  # by itself: a new node has no notes
             # A node that Python code holds is one object there.
             if lives_on and _references(param) <= _references(torch.zeros((), requires_grad=True)):
-                # torch drops a node where data of another dtype are set, and makes another one when it next needs one.
-                # See `VariableHooks::set_data` in torch/csrc/autograd/variable.cpp.
-                data, other = param.data, torch.float32 if param.dtype == torch.float64 else torch.float64
-                try:
-                    param.data = torch.empty(0, dtype=other, device=param.device)
-                finally:
-                    param.data = data
+                _renew(param)
 
 
 def _references(leaf: Tensor) -> int:
     node = get_gradient_edge(leaf).node
     return sys.getrefcount(node)
+
+
+def _renew(param: Tensor) -> None:
+    """Have torch make another node when it next needs one: it drops the node where data of another dtype are set.
+
+    See `VariableHooks::set_data` in torch/csrc/autograd/variable.cpp.
+    """
+    data = param.data
+    other = torch.float32 if param.dtype == torch.float64 else torch.float64
+    try:
+        param.data = torch.empty(0, dtype=other, device=param.device)
+    finally:
+        param.data = data

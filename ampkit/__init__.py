@@ -8,6 +8,8 @@ from ._batches.prefetch import prefetch as prefetch
 from ._callables.graphed_callable import make_graphed_callables as make_graphed_callables
 from ._capture.graph.report import GraphReport as GraphReport
 from ._capture.graph.report import Report as Report
+from ._capture.host.constants import HostConstant as HostConstant
+from ._capture.host.constants import HostConstants as HostConstants
 from ._errors import AmpkitError as AmpkitError
 from ._errors import AmpkitWarning as AmpkitWarning
 from ._errors import CaptureError as CaptureError
@@ -40,6 +42,8 @@ __all__ = [
     "GraphReport",
     "GraphedFunction",
     "GraphedStep",
+    "HostConstant",
+    "HostConstants",
     "InputMismatch",
     "OpTable",
     "Policy",

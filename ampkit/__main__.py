@@ -85,7 +85,8 @@ def _ended_by(error: BaseException, command: str) -> int:
         if traceback_text := users_traceback(part):
             print(f"Your lines in the traceback, the innermost last:\n{traceback_text}", end="", file=sys.stderr)
             where = f" ({line})" if (line := user_line(part)) else ""
-            complain(command, f"your code raised {type(part).__name__}: {_first_line(part)}{where}")
+            first = (str(part).splitlines() or [""])[0]
+            complain(command, f"your code raised {type(part).__name__}: {first}{where}")
             return USERS_ERROR
     if isinstance(error, BrokenPipeError):
         return NO_READER
@@ -95,7 +96,8 @@ def _ended_by(error: BaseException, command: str) -> int:
     elif isinstance(error, (AmpkitError, ValueError, OSError, ImportError)):
         complain(command, str(error))
     elif is_out_of_memory(error):
-        complain(command, f"out of memory, take a smaller model or batch: {_first_line(error)}")
+        first = (str(error).splitlines() or [""])[0]
+        complain(command, f"out of memory, take a smaller model or batch: {first}")
     else:
         traceback.print_exception(error)
         complain(command, "this is a defect of ampkit. Report it with these lines and with `python -m ampkit env`.")
@@ -107,10 +109,6 @@ def _chain(error: BaseException | None, implicit: bool = True) -> Iterator[BaseE
     while error is not None:
         yield error
         error = error.__cause__ or (error.__context__ if implicit else None)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- doctor

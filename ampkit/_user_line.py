@@ -108,6 +108,32 @@ def users_level() -> int:
     return level
 
 
+class WarnOnce:
+    """Warns at the user's line, of each thing once.
+
+    Args:
+        name: what messages begin with.
+        category: of the warnings.
+    """
+
+    def __init__(self, name: str, category: type[Warning]) -> None:
+        self._name = name
+        self._category = category
+        self._kinds: set[str] = set()
+
+    def __contains__(self, kind: str) -> bool:
+        """Return whether there was a warning of this kind."""
+        return kind in self._kinds
+
+    def __call__(self, message: str, kind: str = "") -> bool:
+        """Warn, unless there was a warning of this kind, or if it has none, with this message. Return whether not."""
+        if (kind or message) in self._kinds:
+            return False
+        self._kinds.add(kind or message)
+        warnings.warn(f"{self._name}: {message}", self._category, stacklevel=users_level())
+        return True
+
+
 class SourceLocation(NamedTuple):
     """Where in the code something happened.
 

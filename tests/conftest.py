@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     kept: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark is None or any(item.get_closest_marker(name) for name in ("cuda", "multigpu", "slow")):
+        if mark is None or any(item.get_closest_marker(name) for name in ("cuda", "multigpu")):
             continue
         family = item.nodeid.partition("[")[0]
         if not chosen(seen[family], mark.args[0]):

@@ -3,7 +3,6 @@
 import copy
 import functools
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._capture.graph.capture_query import captures, noting_questions
+from .._capture.graph.capture_query import Answer, captures, noting_questions
 from .._capture.graph.graph import describe_failure
 from .._capture.keys.inputs import Spec, flatten, read_batch
 from .._capture.ranks.ranks import several_processes
@@ -25,13 +24,14 @@ from .._torch.tensors.modes import modes
 from .._torch.tensors.modules import GLOBAL_HOOKS, has_legacy_backward_hooks, hook_tables
 from .._torch.tensors.tree import TreeSpec
 from .._undo import Undo, call
-from .._user_line import users_level
+from .._user_line import WarnOnce
 from .arguments import LEGACY_HOOK, check_options, device_of, parse
 from .autograd_node import PENDING, GraphedPasses
 from .input_leaves import Wants, detached, places_of, static_inputs, wanted_by
 from .passes import Passes, UnusedError, undone
 from .shared_memory import SharedMemory, shared_memory_of
 
+_NAME = "make_graphed_callables"
 _MAX_CAPTURES = 32  # per callable; otherwise an input with a new shape or constant in each call is always captured
 
 
@@ -118,8 +118,7 @@ def make_graphed_callables(
         warmup, blocker = max(2, num_warmup_iters), _why_never_captured(function, device, graph)
         made.append(GraphedCallable(function, shared, warmup, allow_unused_input, blocker, capturing))
     for reason in dict.fromkeys(each.blocker for each in made if each.blocker and graph != "off"):
-        text = f"make_graphed_callables: {reason} Calls are eager; graph='off' makes them eager without a warning."
-        warnings.warn(text, CaptureWarning, stacklevel=users_level())
+        WarnOnce(_NAME, CaptureWarning)(f"{reason} Calls are eager; graph='off' makes them eager without a warning.")
     for each, sample in zip(made, samples, strict=True):
         each.prepare(*sample)
     results = tuple([each.install() for each in made])
@@ -133,7 +132,6 @@ class GraphedCallable:
         captures: pairs of graphs captured so far.
         replays: calls that replayed a graph.
         eager: other calls, by reason.
-        told: whether its code is told that it is being captured, whenever it asks.
     """
 
     def __init__(
@@ -159,15 +157,24 @@ class GraphedCallable:
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[int] = []
         self._graphs: dict[_GraphKey, GraphedPasses | None] = {}
-        self._warned: set[str] = set()
+        self._warn = WarnOnce(_NAME, CaptureWarning)
         self._attempts = 0
         self._capturing_thread: int | None = None
         self.captures = 0
         self.replays = 0
         self.eager: Counter[str] = Counter()
-        self.told = capturing is True
-        self._may_tell = capturing == "auto" and not several_processes()  # each process would decide by itself
+        self._capturing = capturing
+        self._answer = self._first_answer()
         functools.update_wrapper(self, self._original, updated=())
+
+    def _first_answer(self) -> Answer:
+        may_change = self._capturing == "auto" and not several_processes()  # each process would decide by itself
+        return Answer(self._capturing is True, may_change=may_change)
+
+    @property
+    def told(self) -> bool:
+        """Whether its code is told that it is being captured, whenever it asks."""
+        return self._answer.sees_capture
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the callable: replay its graph, or run it eagerly if no graph can do what this call does."""
@@ -297,7 +304,7 @@ class GraphedCallable:
                 undo.note(setattr, self, "_capturing_thread", None)
                 undo.note(modes())
                 self._capturing_thread = threading.get_ident()
-                passes = self._record_and_tell(key, leaves)
+                passes = self._record_either(key, leaves)
         except Exception as error:
             is_refused = isinstance(error, CaptureError)
             if is_sample and (isinstance(error, UnusedError) or not is_refused):
@@ -307,9 +314,9 @@ class GraphedCallable:
         self.captures += 1
         return passes
 
-    def _record_and_tell(self, key: "_GraphKey", leaves: list[Any]) -> GraphedPasses:
+    def _record_either(self, key: "_GraphKey", leaves: list[Any]) -> GraphedPasses:
         """Warm up and capture. If that fails because of a branch for eager calls, do so with the other branch."""
-        if not self._may_tell:
+        if not self._answer.may_change:
             return self._record(key, leaves)
         blocker = self.blocker
         try:
@@ -318,17 +325,17 @@ class GraphedCallable:
         except UnusedError:
             raise
         except CaptureError as error:
-            if not captures.asked or captures.asked_in_checkpoint:
+            if captures.asked_in_checkpoint or not self._answer.try_other(str(error)):
                 raise
-            after, self.blocker, problem = self.blocker, blocker, str(error)
+            after, self.blocker = self.blocker, blocker
             try:
-                self.told = True
                 passes = self._record(key, leaves)
             except Exception:
-                self.told, self.blocker = False, after
+                self._answer, self.blocker = self._first_answer(), after
                 raise error from None
-        self._may_tell, self._graphs = False, {}  # other layouts are captured again, with this answer
-        self._warn(_TOLD.format(problem.rstrip(".")))
+        self._answer.keep()
+        self._graphs = {}  # other layouts are captured again, with this answer
+        self._warn(self._answer.take_news("now"))
         return passes
 
     def _record(self, key: "_GraphKey", leaves: list[Any]) -> GraphedPasses:
@@ -355,11 +362,6 @@ class GraphedCallable:
                 )
         return GraphedPasses(self._shared, passes, *graphs)
 
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(f"make_graphed_callables: {message}", CaptureWarning, stacklevel=users_level())
-
 
 class _GraphKey(NamedTuple):
     """What decides which graph a call replays."""
@@ -380,11 +382,6 @@ _MANY_LAYOUTS = (
 _RECORDED = (
     "make_graphed_callables: a callable was called while another thread captures it, with other tensors in place of "
     "its parameters. Call it once in each layout before threads share it."
-)
-_TOLD = (
-    "code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: {}. From now "
-    "on the answer is True, in eager calls too. The last bits may differ from those of the other branch. Pass "
-    "capturing=True to answer True in all calls, or capturing=False for False."
 )
 _CHECKPOINTED = (
     "make_graphed_callables: this call is eager, and code asks torch.cuda.is_current_stream_capturing() within a "

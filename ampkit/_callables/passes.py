@@ -247,7 +247,7 @@ class Passes:
                 plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided
                 fits = plain and output.device == self._device
             else:
-                parts.append(Constant.of(output))
+                parts.append(Constant.for_value(output))
                 shown, fits = type(output).__name__, type(output) in CONSTANTS
             if not fits:
                 raise CaptureError(

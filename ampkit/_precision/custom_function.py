@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -206,7 +206,13 @@ def _decorate_setup_context(
         device = device_type or _inferred("custom_fwd", method, inputs)
         enabled = device is not None and torch.is_autocast_enabled(device)
         _record(ctx, device, enabled and cast_inputs is None)
-        before = [_take_dtype(value) for value in (output if isinstance(output, tuple) else (output,))]
+        before: list[torch.dtype | None] = []
+        for value in output if isinstance(output, tuple) else (output,):
+            before.append(getattr(value, _DTYPE_BEFORE_CAST, None) if isinstance(value, Tensor) else None)
+            if before[-1] is not None and torch.compiler.is_compiling():
+                setattr(value, _DTYPE_BEFORE_CAST, None)  # torch.compile cannot delete an attribute of a tensor
+            elif before[-1] is not None:
+                delattr(value, _DTYPE_BEFORE_CAST)
         if any(dtype is not None for dtype in before):
             setattr(ctx, _OUTPUT_DTYPES, before)
         if device is None or not enabled or cast_inputs is None:
@@ -237,18 +243,6 @@ def _cast_outputs(ctx: Any, outputs: Any, device: str, dtype: torch.dtype) -> An
         setattr(ctx, _OUTPUT_DTYPES, before)
         _transfer_marks(ctx, old, new)
     return _rebuilt(outputs, new) if isinstance(outputs, tuple) else new[0]
-
-
-def _take_dtype(output: Any) -> torch.dtype | None:
-    """Remove from an output the dtype that it had before `cast_outputs`, and return it. None if it was not cast."""
-    before = getattr(output, _DTYPE_BEFORE_CAST, None) if isinstance(output, Tensor) else None
-    if before is None:
-        return None
-    if torch.compiler.is_compiling():
-        setattr(output, _DTYPE_BEFORE_CAST, None)  # torch.compile cannot delete an attribute of a tensor
-    else:
-        delattr(output, _DTYPE_BEFORE_CAST)
-    return cast(torch.dtype, before)
 
 
 def _transfer_marks(ctx: Any, old: list[Any], new: list[Any]) -> None:
@@ -358,7 +352,8 @@ def _inferred(decorator: str, method: Callable[..., Any], tree: Any) -> str | No
     Raises:
         ValueError: there are no tensors, or tensors on two kinds of accelerator.
     """
-    problem, found = "", set[str]()
+    problem = ""
+    found: set[str] = set()
     if torch.compiler.is_compiling():  # dynamo cannot trace the other branch
         found = {tensor.device.type for tensor in _tensors(tree)}
     else:

@@ -79,7 +79,12 @@ class Explanation:
         hidden = 0 if all else max(0, len(rows) - max(_LEAST_ROWS, size.lines - _OTHER_LINES))
         shown = rows[: len(rows) - hidden]
         mode = "training" if self.training else "evaluation"
-        table = grid([_COLUMNS, *map(_cells, shown)], texts=5, width=size.columns, shrink=_SHRINK)
+        cells: list[tuple[str, ...]] = [_COLUMNS]
+        for row in shown:
+            dtypes = " ".join(map(_short, row.inputs)), _short(row.compute), _short(row.output)
+            casts, kept = str(row.casts) if row.casts else "", size_text(row.saved_bytes) if row.saved_bytes else ""
+            cells.append((row.module or "(model)", row.op, *dtypes, str(row.count), casts, kept))
+        table = grid(cells, texts=5, width=size.columns, shrink=_SHRINK)
         lines = [f"{self.policy} on {self.device_type}, {mode} mode", "", *table]
         if hidden:
             left = sum(row.count for row in rows[len(shown) :])
@@ -221,12 +226,6 @@ def _collapsed(rows: Sequence[ExplanationRow]) -> list[ExplanationRow]:
         row = replace(row, module=pattern if fits[pattern] > 1 else row.module)
         groups.setdefault(row.dtypes, []).append(row)
     return list(map(merged, groups.values()))
-
-
-def _cells(row: ExplanationRow) -> tuple[str, ...]:
-    inputs = " ".join(map(_short, row.inputs))
-    casts, kept = (str(row.casts) if row.casts else "", size_text(row.saved_bytes) if row.saved_bytes else "")
-    return row.module or "(model)", row.op, inputs, _short(row.compute), _short(row.output), str(row.count), casts, kept
 
 
 def _short(dtype: torch.dtype) -> str:

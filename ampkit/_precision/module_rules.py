@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import chain
@@ -103,8 +103,7 @@ def apply(model: nn.Module, wanted: ModuleRules) -> None:
         ValueError: see `Policy.apply`. The model is unchanged then.
     """
     assigned = _assign(model, wanted)
-    _check_own_classes("apply", model)
-    before = _take_off(model)
+    before = _take_off("apply", model)
     for module, rule in assigned.rules.items():
         module.__class__ = _subclass(type(module), rule)
     for path, (tensor, dtype) in assigned.tensors.items():
@@ -124,8 +123,7 @@ def remove(model: nn.Module, rules: ModuleRules) -> None:
     if applied is None or applied.rules != rules:
         other = "another policy is" if applied else "no policy is"
         raise ValueError(f"Policy.remove({_name(model)}): {other} applied to this module.")
-    _check_own_classes("remove", model)
-    before = _take_off(model)
+    before = _take_off("remove", model)
     for path, tensor in chain(model.named_parameters(), model.named_buffers()):
         if path in before:
             _cast_in_place(tensor, before[path])
@@ -157,7 +155,13 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
     chosen = _choose(model, paths, wanted.rules)
     rules: dict[nn.Module, _ForwardRule] = {}
     param_dtypes: dict[nn.Module, torch.dtype] = {}
-    for path, module, around in _walk(model, chosen):
+    # Each path, the module there, and the dtype of the innermost rule for a module around it.
+    left: list[tuple[str, nn.Module, torch.dtype | None]] = [("", model, None)]
+    while left:
+        path, module, around = left.pop()
+        for name, child in module_tables(module)[2].items():
+            if child is not None:
+                left.append((f"{path}.{name}".lstrip("."), child, chosen.get(module, around)))
         compute = chosen.get(module)
         inside = compute or around
         param_dtype = wanted.params if wanted.params is torch.float32 or inside is None else inside
@@ -182,19 +186,6 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
     return _Assignment(rules, _tensor_dtypes(model, param_dtypes))
 
 
-def _walk(
-    model: nn.Module, chosen: dict[nn.Module, torch.dtype]
-) -> Iterator[tuple[str, nn.Module, torch.dtype | None]]:
-    """Yield each path, the module there, and the dtype of the innermost rule for a module around it."""
-    left: list[tuple[str, nn.Module, torch.dtype | None]] = [("", model, None)]
-    while left:
-        path, module, around = left.pop()
-        yield path, module, around
-        for name, child in module_tables(module)[2].items():
-            if child is not None:
-                left.append((f"{path}.{name}".lstrip("."), child, chosen.get(module, around)))
-
-
 def _choose(
     model: nn.Module, paths: dict[nn.Module, list[str]], rules: tuple[tuple[ModuleKey, torch.dtype], ...]
 ) -> dict[nn.Module, torch.dtype]:
@@ -203,10 +194,16 @@ def _choose(
     unused = dict(rules)
     chosen = {}
     for module, names in paths.items():
-        matching = [(key, dtype) for key, dtype in rules if _matches(key, module, names, every)]
+        matching = []
+        for key, dtype in rules:
+            if isinstance(key, type):
+                fits = isinstance(module, key)
+            else:  # the path of one module, or a regular expression
+                fits = key in names if key in every else any(re.fullmatch(key, name) for name in names)
+            if fits:
+                matching.append((key, dtype))
+                unused.pop(key, None)
         exact = [(key, dtype) for key, dtype in matching if key in names]
-        for key, _ in matching:
-            unused.pop(key, None)
         deciding = exact or matching
         if len({dtype for _, dtype in deciding}) > 1:
             shown = " and ".join(f"{key_text(key)}: {dtype_name(dtype)}" for key, dtype in deciding)
@@ -222,14 +219,6 @@ def _choose(
     return chosen
 
 
-def _matches(key: ModuleKey, module: nn.Module, names: list[str], every: set[str]) -> bool:
-    if isinstance(key, type):
-        return isinstance(module, key)
-    if key in every:
-        return key in names
-    return any(re.fullmatch(key, name) for name in names)
-
-
 def _suggestion(key: ModuleKey, paths: dict[nn.Module, list[str]]) -> str:
     if isinstance(key, type):
         classes = sorted({_name(module) for module in paths})
@@ -238,16 +227,6 @@ def _suggestion(key: ModuleKey, paths: dict[nn.Module, list[str]]) -> str:
     every = [path for names in paths.values() for path in names if path]
     close = difflib.get_close_matches(key, every, n=3, cutoff=0.4) or every[:3]
     return f"Close paths: {', '.join(map(repr, close))}." if close else "The model has no modules inside."
-
-
-def _check_own_classes(call: str, model: nn.Module) -> None:
-    """Raise a ValueError if a module's class is a subclass of one that a rule gave it."""
-    for path, module in model.named_modules():
-        if type(module) not in _ORIGINALS and any(cls in _ORIGINALS for cls in type(module).__mro__):
-            raise ValueError(
-                f"Policy.{call}: the class of module {path!r} ({_name(module)}) was changed after a policy was "
-                "applied, for example by torch.nn.utils.parametrize. Undo that first."
-            )
 
 
 def _tensor_dtypes(
@@ -283,8 +262,18 @@ def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
             tensor.grad.data = tensor.grad.data.to(dtype)
 
 
-def _take_off(model: nn.Module) -> dict[str, torch.dtype]:
-    """Give every module its own class back. Return by path the dtypes that tensors had before any policy."""
+def _take_off(call: str, model: nn.Module) -> dict[str, torch.dtype]:
+    """Give every module its own class back. Return by path the dtypes that tensors had before any policy.
+
+    Raises:
+        ValueError: a module's class is a subclass of one that a rule gave it. The model is unchanged then.
+    """
+    for path, module in model.named_modules():
+        if type(module) not in _ORIGINALS and any(cls in _ORIGINALS for cls in type(module).__mro__):
+            raise ValueError(
+                f"Policy.{call}: the class of module {path!r} ({_name(module)}) was changed after a policy was "
+                "applied, for example by torch.nn.utils.parametrize. Undo that first."
+            )
     before: dict[str, torch.dtype] = {}
     for prefix, module in model.named_modules():
         applied = vars(module).pop(APPLIED, None)

@@ -172,7 +172,16 @@ class _OpRulesMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, on cast inputs if it has a rule."""
-        found = self._find(func)
+        found = None
+        if isinstance(func, FunctionType):
+            # From torch 2.13 on, torch.compile does not find the function of an operator in the table, because it
+            # computes another hash for it. An example is `1 - x`, which is Tensor.__rsub__.
+            for function, its_rule in self.in_python:
+                if func is function:
+                    found = its_rule
+                    break
+        else:
+            found = self.table.get(func)
         kwargs = kwargs or {}
         if found is None:
             return func(*args, **kwargs)
@@ -193,27 +202,14 @@ class _OpRulesMode(TorchFunctionMode):
         with torch.autocast(self.device_type, enabled=False):
             return func(*args, **kwargs)
 
-    def _find(self, func: Callable[..., Any]) -> _FunctionRule | None:
-        if isinstance(func, FunctionType):
-            # From torch 2.13 on, torch.compile does not find the function of an operator in the table, because it
-            # computes another hash for it. An example is `1 - x`, which is Tensor.__rsub__.
-            for function, found in self.in_python:
-                if func is function:
-                    return found
-            return None
-        return self.table.get(func)
-
-
-def _castable(value: object, device_type: str) -> bool:
-    return isinstance(value, Tensor) and value.dtype in CASTABLE and value.device.type == device_type
-
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_cast(item, dtype, device_type) for item in value]
         # A namedtuple is made from its fields by _make; its class takes them as separate arguments.
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    return value.to(dtype) if _castable(value, device_type) else value
+    castable = isinstance(value, Tensor) and value.dtype in CASTABLE and value.device.type == device_type
+    return value.to(dtype) if castable else value
 
 
 def _widest(values: Any, device_type: str) -> torch.dtype | None:
@@ -221,7 +217,7 @@ def _widest(values: Any, device_type: str) -> torch.dtype | None:
     widest = None
     for value in values:
         dtype = _widest(value, device_type) if isinstance(value, (list, tuple)) else None
-        if _castable(value, device_type):
+        if isinstance(value, Tensor) and value.dtype in CASTABLE and value.device.type == device_type:
             dtype = value.dtype
         if dtype is not None:
             # Neither of float16 and bfloat16 holds all values of the other, so both together need float32.

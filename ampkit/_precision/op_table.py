@@ -5,7 +5,7 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -168,12 +168,14 @@ class OpTableDiff:
         """
         rules = {None: compute, "lower": compute, "float32": "float32", "promote": "promote"}
         rules["float32 dtype argument"] = "float32"
-        names = {op: op.partition("::")[2].partition(".")[0] for op in self.changes}
-        return {
-            names[op]: rules[old]
-            for op, (old, _) in self.changes.items()
-            if old in rules and op.startswith("aten::") and not names[op].startswith("_") and _has_overload(op)
-        }
+        found = {}
+        for op, (old, _) in self.changes.items():
+            name = op.partition("::")[2].partition(".")[0]
+            if old in rules and op.startswith("aten::") and not name.startswith("_"):
+                with suppress(AttributeError):  # the running torch does not have this overload
+                    op_overload(op)
+                    found[name] = rules[old]
+        return found
 
     def __str__(self) -> str:
         if not self.changes:
@@ -219,15 +221,6 @@ def op_table(device_type: str = "cuda") -> OpTable:
             rules[name] = "float32 dtype argument"
             notes[name] = "the rule of its overload by position, as no fake tensor has dimension names"
     return OpTable(device_type, str(torch.__version__), rules, notes)
-
-
-def _has_overload(name: str) -> bool:
-    """Return whether the running torch has this operation."""
-    try:
-        op_overload(name)
-    except AttributeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

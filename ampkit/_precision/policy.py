@@ -77,8 +77,11 @@ class Policy:
     ) -> None:
         for name, value in {"params": params, "compute": compute, "output": output}.items():
             object.__setattr__(self, name, _dtype(name, value))
-        object.__setattr__(self, "ops", _op_rules(_pairs("ops", ops)))
-        object.__setattr__(self, "modules", _module_rule_pairs(_pairs("modules", modules)))
+        for name, rules, checked in (("ops", ops, _op_rules), ("modules", modules, _module_rule_pairs)):
+            pairs = listed(rules.items() if isinstance(rules, Mapping) else rules)
+            if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+                raise ValueError(f"Policy({name}={shown(rules)}): expected a dict of rules. {_LEGAL}")
+            object.__setattr__(self, name, checked(pairs))
         if self.compute is torch.float32 and self.params is not torch.float32:
             raise ValueError(
                 f"Policy(params={dtype_name(self.params)}, compute=float32): autocast cannot raise a dtype. "
@@ -263,13 +266,6 @@ def _dtype(field: str, value: object) -> torch.dtype:
         meant = _meant(value, (*DTYPES, "half")) if isinstance(value, str) else ""
         raise ValueError(f"Policy({field}={shown(value)}): expected one of {', '.join(DTYPES)}.{meant} {_LEGAL}")
     return dtype
-
-
-def _pairs(field: str, rules: Any) -> list[tuple[Any, Any]]:
-    pairs = listed(rules.items() if isinstance(rules, Mapping) else rules)
-    if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"Policy({field}={shown(rules)}): expected a dict of rules. {_LEGAL}")
-    return pairs
 
 
 def _op_rules(pairs: list[tuple[Any, Any]]) -> OpRules:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from .._arguments import read_all
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
+from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
+from .._capture.host.constants import HostConstants
 from .._capture.keys.containers import own_batch
 from .._capture.keys.inputs import flatten
 from .._capture.preflight.sparse_gradients import why_not_dense
@@ -85,8 +87,17 @@ def graphed(
             `fully_shard` alone, unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
     """
-    options = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
-    options = options.checked("graphed")
+    options = Options(
+        graph=graph,
+        warmup=warmup,
+        on_failure=on_failure,
+        verify=verify,
+        generators=generators,
+        max_graphs=max_graphs,
+        memory_budget=memory_budget,
+        capturing=capturing,
+        annotate=annotate,
+    ).checked("graphed")
     modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
     for module in modules:
         free_whole_parameters(module)
@@ -161,9 +172,10 @@ class GraphedFunction:
         self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=self._options.graph != "off")
         groups = [] if blocker or problem else self._groups
         function = _EngineFunction(self._fn, self._modules, groups, self._scaler, ranks.shards, self._name)
-        return Engine(
-            function,
-            TrainingState(
+        session = Session(
+            fn=function,
+            captured=function,
+            state=TrainingState(
                 {f"modules[{i}]": module for i, module in enumerate(self._modules)},
                 () if problem else self._optimizers,
                 self._scaler,
@@ -189,6 +201,7 @@ class GraphedFunction:
                 why_never="" if self._modules else _NONE_DECLARED,
             ),
         )
+        return Engine(session)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function.
@@ -217,7 +230,7 @@ class GraphedFunction:
             with self._making:
                 device = devices[0] if devices else torch.get_default_device()
                 engine = self._engine = self._engine or self._make_engine(device)
-        return engine.turn.take(self._call, engine, args, kwargs)
+        return engine.turn.call(self._call, engine, args, kwargs)
 
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ranks is not None and self._ranks.sharded:
@@ -238,11 +251,15 @@ class GraphedFunction:
         skipped = None if self._scaler is None else self._scaler.skipped
         return self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
 
+    def constants(self) -> HostConstants:
+        """Return the values of the host that the graphs of this function hold, see `GraphedStep.constants`."""
+        return HostConstants() if self._engine is None else self._engine.constants()
+
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
         if self._engine is None:
             return [] if self._options.annotate else None
-        return None if self._engine.names is None else list(self._engine.names.tables)
+        return self._engine.kernel_tables()
 
     @property
     def captures(self) -> int:

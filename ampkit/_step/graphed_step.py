@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from .._batches.buckets import Buckets
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
+from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
+from .._capture.host.constants import HostConstants
 from .._capture.preflight.sparse_gradients import why_not_dense
 from .._capture.ranks.ranks import Ranks
 from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
@@ -144,8 +146,17 @@ def graphed_step(
     Sync: only the call that captures a graph waits for the device.
     """
     warmup = warmup_of(warmup, compile)
-    given = Options(graph, warmup, on_failure, verify, generators, max_graphs, memory_budget, capturing, annotate)
-    options = given.checked("graphed_step")
+    options = Options(
+        graph=graph,
+        warmup=warmup,
+        on_failure=on_failure,
+        verify=verify,
+        generators=generators,
+        max_graphs=max_graphs,
+        memory_budget=memory_budget,
+        capturing=capturing,
+        annotate=annotate,
+    ).checked("graphed_step")
     check_kinds(model, loss_fn, accumulate, buckets, numerics)
     free_whole_parameters(model)
     device = device_of(model, policy := read_policy("graphed_step", policy))
@@ -172,22 +183,8 @@ def graphed_step(
         observer=numerics,
     )
     state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
-    engine = Engine(
-        step,
-        state,
-        device=device,
-        options=options,
-        ranks=ranks,
-        blocker=blocker,
-        name="graphed_step",
-        captured=step.captured,
-        whole=step.whole,
-        optimizer=place,
-        watching=step.watching,
-        untimed=1 if compile is None else 2,
-        splitter=_splitter(step, state, model, options, compile),
-    )
-    return GraphedStep(step, engine, optimizer, accumulate, scheduler, buckets)
+    session = _session(step, state, model, options, blocker, compile)
+    return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
 
 
 class GraphedStep:
@@ -216,7 +213,7 @@ class GraphedStep:
         self._scan = Scan(engine, step, self._window, slices, accumulate, optimizer, schedule, buckets)
         self._whole_window = WholeWindow(engine, step, self._window, slices, accumulate, buckets)
         self._buckets = buckets
-        self._metrics = StepMetrics(engine, step.scaler, step.device, accumulate)
+        self._metrics = StepMetrics(engine, step.scaler, step.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one step with this batch; with `accumulate`, one micro-batch of it.
@@ -243,7 +240,7 @@ class GraphedStep:
         """
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
-        return self._turn.take(self._window.run, args, kwargs)
+        return self._turn.call(self._window.run, args, kwargs)
 
     def scan(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do K calls with one call: `loss_fn` gets the slices 0 to K - 1 of each tensor along its dimension 0.
@@ -286,7 +283,7 @@ class GraphedStep:
         Sync: only the calls that capture wait for the device. Aliasing: as for `__call__`. Memory: buffers for 16
         batches, beside those of the single calls.
         """
-        return self._turn.take(self._scan.run, args, kwargs)
+        return self._turn.call(self._scan.run, args, kwargs)
 
     def window(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one optimizer step with one call: `loss_fn` gets the N slices of each tensor along its dimension 0.
@@ -327,7 +324,7 @@ class GraphedStep:
         Sync: only the calls that capture wait for the device, and votes of several ranks. Aliasing: as for `__call__`.
         Memory: buffers for N micro-batches, beside those of the single calls.
         """
-        return self._turn.take(self._whole_window.run, args, kwargs)
+        return self._turn.call(self._whole_window.run, args, kwargs)
 
     def flush(self) -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
@@ -336,15 +333,24 @@ class GraphedStep:
         accumulate).backward()`. The step is eager, and counted as such. Nothing is done if the window is empty. Sync:
         none.
         """
-        self._turn.take(self._window.flush, SHORT)
+        self._turn.call(self._window.flush, SHORT)
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
         return replace(self._engine.report(self.skipped), **self._compiled())
 
+    def constants(self) -> HostConstants:
+        """Return the values of the host that the graphs of this step hold, as they are now.
+
+        These are the attributes of modules, variables, and small tensors on the host that the step has read in its
+        warm-up, each with the line that reads it, and with the reason if calls do not compare it. Before that there is
+        none. Hyperparameters and the arguments of the step are no part of it. Replays do nothing for it. Sync: none.
+        """
+        return self._engine.constants()
+
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
-        return None if self._engine.names is None else list(self._engine.names.tables)
+        return self._engine.kernel_tables()
 
     def metrics(self) -> dict[str, Tensor | float]:
         """Return figures for a logger, by name. What is not known is left out.
@@ -364,7 +370,7 @@ class GraphedStep:
 
         Sync: none. Aliasing: the tensors are copies, which later steps do not change.
         """
-        return self._turn.take(self._metrics.read)
+        return self._turn.call(self._metrics.figures)
 
     @property
     def scaler(self) -> GradScaler:
@@ -408,13 +414,28 @@ class GraphedStep:
         self.close()
 
 
-def _splitter(
-    step: TrainingStep, state: TrainingState, model: nn.Module, options: Options, compile: str | None
-) -> StepSplitter:
-    """Return what does the step in parts where it cannot be captured as a whole."""
-    ranks, device, why_never = step.ranks, step.device, why_not_compiled_in_parts(compile)
+def _session(
+    step: TrainingStep, state: TrainingState, model: nn.Module, options: Options, blocker: str, compile: str | None
+) -> Session:
+    """Return what an engine calls and captures. What cannot be captured as a whole is done in parts."""
+    ranks, device = step.ranks, step.device
     update = CapturedUpdate(step, state, options, ranks, device, "graphed_step")
-    return StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never)
+    why_never = why_not_compiled_in_parts(compile)
+    return Session(
+        fn=step,
+        captured=step.captured,
+        state=state,
+        device=device,
+        options=options,
+        ranks=ranks,
+        name="graphed_step",
+        blocker=blocker,
+        whole=step.whole,
+        optimizer=step.place,
+        watching=step.watching,
+        untimed=1 if compile is None else 2,
+        splitter=StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never),
+    )
 
 
 def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:

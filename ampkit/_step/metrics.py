@@ -18,19 +18,17 @@ class StepMetrics:
         engine: makes the calls.
         scaler: of the step, enabled or not.
         device: where it computes.
-        accumulate: calls per optimizer step.
     """
 
-    def __init__(self, engine: Engine, scaler: GradScaler, device: torch.device, accumulate: int) -> None:
+    def __init__(self, engine: Engine, scaler: GradScaler, device: torch.device) -> None:
         self._engine = engine
         self._scaler = scaler
-        self._accumulate = accumulate
         self._clock = Clock(device if device.type == "cuda" else None)
         self._past: tuple[Any, int] | None = None  # the newest mark of a reading that the device has reached, and calls
         self._ahead: deque[tuple[Any, int]] = deque()  # the later ones
         self._ms: float | None = None
 
-    def read(self) -> dict[str, Tensor | float]:
+    def figures(self) -> dict[str, Tensor | float]:
         """Return the figures by name, see `GraphedStep.metrics`. To be called in the step's turn. Sync: none."""
         figures: dict[str, Tensor | float] = {}
         known = self._scaler.tensors() if self._scaler.is_enabled() else {}
@@ -40,8 +38,7 @@ class StepMetrics:
             figures["skipped_steps"] = known["skipped"].long()  # counted in float64, so that this is a copy
         if self._scaler.grad_norm is not None:
             figures["grad_norm"] = self._scaler.grad_norm.clone()
-        replayed = self._engine.replays + self._engine.series.parts * self._accumulate
-        calls = replayed + sum(self._engine.eager.values())
+        replayed, calls = self._engine.counts()
         figures["replay_share"] = replayed / max(calls, 1)
         # Mark this reading, and take the time between the two newest that the device has reached.
         self._ahead.append((self._clock.now(), calls))

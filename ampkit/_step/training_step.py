@@ -120,6 +120,7 @@ class TrainingStep:
         scaler: as given.
         observer: as given.
         ranks: as given.
+        place: as given.
         device: as given.
         groups: the optimizer's param groups, as a capture needs them.
         capturable: as given. Then the optimizer, in a graph, reads its learning rates from tensors.
@@ -162,7 +163,7 @@ class TrainingStep:
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.groups: CapturableGroups = CapturableGroups(optimizer, device)
         self.capturable = capturable
-        self._place = place
+        self.place: OptimizerPlace = place
         self.gradients: dict[str, Tensor] = {}
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
         self._around = around
@@ -180,20 +181,15 @@ class TrainingStep:
         rates = (group.get("lr") for group in self._optimizer.param_groups)
         return self._after_step is not None and any(isinstance(rate, Tensor) for rate in rates)
 
-    @property
-    def steps_behind(self) -> bool:
-        """Whether the optimizer steps behind the calls now, and is no part of them."""
-        return self._place.behind
-
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
-        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self._place.behind)
+        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self.place.behind)
 
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
         # `fully_shard` casts weights itself, if its MixedPrecisionPolicy says so.
         weights = nullcontext() if self.ranks.sharded else self._working.in_place()
-        return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
+        return self._run(phase, args, kwargs, weights, steps=phase.last and not self.place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them.
@@ -219,7 +215,7 @@ class TrainingStep:
 
     def state(self, modules: dict[str, nn.Module]) -> TrainingState:
         """Return the state that a call changes, of the model and other modules by the name in messages."""
-        optimizers, rates = ([], []) if self._place.behind else ([self._optimizer], [self.groups])
+        optimizers, rates = ([], []) if self.place.behind else ([self._optimizer], [self.groups])
         # An eager call clears the gradients that it finds, and a replay would leave them.
         state = TrainingState(
             modules,
@@ -230,7 +226,7 @@ class TrainingStep:
             rates=rates,
             functions=(self._loss_fn, self._after_step),
         )
-        self._place.join_later(state)
+        self.place.join_later(state)
         return state
 
     def gathering(self, call: Callable[..., PartOfStep]) -> Callable[..., PartOfStep]:
@@ -283,7 +279,7 @@ class TrainingStep:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward_and_backward(args, kwargs)
             prepared = None
-            if phase.last and self._place.behind and not steps and can_be_prepared(self._optimizer):
+            if phase.last and self.place.behind and not steps and can_be_prepared(self._optimizer):
                 # The optimizer steps behind the call, and unscaling and clipping can be done apart from that.
                 self._measure_gradients(phase.observed)
                 with Undo() as unscaling:
@@ -317,8 +313,8 @@ class TrainingStep:
             if not averaged:
                 self.ranks.average([self.gradients[_name(i)] for i in accumulated])
             finished = self._finish(observed, prepared)
-        if self._place.behind:
-            self._place.has_stepped()
+        if self.place.behind:
+            self.place.has_stepped()
         return finished
 
     def _parameters(self) -> list[nn.Parameter]:

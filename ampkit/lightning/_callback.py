@@ -90,8 +90,15 @@ class AmpkitCallback(Callback):
         log: bool = True,
         compile: str | None = None,
     ) -> None:
-        options = Options(graph, warmup, on_failure, verify, (), max_graphs, memory_budget, annotate=annotate)
-        self._options = options.checked("AmpkitCallback")
+        self._options = Options(
+            graph=graph,
+            warmup=warmup,
+            on_failure=on_failure,
+            verify=verify,
+            max_graphs=max_graphs,
+            memory_budget=memory_budget,
+            annotate=annotate,
+        ).checked("AmpkitCallback")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"AmpkitCallback(scaler={type(scaler).__name__}): pass an ampkit.GradScaler.")
         if validate is not False and validate != "auto":

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
+from .._capture.engine.session import Session
 from .._capture.engine.warm_up import writable
 from .._capture.graph.report import Report
 from .._capture.keys.containers import own_batch
@@ -81,17 +82,18 @@ class EvaluationStep:
         self._problem = ""  # found in the current call
         self.why_eager = ""
         state = TrainingState({"model": module}, ())
-        self._engine = Engine(
-            self._captured,
-            state,
+        session = Session(
+            fn=self._captured,
+            captured=self._captured,
+            state=state,
             device=device,
             options=options,
             ranks=Ranks(None, device),
-            blocker="",
             name=f"AmpkitCallback, {method}",
             declared=True,
             one_argument=True,
         )
+        self._engine = Engine(session)
 
     def report(self) -> Report:
         """Return graphs, replays, and eager calls with reasons, so far. Waits for the device."""
@@ -116,7 +118,7 @@ class EvaluationStep:
         self._further_args, self._problem = further_args, ""
         replays = self._engine.replays
         try:
-            outputs = self._engine.turn.take(self._called, phase, batch)
+            outputs = self._engine.turn.call(self._called, phase, batch)
         except InputMismatch as error:
             self._stay_eager(not_comparable(batch) or str(error))
             return self._forward(batch, *further_args)

@@ -88,7 +88,14 @@ class Fit:
         self._window_ended = False
         self._lightning_plugin = strategy.precision_plugin
         self._lightning_scaler: upstream.GradScaler | None = getattr(self._lightning_plugin, "scaler", None)
-        self.scaler = _scaler_for(scaler, self._lightning_scaler, self.device)
+        lightning = self._lightning_scaler
+        if scaler is None and isinstance(lightning, GradScaler):
+            scaler = lightning
+        elif scaler is None:
+            scaler = GradScaler(self.device.type, enabled=lightning is not None and lightning.is_enabled())
+            if lightning is not None and scaler.is_enabled():
+                scaler.load_state_dict(lightning.state_dict())
+        self.scaler = scaler
         self._plugin = plugin_for(self, self._lightning_plugin)
         strategy.precision_plugin = self._plugin
         self._lightning_step = strategy.training_step
@@ -142,7 +149,8 @@ class Fit:
         """Return whether ampkit does the step of this batch. If it does, its `TrainerStep` exists from here on."""
         trainer = self._trainer
         self.first_step_by_lightning = self.first_step_by_lightning and not _lightning_refuses_to_clip(trainer)
-        if self._gradient_uses.after_captured_step and self._begins_window and not self.left_to_lightning:
+        begins_window = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0  # Lightning calls zero_grad
+        if self._gradient_uses.after_captured_step and begins_window and not self.left_to_lightning:
             self._leave_to_lightning(self._gradient_uses.problem)
         if self.left_to_lightning or self.first_step_by_lightning:
             return False
@@ -151,11 +159,6 @@ class Fit:
             self._make_step(*made_for)
             self._step_made_for = made_for
         return not self.left_to_lightning
-
-    @property
-    def _begins_window(self) -> bool:
-        """Whether Lightning calls zero_grad for this batch."""
-        return bool(self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0)
 
     def _make_step(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, clip: Clip) -> None:
         if self._step is not None:
@@ -216,7 +219,8 @@ class Fit:
             return self._lightning_step(*args)
         assert self._step is not None  # made by prepare_step
         trainer, steps_optimizer, samples = self._trainer, self.in_optimizer_step, _batch_size(args[0])
-        place = BatchPlace(self._begins_window, steps_optimizer, trainer.accumulate_grad_batches, trainer.current_epoch)
+        window = trainer.accumulate_grad_batches
+        place = BatchPlace(trainer.fit_loop.batch_idx % window == 0, steps_optimizer, window, trainer.current_epoch)
         if steps_optimizer and self._measurements.steps_before_recording is not None:
             with self._measurements.recording(self._module, trainer.optimizers[0], args[0]):
                 output = self._step(place, *args)
@@ -246,8 +250,7 @@ class Fit:
             return
         if (self._logs and trainer.loggers) or self._bar is not None:
             step = trainer.global_step - 1  # the number under which Lightning logs the metrics of this step
-            graphs = {"graph_replays": float(self._step.replays), "replay_share": self._step.replay_share}
-            numbers = {**graphs, **self._measurements.figures(self.device)}
+            numbers = {**self._step.figures(), **self._measurements.figures(self.device)}
             self.log(self.statistics.start(step, self.scaler, self._step.grad_norm, numbers))
 
     def log(self, arrived: Sequence[TrainingStatistics]) -> None:
@@ -265,18 +268,6 @@ _IN_THE_BAR = {
     "samples_per_second": "samples/s",
     "graph_replays": "replays",
 }
-
-
-def _scaler_for(given: GradScaler | None, lightning: upstream.GradScaler | None, device: torch.device) -> GradScaler:
-    """Return the given scaler, or one with the state of Lightning's; disabled if there is neither."""
-    if given is not None:
-        return given
-    if isinstance(lightning, GradScaler):
-        return lightning
-    scaler = GradScaler(device.type, enabled=lightning is not None and lightning.is_enabled())
-    if lightning is not None and scaler.is_enabled():
-        scaler.load_state_dict(lightning.state_dict())
-    return scaler
 
 
 def _batch_size(batch: Any) -> int:

@@ -61,7 +61,9 @@ class GradientUses(TorchFunctionMode):
     def restore_hooks(self) -> None:
         """Give all objects their own hooks back."""
         for hook in self._hooks:
-            hook.restore()
+            del vars(hook.owner)[hook.name]
+            if hook.before is not None:
+                vars(hook.owner)[hook.name] = hook.before
         self._hooks = []
 
     def run(self, hook: "_WatchedHook", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,9 +123,9 @@ class _WatchedHook:
     def __init__(self, owner: Any, name: str, uses: GradientUses) -> None:
         self.function = getattr(owner, name)
         self.name = name
-        self._owner = owner
+        self.owner = owner
         self._uses = uses
-        self._before = vars(owner).get(name)
+        self.before = vars(owner).get(name)
         functools.update_wrapper(self, self.function)
         vars(owner)[name] = self
 
@@ -131,16 +133,10 @@ class _WatchedHook:
         return self._uses.run(self, args, kwargs)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._owner, self.name)
+        return getattr, (self.owner, self.name)
 
     def __str__(self) -> str:
-        return f"{type(self._owner).__name__}.{self.name}"
-
-    def restore(self) -> None:
-        """Give the object its own hook back."""
-        del vars(self._owner)[self.name]
-        if self._before is not None:
-            vars(self._owner)[self.name] = self._before
+        return f"{type(self.owner).__name__}.{self.name}"
 
     def line(self, frame: FrameType) -> str:
         """Return the line of the hook from which, over any number of calls, this frame was called."""

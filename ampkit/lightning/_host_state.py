@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.host.bytecode import codes_in
+from .._capture.host.code import codes_in
 from .._capture.keys.inputs import Constant
 from .._capture.keys.key import Part
 from .._capture.preflight.uncapturable import Problem
@@ -76,7 +76,16 @@ class HostReads:
         self._module = module
         self.reads_epoch = "current_epoch" in readers
         self._reads_hparams = "hparams" in readers
-        self.reads_index = _loads_argument(type(module), method, 1)
+        step = _function(getattr(type(module), method, None))
+        self.reads_index = True
+        if step is not None:
+            code: CodeType = step.__code__
+            arguments = code.co_varnames[1 : code.co_argcount]  # those by position, without self
+            loaded = [each.argval for each in dis.get_instructions(code) if "LOAD_FAST" in each.opname]
+            # Since Python 3.13 one instruction may load two.
+            names = [name for found in loaded for name in (found if isinstance(found, tuple) else (found,))]
+            in_varargs = bool(code.co_flags & inspect.CO_VARARGS)
+            self.reads_index = arguments[1] in {*code.co_cellvars, *names} if len(arguments) > 1 else in_varargs
 
     def parts(self, epoch: int) -> list[Part]:
         """Return the number of the epoch and the hyperparameters with their names, if the code reads them."""
@@ -90,7 +99,7 @@ class HostReads:
 
 def _comparable(value: Any) -> Hashable:
     """Return a key that compares numbers and strings by type and value, tensors by identity."""
-    return _SameTensor(value) if isinstance(value, Tensor) else Constant.of(value)
+    return _SameTensor(value) if isinstance(value, Tensor) else Constant.for_value(value)
 
 
 class _SameTensor:
@@ -126,12 +135,11 @@ class HostWrites:
         self.problem = ""
 
     def __enter__(self) -> "HostWrites":
-        self._metrics = _metric_counts(self._module)
-        self._attributes = _attribute_values(self._module)
+        self._metrics, self._attributes = _host_values(self._module)
         return self
 
     def __exit__(self, *_: object) -> None:
-        metrics, attributes = _metric_counts(self._module), _attribute_values(self._module)
+        metrics, attributes = _host_values(self._module)
         updated = [name for name, count in metrics.items() if count != self._metrics.get(name, 0)]
         changed = [name for name, value in attributes.items() if value != self._attributes.get(name, value)]
         hook = HOOK_BEHIND[self._method]
@@ -145,27 +153,23 @@ class HostWrites:
             self.problem = f"{self._method} changes self.{changed[0]} on the host, and a replay would not. {advice}"
 
 
-def _metric_counts(module: nn.Module) -> dict[str, int]:
-    """Return how often each metric was updated, by its path: those in the module, and in its lists and dicts."""
-    parts = list(module.named_modules())
+def _host_values(module: nn.Module) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return how often each metric in a module, its lists and dicts was updated, by path; and its public attributes
+    that are numbers, strings or tensors, and the lengths of its containers, by name."""
+    parts, attributes = list(module.named_modules()), dict[str, Any]()
     for name, value in vars(module).items():
-        if isinstance(value, (list, tuple)) and not name.startswith("_"):
+        if name.startswith("_"):
+            continue
+        if isinstance(value, (list, tuple)):
             parts += ((f"{name}[{i}]", part) for i, part in enumerate(value))
-        elif isinstance(value, dict) and not name.startswith("_"):
+        elif isinstance(value, dict):
             parts += ((f"{name}[{key!r}]", part) for key, part in value.items())
+        if isinstance(value, _CONTAINERS):
+            attributes[name] = len(value)
+        elif isinstance(value, (Tensor, *_SCALARS)):
+            attributes[name] = _comparable(value)
     counts = ((path, getattr(part, "update_count", None)) for path, part in parts if isinstance(part, nn.Module))
-    return {path: count for path, count in counts if isinstance(count, int)}
-
-
-def _attribute_values(module: nn.Module) -> dict[str, Any]:
-    """Return the module's public attributes that are numbers, strings or tensors, and the lengths of its containers."""
-    found: dict[str, Any] = {}
-    for name, value in vars(module).items():
-        if isinstance(value, _CONTAINERS) and not name.startswith("_"):
-            found[name] = len(value)
-        elif isinstance(value, (Tensor, *_SCALARS)) and not name.startswith("_"):
-            found[name] = _comparable(value)
-    return found
+    return {path: count for path, count in counts if isinstance(count, int)}, attributes
 
 
 def not_comparable(batch: Any) -> str:
@@ -278,18 +282,3 @@ def _attributes(code: CodeType) -> Iterator[str]:
         for instruction in dis.get_instructions(part):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 yield instruction.argval
-
-
-def _loads_argument(cls: type, method: str, position: int) -> bool:
-    """Return whether a method may read its argument at this position, counted without self."""
-    function = _function(getattr(cls, method, None))
-    if function is None:
-        return True
-    code: CodeType = function.__code__
-    arguments = code.co_varnames[1 : code.co_argcount]
-    if len(arguments) <= position:
-        return bool(code.co_flags & inspect.CO_VARARGS)
-    loaded = [each.argval for each in dis.get_instructions(code) if "LOAD_FAST" in each.opname]
-    # Since Python 3.13 one instruction may load two.
-    names = [name for found in loaded for name in (found if isinstance(found, tuple) else (found,))]
-    return arguments[position] in {*code.co_cellvars, *names}

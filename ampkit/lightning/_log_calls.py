@@ -36,7 +36,7 @@ class Template:
 
     def __init__(self, tree: Any) -> None:
         self._rebuilt = Rebuilt(tree)
-        self.filled = self._rebuilt.of
+        self.filled = self._rebuilt.with_tensors
 
     def take_tensors(self) -> list[Tensor]:
         """Return the tensors and forget them: they are memory of a graph, which the template may outlive."""
@@ -95,7 +95,15 @@ class LogForwarder:
         """Call `module.log`; warn once if Lightning will read the value from the device for each batch."""
         for name, value, args, kwargs in log_calls:
             if isinstance(value, (bool, int, float)):
-                value = self._on_device(value)
+                # The tensor that Lightning makes of a number. Made once only, since the copy waits for the device.
+                tensor = self._constants.get(value)
+                if tensor is None:
+                    default = torch.get_default_dtype()
+                    dtype = default if default in (torch.float32, torch.float64) else torch.float32
+                    tensor = torch.tensor(value, dtype=dtype, device=self._device)
+                    if len(self._constants) < _MAX_CONSTANTS:
+                        self._constants[value] = tensor
+                value = tensor
             if not self._warned and isinstance(value, Tensor) and self._is_read_by_the_bar(*args, **kwargs):
                 self._warned = True
                 warnings.warn(_READ_BY_THE_BAR.format(name), AmpkitWarning, stacklevel=2)
@@ -106,17 +114,6 @@ class LogForwarder:
     ) -> bool:
         """Return whether Lightning reads the value of each batch. Takes the arguments of `self.log` after the value."""
         return prog_bar and (self._on_step if on_step is None else on_step)
-
-    def _on_device(self, value: float) -> Tensor:
-        """Return the tensor that Lightning makes of a number. Made once only, since the copy waits for the device."""
-        tensor = self._constants.get(value)
-        if tensor is None:
-            default = torch.get_default_dtype()
-            dtype = default if default in (torch.float32, torch.float64) else torch.float32
-            tensor = torch.tensor(value, dtype=dtype, device=self._device)
-            if len(self._constants) < _MAX_CONSTANTS:
-                self._constants[value] = tensor
-        return tensor
 
 
 _MAX_CONSTANTS = 64  # eager steps may log a new number each time, which must not fill the memory

@@ -81,7 +81,8 @@ class TrainerReads:
             with noticing_compiled_code() as has_run:
                 yield
                 if has_run():
-                    self._report(self._host_reads.problem, "")
+                    self.noticed = True
+                    report_read(self._host_reads.problem, "")
 
     def _on_read(self, name: str, frame: FrameType) -> None:
         reader = _reader(frame)
@@ -93,11 +94,8 @@ class TrainerReads:
             return
         advice = ADVICE["global_step" if name in _LOOPS else name].format(HOOK_BEHIND[self._method])
         what = f"reads {name} of the Trainer, and a graph would freeze its value"
-        self._report(Problem(what, advice, graph_only=True), running_line(reader))
-
-    def _report(self, problem: Problem, line: str) -> None:
         self.noticed = True
-        report_read(problem, line)
+        report_read(Problem(what, advice, graph_only=True), running_line(reader))
 
 
 def _reader(frame: FrameType | None) -> FrameType | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
+from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
 from .._capture.keys.key import Part
@@ -110,7 +111,7 @@ class TrainerStep:
         self._forward, self._context = forward, context
         self._module = module
         if compile is not None:
-            options = options._replace(warmup=max(options.warmup, WARM_UP))
+            options = replace(options, warmup=max(options.warmup, WARM_UP))
         self._host_reads, self._trainer_reads = host_reads, trainer_reads
         self._captures = options.graph != "off"
         self._calls_to_check = options.warmup if self._captures else 0
@@ -153,15 +154,14 @@ class TrainerStep:
         self, device: torch.device, options: Options, place: OptimizerPlace, compile: str | None
     ) -> Engine:
         state = self._step.state({"model": self._module})
-        return Engine(
-            self._step,
-            state,
+        session = Session(
+            fn=self._step,
+            captured=self._step.captured,
+            state=state,
             device=device,
             options=options,
             ranks=self._ranks,
-            blocker="",
             name="AmpkitCallback",
-            captured=self._step.captured,
             whole=self._step.whole,
             optimizer=place,
             watching=self._step.watching,
@@ -178,20 +178,16 @@ class TrainerStep:
                 eager={LightningModule: "a LightningModule may call self.log, which a replay would leave out"},
             ),
         )
-
-    @property
-    def replays(self) -> int:
-        """How many batches were replayed."""
-        return self._engine.replays
+        return Engine(session)
 
     def kernel_tables(self) -> list[KernelTable]:
         """Return the names of the kernels of all graphs so far."""
-        return [] if self._engine.names is None else list(self._engine.names.tables)
+        return self._engine.kernel_tables() or []
 
-    @property
-    def replay_share(self) -> float:
-        """The share of the batches so far that were replayed."""
-        return self._engine.replays / max(1, self._engine.replays + sum(self._engine.eager.values()))
+    def figures(self) -> dict[str, float]:
+        """Return how many batches were replayed so far, and their share of all."""
+        replayed, calls = self._engine.counts()
+        return {"graph_replays": float(replayed), "replay_share": replayed / max(1, calls)}
 
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""
@@ -216,12 +212,12 @@ class TrainerStep:
         in_window = Place(place.first, place.last, parts)
         try:
             try:
-                out = self._turn.take(self._window.run, (batch,), {}, in_window)
+                out = self._turn.call(self._window.run, (batch,), {}, in_window)
             except InputMismatch as error:
                 self._stay_eager(not_comparable(batch) or str(error))
-                out = self._turn.take(self._window.run, (batch,), {}, in_window)
+                out = self._turn.call(self._window.run, (batch,), {}, in_window)
         except NoLossError as none:
-            return self._turn.take(self._without_loss, none, place.last)
+            return self._turn.call(self._without_loss, none, place.last)
         if place.last:
             self.grad_norm = out.grad_norm
         self.backward_done = True

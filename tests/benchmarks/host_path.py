@@ -153,9 +153,9 @@ def parts_of(setup: Setup) -> Part:
     """Return what a replaying call does, part by part. The names in brackets are files of ampkit."""
     engine, captured, step, batch = setup.engine, setup.captured, setup.step, setup.batch
     key, _ = next(iter(engine._cache))
-    spec, leaves = engine._reader.read(batch, {})
+    spec, leaves = engine._reader.spec_and_leaves(batch, {})
     watch, inputs, outputs = engine._watch, captured.inputs, captured._graph.replay()
-    look, number = watch._seen[0], engine._surroundings.number
+    look, number = watch._seen[0], engine._settings_history.number
 
     def objects() -> object:
         return gc.get_referents(*look._tables)
@@ -195,7 +195,7 @@ def parts_of(setup: Setup) -> Part:
         "key and graph [engine]",
         lambda: engine(batch, {}, key.phase),
         (
-            Part("layout of the batch [inputs]", lambda: engine._reader.read(batch, {})),
+            Part("layout of the batch [inputs]", lambda: engine._reader.spec_and_leaves(batch, {})),
             state,
             Part("graph of the key [cache]", lambda: engine._cache.get(spec, key.phase, number)),
             replay,
@@ -287,7 +287,7 @@ def lines(part: Part, times: dict[int, Times], depth: int) -> Iterator[str]:
 def calls_of(call: Callable[[], object]) -> str:
     """Return how many functions a call calls: those written in Python, and those written in C."""
     counted: collections.Counter[str] = collections.Counter()
-    calls = 64  # twice as many as `Outputs` allocates rows for
+    calls = 64  # twice as many as `GraphOutputs` allocates rows for
 
     def count(frame: object, event: str, arg: object) -> None:
         counted[event] += 1

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ENGINES, assert_same, deterministic
+from harness import ENGINES, assert_same, deterministic, seeing_capture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit._capture.graph import capture_query
 
 pytestmark = pytest.mark.usefixtures("no_device_is_needed")
 
@@ -81,7 +80,7 @@ def trained(
             losses.append(loss.detach())
 
         for i in range(6):
-            (one if told is None else capture_query.answered(one, told))(i)
+            (one if told is None else seeing_capture(one, told))(i)
     grads = [param.grad for param in model.parameters()]
     messages = [str(w.message) for w in caught if issubclass(w.category, ampkit.CaptureWarning)]
     return [*losses, *grads], model, model.forward, messages

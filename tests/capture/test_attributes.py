@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.host.attributes import Attributes
-from ampkit._capture.host.executed import Executed
 
 Engine = tuple[str, str]
 
@@ -367,16 +365,3 @@ def test_under_another_profiler() -> None:
         profiler.disable()
     assert step.report().captures == 2
     assert sys.getprofile() is None
-
-
-def test_names_are_those_in_code_that_ran() -> None:
-    """Neither those of other methods, nor those that the step changes."""
-    model = Net("cpu")
-    attributes = Attributes()
-    with attributes.noting(list(model.modules()), lambda frame: (), Executed()):
-        model(torch.ones(8, 4))
-    drop = attributes.names.of_class[nn.Dropout]
-    assert {"scale", "powers", "mask", "shift", "kept", "activation"} <= attributes.names.of_all
-    assert "p" in drop
-    assert not {"calls", "unread", "training", "p"} & attributes.names.of_all
-    assert not {"in_features", "_forward_hooks"} & (attributes.names.of_all | drop)

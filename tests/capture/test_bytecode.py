@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ampkit._capture.host.bytecode import Read, Scope, codes_in, reads
+from ampkit._capture.host.code import Read, Scope, codes_in, reads
 
 CONFIG: Any = SimpleNamespace()
 ALPHA, LAYERS, TABLE = 1.0, [1.0], {"a": {"b": 1.0}}

@@ -8,7 +8,7 @@ import torch
 from harness import ENGINES, assert_same
 from torch import Tensor
 
-from ampkit._capture.graph.cache import Captured, Outputs
+from ampkit._capture.graph.cache import Captured, GraphOutputs
 from ampkit._capture.graph.graph import CudaGraph, EmulatedGraph, Pool
 from ampkit._capture.graph.timing import Timing
 from ampkit._capture.keys.inputs import StaticInputs, read_batch
@@ -41,7 +41,7 @@ def test_outputs_are_rebuilt(name: str) -> None:
     """Types, order, keys and constants are kept; every tensor is another one, in memory of its own, at each replay."""
     expected = OUTPUTS[name]
     graph = EmulatedGraph()
-    graph.capture(lambda: expected, then=Outputs)
+    graph.capture(lambda: expected, then=GraphOutputs)
     spec, leaves = read_batch((), {}, CPU)
     captured = Captured(graph, StaticInputs(spec, leaves), 0, Timing(), False)
     first, second = captured.replay(leaves), captured.replay(leaves)
@@ -73,7 +73,7 @@ def test_numbers_are_copied_at_once_and_stay_apart(name: str, engine: tuple[str,
     moved = {id(leaf): leaf.to(device) for leaf in leaves if isinstance(leaf, Tensor)}  # the same one twice, too
     given = tree_unflatten([moved.get(id(leaf), leaf) for leaf in leaves], tree)
     graph: Any = EmulatedGraph() if device == "cpu" else CudaGraph(torch.cuda.Stream(), Pool())
-    graph.capture(lambda: given, then=Outputs)
+    graph.capture(lambda: given, then=GraphOutputs)
     spec, leaves = read_batch((), {}, torch.device(device))
     captured = Captured(graph, StaticInputs(spec, leaves), 0, Timing(), False)
     if device == "cpu":  # an emulated graph makes other outputs each time
@@ -101,7 +101,7 @@ def test_numbers_on_the_host_are_read_behind_each_replay() -> None:
     here, there = [torch.tensor(1.0), torch.tensor(2.0)], [torch.tensor(3.0, device="cuda") for _ in range(2)]
     for numbers in (here, [*here, *there]):
         graph = CudaGraph(torch.cuda.Stream(), Pool())
-        graph.capture(lambda numbers=numbers: (numbers, there[0] * 2), then=Outputs)
+        graph.capture(lambda numbers=numbers: (numbers, there[0] * 2), then=GraphOutputs)
         spec, leaves = read_batch((), {}, torch.device("cuda", 0))
         captured = Captured(graph, StaticInputs(spec, leaves), 0, Timing(), False)
         here[0].add_(1)
@@ -115,7 +115,7 @@ def test_numbers_of_calls_on_several_streams() -> None:
     """A call on another stream gets its numbers in memory that was allocated on that stream, also back on the first."""
     graph = CudaGraph(torch.cuda.Stream(), Pool())
     source = torch.tensor([0.1, 0.2], device="cuda")
-    graph.capture(lambda: (source[0] * 1, source[1] * 1), then=Outputs)
+    graph.capture(lambda: (source[0] * 1, source[1] * 1), then=GraphOutputs)
     spec, leaves = read_batch((), {}, torch.device("cuda", 0))
     captured = Captured(graph, StaticInputs(spec, leaves), 0, Timing(), False)
     found = []

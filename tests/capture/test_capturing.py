@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ENGINES, assert_same, deterministic, training_state
+from harness import ENGINES, answering, assert_same, deterministic, seeing_capture, training_state
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._capture.graph import capture_query
 
 pytestmark = pytest.mark.usefixtures("no_device_is_needed")
 
@@ -109,7 +108,7 @@ def by_hand(engine: tuple[str, str], answers: list[bool], checkpointed: bool = F
     with deterministic():
         for i, answer in enumerate(answers):
             x = torch.linspace(-1, 1, 24, device=device).reshape(4, 6) + i / 8
-            call = capture_query.answered(step, answer)
+            call = seeing_capture(step, answer)
             history.append((call(x).loss, x, training_state(model, optimizer, step.scaler)))
     return history
 
@@ -202,9 +201,9 @@ def test_sync_batch_norm_takes_one_branch() -> None:
     scope: dict[str, Any] = {"__name__": "torch.nn.modules._functions", "asks": asks}
     exec("def ask(): return asks()", scope)
     for answer in (True, False):
-        with capture_query.answering(answer):  # of a preflight, a rehearsal, or a capture
+        with answering(answer):  # of a preflight, a rehearsal, or a capture
             assert scope["ask"]() is True
     assert scope["ask"]() is False
     scope["__name__"] = "torch.optim.optimizer"
-    with capture_query.answering(True):
+    with answering(True):
         assert scope["ask"]() is False

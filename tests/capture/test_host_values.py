@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._capture.engine.layout_capture import record
+from ampkit._capture.engine.record import record
 from ampkit._capture.graph.graph import EmulatedGraph
 from ampkit._capture.preflight.host_values import receive, report_read
 from ampkit._capture.preflight.uncapturable import Problem

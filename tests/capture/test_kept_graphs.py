@@ -1,5 +1,6 @@
 """Steps are captured although somebody keeps the autograd graph of an earlier step, as by its loss."""
 
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ENGINES, assert_same, boosted_loss, deterministic, make_batches, make_net
+from harness import DEVICES, ENGINES, assert_same, boosted_loss, deterministic, make_batches, make_net
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ampkit
 from ampkit._torch.autograd.autograd import CAN_RUN_ON_ONE_STREAM
 from ampkit._torch.autograd.gradient_nodes import node_notes, renew_gradient_nodes
+from ampkit._torch.autograd.graph_order import make_graphs_here
+from ampkit._undo import Undo
 
 Engine = tuple[str, str]
 
@@ -174,3 +177,59 @@ def test_a_kept_loss(engine: Engine, when: str, policy: str | None) -> None:
         found, found_replays = run(keeps[when])
     assert_same(found, expected)
     assert found_replays == replays == 4
+
+
+# ------------------------------------------------------------------------------------------- passes that make a graph
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_passes_that_make_a_graph_run_in_the_calling_thread(device: str) -> None:
+    """Within the context nodes have numbers of this thread; behind it, also after an error, torch is as before."""
+    before = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
+    x = torch.ones(3, device=device, requires_grad=True)
+    threads: list[int] = []
+
+    def square(created: bool) -> Tensor:
+        y = x * x * x
+        y.register_hook(lambda grad: threads.append(threading.get_ident()))
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=created)
+        return grad
+
+    def calls() -> None:
+        with Undo() as undo:
+            make_graphs_here(undo)
+            with Undo() as inner:
+                make_graphs_here(inner)
+                newest = square(True).grad_fn._sequence_nr()
+            again = square(True).grad_fn._sequence_nr()
+            assert newest < again < torch.autograd._get_sequence_nr()
+            assert threads == 2 * [threading.get_ident()]
+            assert torch._C._is_multithreading_enabled()
+            square(False)
+            assert (threads[2] == threading.get_ident()) is (device == "cpu")
+            raise LookupError("a mistake of the user")
+
+    with pytest.raises(LookupError):
+        calls()
+    assert before == (torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward)
+    square(True)
+    assert (threads[3] == threading.get_ident()) is (device == "cpu")
+
+
+def test_other_threads_are_left_alone() -> None:
+    """A backward pass of another thread runs where torch runs it, also while a step is under way."""
+    seen: list[bool] = []
+
+    def other() -> None:
+        x = torch.ones(3, requires_grad=True)
+        y = x * x
+        y.register_hook(lambda grad: seen.append(torch._C._is_multithreading_enabled()))
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+    with Undo() as undo:
+        make_graphs_here(undo)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        other()
+    assert seen == [True, False]

@@ -16,11 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.engine.variation import Variation
-from ampkit._capture.keys.inputs import read_batch
-from ampkit._capture.keys.key import Key
-from ampkit._capture.state.state import TrainingState
-from ampkit._capture.state.surroundings import Surroundings
 
 # Tens of calls in each case, most of them under the preflight.
 pytestmark = [*(pytest.mark.filterwarnings(text) for text in QUIET), pytest.mark.slow]
@@ -271,6 +266,7 @@ def filled(words: list[str], engine: Engine) -> list[str]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(3)
 def test_what_varies_is_named_once(engine: Engine, case: str) -> None:
     """R9: one warning within 32 calls says what keeps changing, with values, and what to write; so does the report."""
     varying, words, named, warning = CASES[case]
@@ -294,6 +290,7 @@ def test_what_varies_is_named_once(engine: Engine, case: str) -> None:
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(6)
 def test_what_varies_is_an_error(engine: Engine, case: str) -> None:
     """R9: with on_failure="raise" it is a CaptureError at the 32nd call, which has not done its step."""
     varying, words, _, _ = CASES[case]
@@ -449,6 +446,7 @@ SLOW: dict[str, tuple[dict[str, Any], Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.sampled(3)
 def test_a_slow_warm_up_is_silent(slow: str) -> None:
     """R9: inputs that come back are captured in the end, so there is neither warning nor error."""
     options, inputs, calls = SLOW[slow]
@@ -540,7 +538,7 @@ def test_replays_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a replay told of itself")
 
     for name in ("note", "follow", "explain", "restart", "say"):
-        monkeypatch.setattr(Variation, name, unexpected)
+        monkeypatch.setattr(f"ampkit._capture.engine.variation.Variation.{name}", unexpected)
     for _ in range(50):
         step(x)
     assert step.replays == 52
@@ -554,57 +552,6 @@ def test_closing_begins_a_new_count() -> None:
         if i % 20 == 19:
             step.close()
     assert step.captures == 0
-
-
-# --------------------------------------------------------------------------------------------------------- what is said
-
-
-def causes(*batches: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    surroundings = Surroundings(TrainingState({}, []))
-    surroundings.observe()
-    calls = [
-        (Key(read_batch(args, kwargs, torch.device("cpu"))[0], None, 0), surroundings.call_settings)
-        for args, kwargs in batches
-    ]
-    return Variation(torch.device("cuda", 1), 3, False).explain(calls)
-
-
-@pytest.mark.parametrize(
-    ("batches", "examples", "advice"),
-    [
-        (
-            [((torch.zeros(2, 3),), {}), ((torch.zeros(3, 2).t(),), {})],
-            "batch[0] kept changing (it was (2, 3) float32 on cpu, then (2, 3) float32 on cpu with strides (1, 2))",
-            "Pass batch[0].contiguous().",
-        ),
-        (
-            [((torch.zeros(2),), {}), ((torch.zeros(2).half(),), {})],
-            "batch[0] kept changing (it was (2,) float32 on cpu, then (2,) float16 on cpu)",
-            "Pass batch[0] in one dtype.",
-        ),
-        (
-            [((), {"mask": torch.zeros(2)}), ((), {"mask": None})],
-            "batch['mask'] kept changing (it was (2,) float32 on cpu, then None)",
-            "Pass a tensor as batch['mask'] in each call.",
-        ),
-        (
-            [((), {"k": 1}), ((), {"k": True}), ((), {"k": None})],
-            "batch['k'] kept changing (it was 1, then True, then None)",
-            "Pass a number that varies as a tensor, torch.tensor(x, device='cuda:1'), or take it out of the batch if "
-            "the step does not compute with it.",
-        ),
-        (
-            [((), {"k": "a" * 100}), ((), {"k": b"b"})],
-            f"batch['k'] kept changing (it was 'aaaaaaaaaaaaaaaaaa..{'a' * 38}', then b'b')",
-            "Take batch['k'] out of the batch that you pass to the step: a graph computes with tensors only.",
-        ),
-    ],
-    ids=["strides", "dtype", "sometimes None", "number", "text"],
-)
-def test_words_for_a_leaf(batches: Any, examples: str, advice: str) -> None:
-    """R9: the advice depends on the kind of leaf, and on how its values differ."""
-    cause = causes(*batches)
-    assert (cause.examples, cause.advice) == (examples, advice)
 
 
 # ------------------------------------------------------------------------------------------------------------ Lightning
@@ -668,6 +615,7 @@ IN_A_TRAINER: dict[str, tuple[Any, Any, str, str]] = {
 
 
 @pytest.mark.parametrize("what", IN_A_TRAINER)
+@pytest.mark.sampled(2)
 def test_a_trainer(what: str, tmp_path: Path) -> None:
     """R9: in a Trainer, messages call the whole batch `batch`. One warning and the report name what varies."""
     make_module, data, changing, advice = IN_A_TRAINER[what]
@@ -693,6 +641,7 @@ def test_a_trainer(what: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:AmpkitCallback. param_groups.0...betas..")
 @pytest.mark.filterwarnings("ignore:AmpkitCallback. the attribute model.weight changed")
 @pytest.mark.parametrize("what", IN_A_TRAINER)
+@pytest.mark.sampled(2)
 def test_a_trainer_that_is_to_fail(what: str, tmp_path: Path) -> None:
     """R9: with on_failure="raise" the fit ends in the 32nd batch."""
     make_module, data, changing, advice = IN_A_TRAINER[what]

@@ -178,7 +178,7 @@ def test_what_cannot_be_looked_at_is_not_captured(monkeypatch: pytest.MonkeyPatc
     def fail(code: Any) -> Any:
         raise RuntimeError("has no text")
 
-    monkeypatch.setattr("ampkit._capture.host.variable_notes.reads", fail)
+    monkeypatch.setattr("ampkit._capture.host.roots.reads", fail)
     reason = (
         r"An object that the step reads \(read in .*test_odd_objects.py:\d+.*\) raises .* RuntimeError: has no text"
     )

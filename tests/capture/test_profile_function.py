@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._capture.host.profile_function import seeing_calls
+from ampkit._capture.host.calls import seeing_calls
 
 BETA = 1.0
 

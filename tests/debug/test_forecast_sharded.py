@@ -17,7 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 from ampkit import debug
-from ampkit.debug._memory.allocator import BLOCK, cublas_workspace
 
 MIB = 2**20
 
@@ -148,9 +147,9 @@ def test_on_cuda_without_a_device(name: str) -> None:
     assert on_cuda.device == "cuda:0"
     case = fsdp_memory.ALL[name]
     if not case.options:  # the default on CUDA is foreach, which makes temporaries for all parameters at once
-        assert max(on_cuda.series["temporary"]) > 2 * cublas_workspace()
+        assert max(on_cuda.series["temporary"]) > 2 * fsdp_memory.cublas_workspace()
         return
-    found = [event for event in events(on_cuda) if event != {"temporary": cublas_workspace()}]
+    found = [event for event in events(on_cuda) if event != {"temporary": fsdp_memory.cublas_workspace()}]
     assert len(events(on_cuda)) - len(found) == 2, "one for each thread"
     expected = [
         event if isinstance(event, str) else {k: in_blocks(n) for k, n in event.items()} for event in events(on_cpu)
@@ -159,7 +158,7 @@ def test_on_cuda_without_a_device(name: str) -> None:
 
 
 def in_blocks(size: int) -> int:
-    blocks = -(-abs(size) // BLOCK) * BLOCK
+    blocks = -(-abs(size) // fsdp_memory.BLOCK) * fsdp_memory.BLOCK
     return blocks if size > 0 else -blocks
 
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 import ampkit.debug
 from ampkit.debug import Numerics, NumericsReport
-from ampkit.debug._numerics.advice import F16_MAX, safe_scale
+from ampkit.debug._numerics.report import F16_MAX, safe_scale
 from ampkit.debug._numerics.statistics import BIAS, BINS, NONFINITE, measure
 
 Engine = tuple[str, str]
@@ -132,6 +132,7 @@ def trajectory(
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("policy", "accumulate"), [("float16", 1), ("bfloat16", 1), ("float32", 1), ("float16", 3)])
+@pytest.mark.sampled(2)
 def test_observed_steps_leave_the_same_bits(engine: Engine, policy: str, accumulate: int) -> None:
     """G5: with statistics in every second step, or in every step, all state and outputs are those without."""
     with deterministic():

@@ -1,4 +1,4 @@
-"""The code that Inductor writes for compiled updates on a GPU."""
+"""Compiled updates: their arithmetic, and the code that Inductor writes for them on a GPU."""
 
 from collections.abc import Iterable
 
@@ -14,6 +14,7 @@ import ampkit
 from ampkit._commands.bench.cases import CASES
 from ampkit._optimizer.compiled_update import CompiledUpdate
 from ampkit._optimizer.param_groups import CapturableGroups
+from ampkit._optimizer.update_code import _bias_correction
 from ampkit._step.compile.compiled import _OPTIONS
 from ampkit._torch.compile import Compiler
 
@@ -60,3 +61,13 @@ def test_models_of_the_bench(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     like = [param.detach() for param in case.model.parameters()]
     is_sgd = isinstance(case.optimizer(case.model.parameters()), SGD)
     assert kernels_of_update(monkeypatch, like, is_sgd=is_sgd, compile="default") <= len(like)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.9999])
+def test_bias_corrections_have_all_digits_of_float32(beta: float) -> None:
+    """`1 - beta**steps` to 4 units in the last place, from the first step on; by a power, four digits would be left."""
+    steps = torch.arange(1, 20_000, dtype=torch.float64)
+    exact = 1 - beta**steps
+    found = _bias_correction(beta, steps.float())
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=4 * 2**-23, atol=0)

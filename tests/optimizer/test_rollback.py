@@ -6,12 +6,24 @@ import math
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from harness import DEVICES, ENGINES, assert_same, deterministic, make_batches, no_sync, scaled_backward, training_state
+from harness import (
+    DEVICES,
+    ENGINES,
+    FUSED_ADAGRAD_ON_CUDA,
+    assert_same,
+    deterministic,
+    make_batches,
+    no_sync,
+    scaled_backward,
+    training_state,
+)
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -504,3 +516,20 @@ def test_step_hooks_that_come_later_are_called() -> None:
         train(step, batches[5:])
     assert step.replays == 2
     assert len(called) >= 7  # an attempt to capture calls no hook
+
+
+@pytest.mark.parametrize("fake", [True, pytest.param(False, marks=pytest.mark.cuda)], ids=["fake", "real"])
+def test_whether_torch_runs_fused_adagrad_on_cuda(fake: bool) -> None:
+    """G7: torch 2.11 has the kernel but refuses to run it, and torch 2.15 runs it. A fake tensor is on no GPU."""
+    said = ""
+    with FakeTensorMode() if fake else nullcontext():
+        weight = torch.ones(1, device="cuda", requires_grad=True)
+        weight.grad = torch.ones_like(weight)
+        try:
+            torch.optim.Adagrad([weight], fused=True).step()
+        except RuntimeError as error:  # without a GPU torch 2.15 goes on until it misses the driver
+            said = str(error)
+    assert ("`fused=True` requires all the params" in said) != FUSED_ADAGRAD_ON_CUDA
+    assert fake or not FUSED_ADAGRAD_ON_CUDA or not said
+    advice = why_not_capturable(torch.optim.Adagrad([weight]))
+    assert ("Write Adagrad(..., fused=True)" in advice) == FUSED_ADAGRAD_ON_CUDA

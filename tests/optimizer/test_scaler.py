@@ -4,14 +4,12 @@ import copy
 import io
 import math
 import pickle
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from harness import (
     DEVICES,
-    FUSED_ADAGRAD_ON_CUDA,
     OPTIMIZERS,
     assert_same,
     no_sync,
@@ -19,10 +17,8 @@ from harness import (
     skip_without_kernel,
 )
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 import ampkit
-from ampkit._optimizer.step_kind import why_not_capturable
 
 
 def make(
@@ -395,20 +391,3 @@ def test_no_host_sync(name: str, bad: float | None) -> None:
         for _ in range(50):
             one_step()
     assert scaler.skipped == (51 if bad is not None else 0)
-
-
-@pytest.mark.parametrize("fake", [True, pytest.param(False, marks=pytest.mark.cuda)], ids=["fake", "real"])
-def test_whether_torch_runs_fused_adagrad_on_cuda(fake: bool) -> None:
-    """G7: torch 2.11 has the kernel but refuses to run it, and torch 2.15 runs it. A fake tensor is on no GPU."""
-    said = ""
-    with FakeTensorMode() if fake else nullcontext():
-        weight = torch.ones(1, device="cuda", requires_grad=True)
-        weight.grad = torch.ones_like(weight)
-        try:
-            torch.optim.Adagrad([weight], fused=True).step()
-        except RuntimeError as error:  # without a GPU torch 2.15 goes on until it misses the driver
-            said = str(error)
-    assert ("`fused=True` requires all the params" in said) != FUSED_ADAGRAD_ON_CUDA
-    assert fake or not FUSED_ADAGRAD_ON_CUDA or not said
-    advice = why_not_capturable(torch.optim.Adagrad([weight]))
-    assert ("Write Adagrad(..., fused=True)" in advice) == FUSED_ADAGRAD_ON_CUDA

@@ -1,6 +1,7 @@
 """The loss scale's rule: hysteresis, limits, a constant scale, counters; a captured scaler; a model of it in Python."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ampkit
-from ampkit._capture.graph.graph import CudaGraph, EmulatedGraph, Pool
 
 
 def scale_after(overflows: list[bool], device: str = "cpu", **rule: Any) -> tuple[list[float], ampkit.GradScaler]:
@@ -150,12 +150,16 @@ def test_s2_captured_forward_and_backward(engine: tuple[str, str], kind: dict[st
         gradient.copy_(weight.grad)
         return loss.detach()
 
-    graph: Any = CudaGraph(torch.cuda.Stream(), Pool()) if device == "cuda" else EmulatedGraph()
-    graph.capture(forward_backward)
+    replay: Callable[[], object] = forward_backward
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward_backward()
+        replay = graph.replay
     expected = ((5, 4.0, 1, 20.0), (20000, 2.0, 0, math.inf), (5, 2.0, 1, 10.0), (40000, 1.0, 0, math.inf))
     for value, scale, tracker, grad in expected:
         static.fill_(value)
-        graph.replay()
+        replay()
         weight.grad = gradient
         assert torch.equal(gradient, torch.full_like(gradient, grad))
         scaler.step(optimizer)

@@ -1,6 +1,7 @@
 """The rules of the source tree, read off the syntax trees: layers, imports, where private and graph names may stand."""
 
 import ast
+import collections
 import graphlib
 import itertools
 import re
@@ -64,7 +65,7 @@ MOST_FILES = 14  # of a folder, beside its __init__.py
 MOST_LEVELS = 22  # of imports, from a file that needs no other to the one at the top
 GRAPH = "_capture/graph/graph.py"
 MODULE = re.compile(r"ampkit(\.\w+)+")
-OPTIONAL = {"jax", "lightning", "matplotlib", "numpy", "optax", "rich", "sklearn", "torchvision", "tqdm", "triton"}
+OPTIONAL = {"lightning", "matplotlib", "numpy", "rich", "sklearn", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
 
 TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]
@@ -273,6 +274,16 @@ def test_the_map_says_who_may_import_a_room():
     assert told.keys() == {(folder, room) for folder in ROOMS for room in ROOMS[folder] if room.isidentifier()}
 
 
+def test_no_class_has_the_name_of_another():
+    """A name that stands for two things has to be looked up each time. A leading underscore makes no other name."""
+    classes = collections.defaultdict(list)
+    for file, text in SOURCES.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name.lstrip("_")].append(f"{file}:{node.lineno}")
+    assert not {name: places for name, places in classes.items() if len(places) > 1}
+
+
 def test_the_package_is_a_map():
     entries = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert len(entries) <= MOST_ENTRIES
@@ -291,7 +302,7 @@ def test_the_package_is_a_map():
         (layer_errors, "_batches/buckets.py", "from .._callables.passes import f"),
         (layer_errors, "debug/_syncs.py", "from .._commands.bench.measure import f"),
         (room_errors, "_capture/graph/cache.py", "from ..state.watch import Look"),
-        (room_errors, "_capture/keys/key.py", "from ..host.contents import are_same"),
+        (room_errors, "_capture/keys/key.py", "from ..host.constants import are_same"),
         (room_errors, "_capture/key.py", "import torch"),
         (room_errors, "_torch/tensors/tree.py", "from ..optimizers import step_hooks"),
         (room_errors, "_step/window.py", "from .graphed import graphed"),

@@ -1,9 +1,15 @@
-"""The guard around private names of torch: what it says when one is gone."""
+"""The guard around private names of torch: what it says when one is gone. And those of Lightning."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
+from ampkit import lightning
 from ampkit._torch.guard import private
+from ampkit.lightning._limits import PRIVATE_NAMES
 
 
 def test_a_missing_name_is_an_import_error_that_says_which_torch_to_install():
@@ -15,3 +21,14 @@ def test_a_missing_name_is_an_import_error_that_says_which_torch_to_install():
 def test_a_name_that_is_none_is_there():
     """None is a value: `module.compile()` replaces it."""
     assert private(torch.nn.Module, "_compiled_call_impl") is None
+
+
+def test_private_names_of_lightning() -> None:
+    """Every private name that is used is still there: a change upstream is noticed here, not in training."""
+    assert set(PRIVATE_NAMES) == {"DDPStrategy._ddp_comm_state"}
+    assert hasattr(DDPStrategy(), "_ddp_comm_state")
+    source = "".join(file.read_text() for file in Path(lightning.__file__).parent.glob("*.py"))
+    for name in set(
+        re.findall(r"(?:trainer|strategy|pl_module|module|plugin|optimizer|fit_loop)\.(_[a-z]\w*)", source)
+    ):
+        raise AssertionError(f"ampkit/lightning uses {name}")

@@ -19,6 +19,8 @@ PUBLIC_NAMES = [
     "GraphReport",
     "GraphedFunction",
     "GraphedStep",
+    "HostConstant",
+    "HostConstants",
     "InputMismatch",
     "OpTable",
     "Policy",

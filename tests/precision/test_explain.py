@@ -121,6 +121,7 @@ def seen(rows):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("policy", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(4)
 def test_rows_are_what_runs(name, policy, training, device_type):
     """Module path, operation and dtypes equal, in order, those that a recorder sees on the real device."""
     model, inputs, kwargs = MODELS[name]()

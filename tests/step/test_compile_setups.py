@@ -25,15 +25,12 @@ CASES = [
     *[("cuda", "default", "inductor", seed) for seed in range(ON_CUDA[0])],
     *[("cuda", "max", "inductor", 1000 + seed) for seed in range(ON_CUDA[1])],
 ]
-SLOW = {("cpu", "inductor"), ("cpu", "aot_eager")}  # all but two of the latter
+MARKS = {1: [], 3: [pytest.mark.slow]}  # of seeds on a CPU, where Inductor takes a minute
 SETUPS = [
     pytest.param(
         *case,
         id=f"{case[0]}-{case[1]}-{case[2]}-seed{case[3]}",
-        marks=[
-            *([pytest.mark.cuda] if case[0] == "cuda" else []),
-            *([pytest.mark.slow] if (case[0], case[2]) in SLOW and case[3] > 1 else []),
-        ],
+        marks=pytest.mark.cuda if case[0] == "cuda" else MARKS.get(case[3], [pytest.mark.slow, pytest.mark.seeds]),
     )
     for case in CASES
 ]
@@ -51,7 +48,6 @@ class CompiledTraining(setups.StepTraining):
 
 @allow_inductor_warnings
 @pytest.mark.parametrize(("device", "compile", "backend", "seed"), SETUPS)
-@pytest.mark.sampled(2)
 def test_random_setups(device: str, compile: str, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: outputs, parameters, moments, average, loss scale and schedule, behind each call, bit by bit."""
     if backend == "aot_eager":

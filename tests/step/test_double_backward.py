@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DEVICES, ENGINES, assert_same, deterministic
+from harness import ENGINES, assert_same, deterministic
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._torch.autograd.graph_order import make_graphs_here
-from ampkit._undo import Undo
 
 Engine = tuple[str, str]
 _one = torch.ones(1, requires_grad=True)
@@ -82,59 +80,6 @@ def test_the_bits_depend_on_the_thread_that_makes_the_graph() -> None:
     pairs = list(zip(*results, strict=True))
     assert not all(torch.equal(a, b) for a, b in pairs)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_such_passes_run_in_the_calling_thread(device: str) -> None:
-    """Within the context nodes have numbers of this thread; behind it, also after an error, torch is as before."""
-    before = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
-    x = torch.ones(3, device=device, requires_grad=True)
-    threads: list[int] = []
-
-    def square(created: bool) -> Tensor:
-        y = x * x * x
-        y.register_hook(lambda grad: threads.append(threading.get_ident()))
-        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=created)
-        return grad
-
-    def calls() -> None:
-        with Undo() as undo:
-            make_graphs_here(undo)
-            with Undo() as inner:
-                make_graphs_here(inner)
-                newest = square(True).grad_fn._sequence_nr()
-            again = square(True).grad_fn._sequence_nr()
-            assert newest < again < torch.autograd._get_sequence_nr()
-            assert threads == 2 * [threading.get_ident()]
-            assert torch._C._is_multithreading_enabled()
-            square(False)
-            assert (threads[2] == threading.get_ident()) is (device == "cpu")
-            raise LookupError("a mistake of the user")
-
-    with pytest.raises(LookupError):
-        calls()
-    assert before == (torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward)
-    square(True)
-    assert (threads[3] == threading.get_ident()) is (device == "cpu")
-
-
-def test_other_threads_are_left_alone() -> None:
-    """A backward pass of another thread runs where torch runs it, also while a step is under way."""
-    seen: list[bool] = []
-
-    def other() -> None:
-        x = torch.ones(3, requires_grad=True)
-        y = x * x
-        y.register_hook(lambda grad: seen.append(torch._C._is_multithreading_enabled()))
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-    with Undo() as undo:
-        make_graphs_here(undo)
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        other()
-    assert seen == [True, False]
 
 
 def trained(engine: Engine, ahead: dict[int, str], **options: Any) -> tuple[list[Tensor], Any]:

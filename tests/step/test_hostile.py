@@ -37,6 +37,7 @@ def cases() -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of its own settings
 @pytest.mark.parametrize("setup", cases())
+@pytest.mark.sampled(2)
 def test_no_silent_difference(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """R6, R7, S1: outputs, parameters, moments, scale and random state after every call are those of torch alone."""
     if setup.device == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:

@@ -45,11 +45,12 @@ def no_warnings() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("kind", "phase"),
     [
-        pytest.param(k, p, id=f"{k.__name__}-{p.name}", marks=[pytest.mark.slow] if i % 3 else [])
-        for i, (k, p) in enumerate((k, p) for k, phases in CASES.items() for p in phases)
+        pytest.param(kind, phase, id=f"{kind.__name__}-{phase.name}")
+        for kind, phases in CASES.items()
+        for phase in phases
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
     """R8: later calls train, replay what eager computes, and nothing is left on."""
     found = moments(kind, phase)

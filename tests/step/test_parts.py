@@ -3,18 +3,19 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from harness import ENGINES, assert_same, deterministic, make_net, training_state
+from split_harness import finish_within
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
-from ampkit._step.training_step import TrainingStep
 
 Engine = tuple[str, str]
 
@@ -197,15 +198,14 @@ def test_unscale_norm_and_clipping_are_in_the_graph(
     engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R4: behind a replay only the optimizer and the loss scale run, and `param.grad` is what it steps on."""
-    finish = TrainingStep.finish
     behind: list[list[str]] = []
     norms: list[Tensor] = []
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def noting() -> Iterator[None]:
         with OpNames() as ops:
-            finished = finish(*args, **kwargs)
+            yield
         behind.append(ops.names)
-        return finished
 
     class Looking(Lion):
         def step(self, closure: None = None) -> None:
@@ -222,7 +222,7 @@ def test_unscale_norm_and_clipping_are_in_the_graph(
         warnings.simplefilter("ignore", ampkit.AmpkitWarning)  # on CUDA also that a skip waits
         for _ in range(4):
             step(x, y, boost)
-    monkeypatch.setattr(TrainingStep, "finish", noting)
+    finish_within(noting, monkeypatch)
     norms.clear()
     before = step.replays
     outs = [step(x, y, boost) for _ in range(3)]

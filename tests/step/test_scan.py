@@ -578,7 +578,7 @@ def test_a_launch_that_is_wrong_is_found() -> None:
     run = Run(("cpu", "emulate"), loss_fn=loss_fn, verify=2, warmup=2, on_failure="raise")
     batches = stack(make_batches("cpu", [4] * 20))
     run.step.scan(*batches)
-    graph = next(iter(run.step._engine._cache.families.values())).graphs[16]._graph
+    graph = next(iter(run.step._engine._cache.multi_step.values())).graphs[16]._graph
     replay = graph.replay
     graph.replay = lambda: (factor[0].mul_(1.5), replay(), factor[0].fill_(1.0))[1]  # type: ignore[method-assign]
     with pytest.raises(ampkit.CaptureError, match=r"verify: .*This step was done, as eager computes it"):

@@ -802,7 +802,7 @@ def test_how_the_time_is_shared(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     assert report.shares == {"field": 8 / 19, "the update of the parameters": 1 / 19, "eager": 10 / 19}
     assert "time of a step in parts: field 42%, the update of the parameters 5%, eager 53%" in str(report)
     assert report.to_dict()["shares"] == report.shares
-    calls = run.step._engine._splitter._splits
+    calls = run.step._engine._session.splitter._splits
     clock = next(iter(calls.values())).clock
     before = clock.seconds
     list(run.steps(range(16, 19)))

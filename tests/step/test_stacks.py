@@ -27,7 +27,7 @@ def test_graphs_end_with_the_step(
     run = Run(engine, schedule=SCHEDULES["step"], **options)
     for _ in range(calls):
         getattr(run.step, method)(*stack(make_batches(engine[0], [4] * batches)))
-    graph = weakref.ref(next(iter(run.step._engine._cache.families.values())).graphs[longest])
+    graph = weakref.ref(next(iter(run.step._engine._cache.multi_step.values())).graphs[longest])
     gc.disable()
     try:
         del run.step

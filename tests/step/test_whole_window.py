@@ -466,7 +466,7 @@ def test_ranks(engine: Engine, fits: bool, tmp_path: Path, monkeypatch: pytest.M
         step = ampkit.graphed_step(boosted_loss, ddp, optimizer, graph=engine[1], accumulate=3)
         cache = step._engine._cache
         if not fits:
-            monkeypatch.setattr(cache, "over_budget", lambda: bool(cache.families))
+            monkeypatch.setattr(cache, "over_budget", lambda: bool(cache.multi_step))
         for _ in range((3 if device == "cpu" else WARMUP_DDP) + 1):
             step.window(*batches)
         assert step.captures == 3
@@ -635,7 +635,7 @@ def test_a_launch_that_is_wrong_is_found() -> None:
     batches = stack(make_batches("cpu", [4] * 2))
     for _ in range(4):
         run.step.window(*batches)
-    replay_wrongly(next(iter(run.step._engine._cache.families.values())).graphs[1], factor)
+    replay_wrongly(next(iter(run.step._engine._cache.multi_step.values())).graphs[1], factor)
     with pytest.raises(ampkit.CaptureError, match=r"verify: .*This step was done, as eager computes it"):
         run.step.window(*batches)
     assert run.scheduler.last_epoch == 5
@@ -655,7 +655,7 @@ def test_a_call_that_is_wrong_is_found() -> None:
         run.step.window(*batches)
     _, captured = next(iter(run.step._engine._cache))
     replay_wrongly(captured, factor)
-    run.step._engine.series.given_up = True
+    run.step._engine._multi_step.given_up = True
     with pytest.raises(ampkit.CaptureError, match=r"verify: .*This step was done, as eager computes it"):
         run.step.window(*batches)
     assert run.scheduler.last_epoch == 4

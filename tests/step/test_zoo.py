@@ -52,6 +52,7 @@ def test_torchvision() -> None:
     ],
 )
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 def test_rows_of_other_libraries(name: str, outcome: str) -> None:
     pytest.importorskip(zoo.ROWS[name].library)
     if name.endswith("LoRA"):

@@ -26,6 +26,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
+from ampkit.debug._memory.allocator import BLOCK as BLOCK
+from ampkit.debug._memory.allocator import cublas_workspace as cublas_workspace
 
 STEPS = 2
 LOW = torch.bfloat16

@@ -13,6 +13,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
 
 import ampkit
+from ampkit._capture.graph.capture_query import answering as answering
+from ampkit._capture.graph.capture_query import seeing_capture as seeing_capture
 from ampkit._capture.ranks.ranks import WARMUP_DDP as WARMUP_DDP
 from ampkit._torch.optimizers import FUSED_ADAGRAD_ON_CUDA as FUSED_ADAGRAD_ON_CUDA
 

@@ -519,11 +519,11 @@ def count(setup: Setup, report: ampkit.Report) -> None:
 
 
 def marks_of(seed: int, seeds: Sequence[int], quick: Collection[int]) -> list[pytest.MarkDecorator]:
-    """Return the marks of a seed: slow if it is not quick, and seeds if it is behind the first eighth of those."""
+    """Return the marks of a seed: slow if it is not quick, and seeds if it is behind the first sixteenth of those."""
     if seed in quick:
         return []
     slow = [other for other in seeds if other not in quick]
-    return [pytest.mark.slow, *([pytest.mark.seeds] if slow.index(seed) >= len(slow) // 8 else [])]
+    return [pytest.mark.slow, *([pytest.mark.seeds] if slow.index(seed) >= len(slow) // 16 else [])]
 
 
 def seed_params(seeds: Mapping[str, Sequence[int]], quick: Mapping[str, Collection[int]]) -> list[Any]:

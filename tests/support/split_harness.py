@@ -2,14 +2,17 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from harness import assert_same, deterministic
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit._step.training_step import TrainingStep
 
 WIDTH = 16
 Called = TypeVar("Called")
@@ -26,6 +29,17 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(F.gelu(self.first(self.norm(x))))
         return x + self.dropout(torch.tanh(self.second(F.gelu(hidden))))
+
+
+def finish_within(context: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what a step does behind its replay run in such a context."""
+    finish = TrainingStep.finish
+
+    def finished(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return finish(*args, **kwargs)
+
+    monkeypatch.setattr(TrainingStep, "finish", finished)
 
 
 def assert_same_as_eager(engine: tuple[str, str], train: Callable[[str], tuple[Called, Any]]) -> Called:

@@ -138,7 +138,12 @@ class _Calls(UnseenFunctionMode):
         if not self.notes or getattr(func, "__name__", "") == "__get__" or str(func).startswith("profiler."):
             return func(*args, **kwargs)
         leaves = tree_flatten((args, kwargs))[0]
-        numbers = tuple(_in_words(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        # Of anything but numbers and constants the type: equal texts of it could be of other objects.
+        numbers = tuple(
+            repr(leaf) if isinstance(leaf, _CONSTANTS) else type(leaf).__name__
+            for leaf in leaves
+            if not isinstance(leaf, Tensor)
+        )
         parameters = tuple(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
         call = _PythonCall(func, numbers, parameters, running_place(sys._getframe(1)))
         self._marks.append(enter_mark(f"{_MARK}{len(self.made)}"))
@@ -152,11 +157,6 @@ class _Calls(UnseenFunctionMode):
 _FIRST = "ampkit: first"
 _MARK = "ampkit: call "
 _CONSTANTS = (Number, str, slice, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
-
-
-def _in_words(value: Any) -> str:
-    """Return a number or constant as text, anything else as its type: equal texts of it could be of other objects."""
-    return repr(value) if isinstance(value, _CONSTANTS) else type(value).__name__
 
 
 # ------------------------------------------------------------------------------------------------- from torch's trace
@@ -221,7 +221,7 @@ def _parsed(written: list[Any], calls: list[_PythonCall], lenient: bool) -> Reco
                 continue
             if lenient and owners.is_optimizers(i):
                 continue
-            call, autograd_node = owners.of(i)
+            call, autograd_node = owners.call_and_node(i)
             # Once per call: its first operation has the numbers that went into the call.
             first = call >= 0 and not autograd_node and call not in noted
             noted.update([call] if first else [])
@@ -266,14 +266,20 @@ class _Owners:
             if entry.scope == _FUNCTION and entry.sequence >= 0 and entry.thread == main:
                 self._makers.setdefault(entry.sequence, i)
 
-    def of(self, i: int) -> tuple[int, str]:
+    def call_and_node(self, i: int) -> tuple[int, str]:
         """Return the number of the call, -1 if it is not known, and the node whose backward the entry is a part of."""
         path = []
-        while i in self._entries and i not in self._known and not self._decides(i):
-            path.append(i)
-            parent = self._entries[i].parent
-            i = -1 if parent == i else parent  # the outermost entry is its own parent
-        found = self._known[i] if i in self._known else self._decided(i)
+        while i in self._entries and i not in self._known:
+            entry = self._entries[i]
+            if entry.scope == _BACKWARD:
+                maker = self._makers.get(entry.sequence)
+                self._known[i] = -1 if maker is None else self.call_and_node(maker)[0], entry.name
+            elif entry.name.startswith(_MARK):
+                self._known[i] = int(entry.name.removeprefix(_MARK)), ""
+            else:
+                path.append(i)
+                i = -1 if entry.parent == i else entry.parent  # the outermost entry is its own parent
+        found = self._known.get(i, (-1, ""))
         for each in path:
             self._known[each] = found
         return found
@@ -287,56 +293,34 @@ class _Owners:
             i = -1 if self._entries[i].parent == i else self._entries[i].parent
         return False
 
-    def _decides(self, i: int) -> bool:
-        entry = self._entries[i]
-        return entry.name.startswith(_MARK) or entry.scope == _BACKWARD
-
-    def _decided(self, i: int) -> tuple[int, str]:
-        if i not in self._entries:
-            return -1, ""
-        entry = self._entries[i]
-        if entry.scope == _BACKWARD:
-            maker = self._makers.get(entry.sequence)
-            return -1 if maker is None else self.of(maker)[0], entry.name
-        return int(entry.name.removeprefix(_MARK)), ""
-
 
 def _operation(entry: _Entry, call: _PythonCall | None, numbers: _PythonCall | None, autograd_node: str) -> Operation:
     if entry.scope == _BACKWARD or entry.name.startswith(_NUMBERED):
         return Operation(entry.name, (), call, autograd_node)
-    values, shapes, types, strides = _arguments(entry)
-    if entry.name.startswith(_AS_STRIDED):
-        values = [values[0], *_from_tensor(values[0], values[1:], types[1:])]
-    arguments = ", ".join(map(_argument, values, shapes, types))
-    from_python = () if numbers is None else (numbers.numbers, numbers.parameters)
-    devices = tuple(str(value[-1]) for value, kind in zip(values, types, strict=True) if kind.startswith("Tensor("))
-    details = (json.dumps(strides), devices, from_python)
-    return Operation(f"{entry.schema.partition('(')[0] or entry.name}({arguments})", details, call, autograd_node)
-
-
-def _arguments(entry: _Entry) -> Iterator[list[Any]]:
-    """Yield values, shapes, types and strides of an operation's arguments, without those for random state."""
     names = [text.split("=")[0].split(" ")[-1] for text in entry.schema.partition("(")[2].split(", ") if text != "*"]
     kept = [i for i in range(len(entry.inputs["types"])) if i >= len(names) or names[i] not in _RANDOM_STATE]
-    for kind in ("values", "shapes", "types", "strides"):
-        yield [entry.inputs[kind][i] for i in kept]
-
-
-def _from_tensor(tensor: Any, values: list[Any], types: list[str]) -> list[Any]:
-    """Return arguments of `as_strided`, with the storage offset counted from where its tensor begins.
-
-    The batch of an eager call, or of one call of a series, may be a part of a larger tensor. Then `x[:, 1:]`, which is
-    an `as_strided` for torch, has an offset in that, and in the buffer of a graph another one.
-    """
-    return [value - tensor[_OFFSET] if kind == "Int" else value for value, kind in zip(values, types, strict=True)]
-
-
-def _argument(value: Any, shape: Any, kind: str) -> str:
-    if kind.startswith("Tensor("):
-        return f"{kind[len('Tensor(') : -1].removeprefix('c10::')}{shape}"
-    if "Tensor" in kind:
-        return f"{kind}{shape}"
-    return str(value)
+    values, shapes, types, strides = (
+        [entry.inputs[kind][i] for i in kept] for kind in ("values", "shapes", "types", "strides")
+    )
+    if entry.name.startswith(_AS_STRIDED):
+        # The batch of an eager call, or of one of several calls, may be a part of a larger tensor. Then `x[:, 1:]`,
+        # which is an `as_strided` for torch, has an offset in that, and in the buffer of a graph another one. So the
+        # offset is counted from where its tensor begins.
+        begin = values[0][_OFFSET]
+        pairs = zip(values[1:], types[1:], strict=True)
+        values[1:] = [value - begin if kind == "Int" else value for value, kind in pairs]
+    arguments = [
+        f"{kind[len('Tensor(') : -1].removeprefix('c10::')}{shape}"
+        if kind.startswith("Tensor(")
+        else f"{kind}{shape}"
+        if "Tensor" in kind
+        else str(value)
+        for value, shape, kind in zip(values, shapes, types, strict=True)
+    ]
+    from_python = () if numbers is None else (numbers.numbers, numbers.parameters)
+    devices = tuple(str(value[-1]) for value, kind in zip(values, types, strict=True) if kind.startswith("Tensor("))
+    text = f"{entry.schema.partition('(')[0] or entry.name}({', '.join(arguments)})"
+    return Operation(text, (json.dumps(strides), devices, from_python), call, autograd_node)
 
 
 # -------------------------------------------------------------------------------------------------------- comparison
@@ -355,25 +339,17 @@ def _described(eager: Operation | None, captured: Operation | None) -> str:
     known = [each for each in (captured, eager) if each is not None]
     line, node = next((each.line for each in known if each.line), ""), known[0].node
     where = f"{line}{', in its backward' if node else ''} - " if line else f"in {node} - " if node else ""
-    same = eager is not None and captured is not None and eager.text == captured.text
-    then, now = next(
-        (texts for texts in _differing_texts(eager, captured) if texts[0] != texts[1]) if same else iter([]),
-        tuple("nothing more" if each is None else each.text for each in (eager, captured)),
-    )
+    then, now = ("nothing more" if each is None else each.text for each in (eager, captured))
+    if eager is not None and captured is not None and then == now:
+        calls = [call for call in (eager.call, captured.call) if call is not None]
+        if eager.details[-1:] == captured.details[-1:] or len(calls) < 2:
+            then, now = (f"{each.text} (strides {each.details[0]}, on {each.details[1]})" for each in (eager, captured))
+        else:
+            named = [(resolve_name(call.function), call.function, ", ".join(call.numbers)) for call in calls]
+            then, now = (
+                f"{name or getattr(function, '__name__', repr(function))} with {numbers}"
+                for name, function, numbers in named
+            )
+            if then == now:
+                then, now = eager.text, f"{captured.text} with another parameter"
     return f"{where}the capture ran {now}, the eager call before it {then}"
-
-
-def _differing_texts(eager: Operation | None, captured: Operation | None) -> Iterator[tuple[str, str]]:
-    """Yield, for two operations of equal text, further texts by pairs, of which one pair differs."""
-    assert eager is not None  # it has a text
-    assert captured is not None
-    calls = eager.call, captured.call
-    if eager.details[-1:] != captured.details[-1:] and None not in calls:
-        yield tuple(_call_text(call) for call in calls if call is not None)  # type: ignore[misc]  # two of them
-        yield tuple(f"{captured.text} with another parameter" if i else eager.text for i in (0, 1))  # type: ignore[misc]  # two entries
-    yield tuple(f"{each.text} (strides {each.details[0]}, on {each.details[1]})" for each in (eager, captured))  # type: ignore[misc]  # two entries
-
-
-def _call_text(call: _PythonCall) -> str:
-    name = resolve_name(call.function) or getattr(call.function, "__name__", repr(call.function))
-    return f"{name} with {', '.join(call.numbers)}"

@@ -129,7 +129,8 @@ def _compared(
     wrong = _differences(expected, replayed)
     if ranks.agree(not wrong):
         return Verdict(outputs, "", "")
-    if _kernels_are_deterministic():
+    # If torch only warns of kernels whose results vary, they run.
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return Verdict(outputs, _describe(wrong, "") if wrong else ranks.other_differs, "")
     noise: dict[str, float] = {}  # by how much replays differ from each other, by path
     for more in _REPLAYS:
@@ -142,30 +143,23 @@ def _compared(
         beyond = {path: size for path, size in wrong.items() if path not in noise or size > NOISE * noise[path]}
         if ranks.agree(not noise or not beyond):
             break
-    said = _describe_noise(noise) if noise else ""
+    said = ""
+    if noise:
+        path, most = max(noise.items(), key=lambda pair: pair[1])
+        said = (
+            f"replays differ from each other by up to {most:.1e} of a tensor's largest value ({path}), because their "
+            f"kernels are not deterministic. So a tensor of the eager step may differ by {NOISE:g} times as much as "
+            "between replays."
+        )
     if ranks.agree(not beyond):
         return Verdict(outputs, "", said)
     return Verdict(outputs, _describe(beyond, said) if beyond else ranks.other_differs, said)
-
-
-def _kernels_are_deterministic() -> bool:
-    """Return whether torch refuses kernels whose results vary. If it only warns of them, they run."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _keep_larger(sizes: dict[str, float], found: dict[str, float]) -> None:
     """Raise the sizes, path by path, to those found."""
     for path, size in found.items():
         sizes[path] = max(size, sizes.get(path, size))
-
-
-def _describe_noise(noise: dict[str, float]) -> str:
-    path, size = max(noise.items(), key=lambda pair: pair[1])
-    return (
-        f"replays differ from each other by up to {size:.1e} of a tensor's largest value ({path}), because their "
-        f"kernels are not deterministic. So a tensor of the eager step may differ by {NOISE:g} times as much as "
-        "between replays."
-    )
 
 
 def _describe(wrong: dict[str, float], said: str) -> str:
@@ -203,12 +197,6 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[st
             relative = float(size / scale.clamp_min(torch.finfo(torch.float64).tiny))
             differences[path] = relative if relative == relative else float("inf")  # nan: one of them is not finite
     return differences
-
-
-def _accumulates() -> bool:
-    """Return whether autograd accumulates a gradient, or runs what was to come at the end of a backward."""
-    node = current_node()
-    return in_backward() and (node is None or hasattr(node, "variable"))
 
 
 class _WriteWatch(TorchDispatchMode):
@@ -254,11 +242,17 @@ class _WriteWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = {storage_address(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
-        writes = hasattr(func, "overloadpacket") and not (self._averaged and _accumulates())
+        node = current_node()
+        # Autograd accumulates a gradient, or runs what was to come at the end of a backward.
+        accumulates = self._averaged and in_backward() and (node is None or hasattr(node, "variable"))
+        writes = hasattr(func, "overloadpacket") and not accumulates
         for tensor in written_arguments(func, args, kwargs) if writes else ():
             address = storage_address(tensor)
-            new = address and address not in self._known and self._is_new(address)
-            if new and not self._is_gradient(address) and address not in self._gathered():
+            known = self._undeclared.get(address)
+            new = address and address not in self._known and (known is None or known.is_gone)
+            if new and address not in self._gathered():
+                if any(p.grad is not None and storage_address(p.grad) == address for p in self._averaged):
+                    continue
                 if "out" in kwargs and calls_from_compiled_code(sys._getframe(1)):
                     continue
                 self._undeclared[address] = Remembered(tensor)
@@ -267,12 +261,6 @@ class _WriteWatch(TorchDispatchMode):
         made = {storage_address(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)}
         self._known |= made - read
         return result
-
-    def _is_gradient(self, address: int) -> bool:
-        return any(p.grad is not None and storage_address(p.grad) == address for p in self._averaged)
-
-    def _is_new(self, address: int) -> bool:
-        return address not in self._undeclared or self._undeclared[address].is_gone
 
     @property
     def undeclared(self) -> list[Remembered]:

@@ -1,8 +1,10 @@
-"""An eager call: on the capture stream, with a batch that lies where a graph would read it, and outputs of its own."""
+"""Eager calls: on the capture stream, with a batch that lies where a graph would read it, and outputs of their own."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+import gc
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,38 +14,102 @@ from ..._torch.tensors.modes import modes
 from ..._torch.tensors.tensors import versions
 from ..._torch.tensors.tree import tree_unflatten
 from ..._undo import Undo
+from ..graph.cache import copied
 from ..keys.inputs import Spec, path
 from ..keys.placement import is_as_copied, own_copy
 from ..keys.spans import Spans, span
+from .session import Session
 
 _R = TypeVar("_R")
 
 
-def called_on(
-    stream: torch.cuda.Stream | None,
-    device: torch.device,
-    fn: Callable[[], Any],
-    context: AbstractContextManager[Any],
-    own: Callable[[Any], Any],
-) -> Any:
-    """Return `own(outputs)` of what `fn` returns, called on this stream and in this context; None is the caller's one.
+class EagerCall(NamedTuple):
+    """A call for which there is no graph.
 
-    Work of the caller's stream comes before that of `fn`, and later work of the caller's stream behind it. Sync: none.
+    Attributes:
+        phase: the first argument of the function.
+        args: its other arguments.
+        kwargs: its keyword arguments.
+        leaves: the tensors and constants in these.
+        start: the clock's mark of when it began; None if it is not to be timed.
     """
-    with Undo() as undo:
-        undo.note(modes())
-        if stream is None:
-            with context:
-                outputs = own(fn())
-        else:
-            stream.wait_stream(torch.cuda.current_stream(device))
-            try:
-                with torch.cuda.stream(stream), context:
+
+    phase: Hashable
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[Any]
+    start: Any = None
+
+    def to(self, fn: Callable[..., Any]) -> Any:
+        """Return what `fn` returns for these arguments."""
+        return fn(self.phase, *self.args, **self.kwargs)
+
+
+class EagerCalls:
+    """Makes the eager calls, and counts them.
+
+    Autograd and cuBLAS keep memory for each stream. With one stream for eager calls and captures they do so once.
+
+    Args:
+        session: of the engine.
+
+    Attributes:
+        stream: where calls are made; None: on the caller's stream.
+        counts: how many there were, by reason.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._device, self._fallback = session.device, session.fallback
+        self._watch, self._reducers = session.state.watch, session.ranks.reducers
+        self.stream = session.stream
+        self.counts: Counter[str] = Counter()
+
+    def run(
+        self,
+        reason: str,
+        fn: Callable[[], Any],
+        context: AbstractContextManager[Any] | None = None,
+        own: Callable[[Any], Any] = copied,
+    ) -> Any:
+        """Return `own(outputs)` of what `fn` returns, called eagerly in this context, and counted under this reason."""
+        self.counts[reason] += 1
+        self._watch.refresh_rates()
+        self._reducers.begin_call()
+        return self.on_stream(fn, context, own)
+
+    def on_stream(
+        self,
+        fn: Callable[[], Any],
+        context: AbstractContextManager[Any] | None = None,
+        own: Callable[[Any], Any] = copied,
+    ) -> Any:
+        """Return `own(outputs)` of what `fn` returns, called on the stream of these calls, and in this context.
+
+        Work of the caller's stream comes before that of `fn`, and later work of the caller's stream behind it. Sync:
+        none, but once there will be no graph any more, the first call waits for the device.
+        """
+        if self._fallback.refused and self.stream is not None and not self._reducers.moved:
+            self.stream = None
+            # Errors refer to themselves through their tracebacks. What a failed capture made may hold nodes of autograd
+            # that belong to the capture stream, and torch warns where they are used on another one.
+            gc.collect()
+            torch.cuda.empty_cache()  # memory that is cached for the capture stream would serve no other one
+        context = nullcontext() if context is None else context
+        stream = self.stream
+        with Undo() as undo:
+            undo.note(modes())
+            if stream is None:
+                with context:
                     outputs = own(fn())
-            finally:
-                torch.cuda.current_stream(device).wait_stream(stream)
-        undo.forget()
-    return outputs
+            else:
+                stream.wait_stream(torch.cuda.current_stream(self._device))
+                try:
+                    with torch.cuda.stream(stream), context:
+                        outputs = own(fn())
+                finally:
+                    torch.cuda.current_stream(self._device).wait_stream(stream)
+            undo.forget()
+        return outputs
 
 
 def call_aligned(
@@ -90,19 +156,16 @@ def call_aligned(
     args, kwargs = tree_unflatten(own, spec.tree)
     outputs = call(args, kwargs, own)
     for i, copy, old, new in zip(places, copies, before, versions(copies), strict=True):
-        if new != old:
-            given[i].copy_(copy, non_blocking=True)
-            _refuse_shared(spec, given, i)
+        if new == old:
+            continue
+        given[i].copy_(copy, non_blocking=True)
+        start, stop = span(given[i])
+        for j, leaf in enumerate(given):
+            if j != i and isinstance(leaf, Tensor) and span(leaf)[0] < stop and start < span(leaf)[1]:
+                one, other = path(spec.tree, i), path(spec.tree, j)
+                raise InputMismatch(
+                    f"{one}, which the step has changed in place, lies in the same memory as {other}, which has not "
+                    f"seen the change: kernels read {one} in another way than memory that torch allocates, so the step "
+                    f"got a copy of it. Pass {one}.clone()."
+                )
     return outputs
-
-
-def _refuse_shared(spec: Spec, leaves: Sequence[Any], changed: int) -> None:
-    start, stop = span(leaves[changed])
-    for i, leaf in enumerate(leaves):
-        if i != changed and isinstance(leaf, Tensor) and span(leaf)[0] < stop and start < span(leaf)[1]:
-            one, other = path(spec.tree, changed), path(spec.tree, i)
-            raise InputMismatch(
-                f"{one}, which the step has changed in place, lies in the same memory as {other}, which has not seen "
-                f"the change: kernels read {one} in another way than memory that torch allocates, so the step got a "
-                f"copy of it. Pass {one}.clone()."
-            )

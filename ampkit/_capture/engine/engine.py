@@ -1,9 +1,6 @@
 """One call of a captured function: a replay of its graph, a step of its warm-up, its capture, or an eager call."""
 
-import gc
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,38 +11,30 @@ from ..._torch.tensors.modes import modes
 from ..._torch.tensors.settings import settle_attention_priority
 from ..._undo import Undo
 from ..compare.verify import verified_replay
-from ..graph.cache import Cache, Captured, copied
-from ..graph.capture_query import answered, captures
-from ..graph.graph import capture_stream
-from ..graph.kernel_names import KernelNames
-from ..graph.pool import growing_segments
+from ..graph.cache import Captured, copied
+from ..graph.capture_query import captures, seeing_capture
+from ..graph.kernel_names import KernelTable
 from ..graph.report import Report
-from ..graph.timing import Clock
 from ..graph.turns import Turn, turns_on
+from ..host.constants import HostConstants
 from ..keys.inputs import BatchReader
 from ..keys.key import Key
-from ..ranks.ranks import Ranks
+from ..ranks.ranks import Together
 from ..state.bound import why_not_scripted
 from ..state.overlaps import may_change
-from ..state.state import TrainingState
-from ..state.surroundings import Surroundings
-from .eager_call import call_aligned, called_on
-from .fallback import UNMOVED, Fallback, MovableOptimizer
+from .eager_call import EagerCall, EagerCalls, call_aligned
 from .host_draws import NEW, HostDraws
 from .layout_capture import LayoutCapture
-from .layouts import MAX_LAYOUTS, Layout, Layouts, Stage
-from .options import WARM_UP, Options
-from .series import Series
-from .splitting import IN_PARTS, NEVER, Splitter
+from .layouts import IN_PARTS, MAX_LAYOUTS, Cold, Layout, Refused, Warm
+from .multi_step import MultiStepGraphs, Steps
+from .options import WARM_UP
+from .session import Session
 from .variation import Variation
 from .warm_up import WarmUp
 
-_Fn = Callable[[], Any]
-_Context = AbstractContextManager[Any]
-
 
 class Engine:
-    """Calls `fn(phase, *args, **kwargs)`, first eagerly, then by replaying a graph of it.
+    """Calls `fn(phase, *args, **kwargs)` of a session, first eagerly, then by replaying a graph of it.
 
     A key stands for the layout of the input, the phase, and the settings of the state (`Settings`). The first `warmup`
     calls of a key are eager: one of them runs under the preflight, and the last one is the rehearsal of the capture.
@@ -53,119 +42,62 @@ class Engine:
     the state was replaced (see `Generation`), all graphs are dropped.
 
     Args:
-        fn: function of tensors that changes only `state`. It returns a tree of tensors and constants; the constants are
-            the same in every call of a key.
-        state: what `fn` may change.
-        device: where the inputs must be.
-        options: see `Options`.
-        ranks: the processes that must decide alike.
-        blocker: why `fn` cannot be captured, if that is known already; else "".
-        name: what messages call it.
-        captured: what a graph records: `fn`, or something that leaves the same bits.
-        whole: what is called once nothing is captured any more, in place of `fn`. It does what the caller would do
-            behind `fn`, too, and its outputs belong to the caller.
-        optimizer: where the optimizer steps, if that may be behind `fn`.
-        watching: returns a context for the call of `fn` that runs under the preflight.
-        declared: whether the user has declared what `fn` may change, so that it may change nothing else.
-        one_argument: whether every call has one argument, the batch.
-        untimed: how many calls of a layout are slower than later ones, and are not timed.
-        splitter: does calls in parts that cannot be captured.
+        session: the function, and what is known of its calls.
 
     Attributes:
         turn: makes other threads wait. The engine, and all that belongs to the same call, must be called in it.
-        names: those of the kernels of its graphs; None without `annotate`.
-        series: captures several calls in one graph.
         replays: how many calls were a graph launch.
-        eager: how many calls were eager, by reason.
-        fallback: says that calls are eager.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        state: TrainingState,
-        *,
-        device: torch.device,
-        options: Options,
-        ranks: Ranks,
-        blocker: str,
-        name: str,
-        captured: Callable[..., Any] | None = None,
-        whole: Callable[..., Any] | None = None,
-        optimizer: MovableOptimizer = UNMOVED,
-        watching: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        declared: bool = False,
-        one_argument: bool = False,
-        untimed: int = 1,
-        splitter: Splitter = NEVER,
-    ) -> None:
-        on_cuda = options.graph == "auto" and device.type == "cuda"
-        captured = captured or fn
-        self._warmup, why_more = ranks.warm_up(options.warmup, on_cuda)
-        words = f"{WARM_UP} ({why_more})" if why_more else WARM_UP
-        self._fn, self._whole, self._own = fn, whole or fn, copied if whole is None else lambda outputs: outputs
-        self._state, self._watch, self._optimizer, self._splitter = state, state.watch, optimizer, splitter
-        self._device, self._reader, self._options, self._ranks = device, BatchReader(device), options, ranks
-        self._stream = ranks.reducers.stream = capture_stream(device) if on_cuda else None
-        if on_cuda:
-            settle_attention_priority(device)  # one of the settings that a key stands for
-        self._turns = turns_on(device)
-        self.turn: Turn = ranks.watched(Turn(self._turns, name))
-        self._clock = Clock(device if on_cuda else None)
-        self.fallback: Fallback = Fallback(name, options)
-        self._cache = Cache(options.max_graphs, options.memory_budget)
-        self.names: KernelNames | None = KernelNames(state.modules) if options.annotate else None
-        self._layouts = Layouts(self._warmup, device.type == "cpu", options.capturing is True, self.names, words)
-        self._surroundings = Surroundings(state)
-        self._variation = Variation(device, self._warmup, one_argument)
-        self._draws = HostDraws(ranks, self._cache, self._layouts, self.fallback)
-        self._warm_up_call = WarmUp(
-            fn,
-            captured,
-            state,
-            self._surroundings,
-            device=device,
-            generators=options.generators,
-            can_repeat=self._warmup > 2,
-            watching=watching,
-            declared=declared,
-            clock=self._clock,
-            may_tell=options.capturing == "auto" and not ranks.several,  # each rank would decide by itself
-            untimed=untimed,
-            draws=self._draws,
-            segments=growing_segments if on_cuda else nullcontext,
-        )
-        self._capture = LayoutCapture(
-            captured, state, self._stream, options, ranks, self._cache, self._layouts, self.fallback, self._draws
-        )
-        self.series: Series = Series(state, self._stream, options, ranks, self._cache, self._layouts, self.fallback)
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._state, self._watch, self._ranks = session.state, session.state.watch, session.ranks
+        self._reader = BatchReader(session.device)
+        session.ranks.reducers.stream = session.stream
+        if session.on_cuda:
+            settle_attention_priority(session.device)  # one of the settings that a key stands for
+        self._turns = turns_on(session.device)
+        self.turn: Turn = session.ranks.watched(Turn(self._turns, session.name))
+        self._fallback = session.fallback
+        self._cache, self._layouts = session.cache, session.layouts
+        self._settings_history = session.settings_history
+        self._variation = Variation(session.device, session.warmup, session.one_argument)
+        self._eager, self._draws = EagerCalls(session), HostDraws(session)
+        self._warm_up_call = WarmUp(session, self._eager, self._draws)
+        self._capture = LayoutCapture(session, self._draws)
+        self._multi_step = MultiStepGraphs(session)
         self._told_since: int | None = None  # the number of a call
         self.replays: int = 0
-        self.eager: Counter[str] = Counter()
-        self._unverified, self._starts_to_mark = options.verify, 0  # each counts calls that are still to come
-        self._begin(options.why_not_on(device) or blocker or why_not_scripted(state.modules))
-
-    @property
-    def captures(self) -> int:
-        """How many graphs were captured."""
-        return self._capture.captures + self.series.captures
+        # Each counts calls that are still to come.
+        self._unverified, self._starts_to_mark = session.options.verify, 0
+        problem = session.options.why_not_on(session.device) or session.blocker or why_not_scripted(self._state.modules)
+        if problem and session.options.graph != "off":
+            self._fallback.refuse(problem)
+        else:
+            self._say_behind()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable = None) -> Any:
         """Return what `fn` returns, in tensors of its own. To be called in this engine's `turn`."""
-        start = self._mark_start() if self._starts_to_mark else None
-        spec, leaves = self._reader.read(args, kwargs)  # raises the same errors with and without graphs
-        if self.fallback.refused or captures.recorded:
+        start = None
+        if self._starts_to_mark:
+            self._starts_to_mark -= 1
+            start = self._session.clock.now()
+        spec, leaves = self._reader.spec_and_leaves(args, kwargs)  # raises the same errors with and without graphs
+        if self._fallback.refused or captures.recorded:
             changing = partial(may_change, self._state, None)
             return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves, changing)
-        if self._watch.present() is not self._surroundings.generation:
+        if self._watch.present() is not self._settings_history.generation:
             self._adapt()
-        captured = self._cache.get(spec, phase, self._surroundings.number)
+        captured = self._cache.get(spec, phase, self._settings_history.number)
         if captured is None or self._ranks.exchanges:
-            key = self._draws.decided(Key(spec, phase, self._surroundings.number))
+            key = self._draws.decided(Key(spec, phase, self._settings_history.number))
             captured = captured or self._cache.find(key)
         if captured is not None:
             if self._ranks.several:
-                start = self._vote_before_replay(start)
+                _, all_can = self._ranks.decide(wants=False, can=True, settled=not self._unverified, replays=True)
+                if not all_can and self._fallback.raises:  # the other ranks would wait for the one that raises
+                    raise self._fallback.error(self._ranks.other_found)
+                start = None if start is None else self._session.clock.now()  # a vote waits for the device
             self.replays += 1
             captured.timing.replays += 1
             if self._unverified or captured.timing.replay.wanted:
@@ -185,82 +117,65 @@ class Engine:
     ) -> Any:
         layout = self._layout(key)
         stage = self._agreed_stage(key, layout)
-        if stage is Stage.COLD:
-            return self._warm_up(key, layout, leaves, args, kwargs, start)
-        if stage is Stage.WARM:
+        if isinstance(stage, Cold):
+            return self._warm_up(key, layout, stage, EagerCall(key.phase, args, kwargs, leaves, start))
+        if isinstance(stage, Warm):
             outputs = self._capture_and_replay(key, layout, leaves)
             if outputs is not _NOT_CAPTURED:
                 return outputs
         if layout.refusal is IN_PARTS:
-            return self._splitter.call(self, layout, key.phase, args, kwargs)
-        reason = self.fallback.refused or layout.refusal or "the ranks have not agreed to capture yet"
-        fn = answered(self._fn, layout.told)
-        return self.run(reason, lambda: fn(key.phase, *args, **kwargs))
-
-    def settings(self) -> int | None:
-        """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
-        if self.fallback.refused or captures.recorded:
-            return None
-        if self._state.generation() is not self._surroundings.generation:
-            self._adapt()
-        return self._surroundings.number
+            return self._session.splitter.call(self, layout, key.phase, args, kwargs)
+        fn = seeing_capture(self._session.fn, layout.answer.sees_capture)
+        reason = self._fallback.refused or layout.refusal or _NOT_AGREED
+        return self._eager.run(reason, lambda: fn(key.phase, *args, **kwargs))
 
     def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]) -> Any:
         """Call eagerly, because every call is eager, or because the call is a part of another engine's capture."""
-        reason = self.fallback.refused or "within the capture of another"
-        if self.fallback.refused and self._options.graph != "off":
+        reason = self._fallback.refused or "within the capture of another"
+        options, whole = self._session.options, self._session.whole
+        if self._fallback.refused and options.graph != "off":
             self._ranks.decide(wants=False, can=True, settled=True)
-        fn = answered(self._whole, self._options.capturing is True)
-        return self.run(reason, lambda: fn(phase, *args, **kwargs), own=self._own)
+        fn = seeing_capture(whole or self._session.fn, options.capturing is True)
+        own = copied if whole is None else lambda outputs: outputs
+        return self._eager.run(reason, lambda: fn(phase, *args, **kwargs), own=own)
 
     # ----------------------------------------------------------------------------------------------- with a graph
-
-    def _vote_before_replay(self, start: Any) -> Any:
-        """Vote on this call with all other ranks. Return its start, taken anew, since a vote waits for the device."""
-        _, all_can = self._ranks.decide(wants=False, can=True, settled=not self._unverified, replays=True)
-        if not all_can and self.fallback.raises:  # the other ranks would wait for the one that raises
-            raise self.fallback.error(self._ranks.other_found)
-        return None if start is None else self._clock.now()
 
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         """Replay. Compare the first `verify` replays with eager calls. Time the others whose start is given."""
         if self._unverified and self._ranks.together:
-            outputs = self.verified(captured, partial(answered(self._fn, captured.told), phase), leaves)
+            fn = seeing_capture(self._session.fn, captured.sees_capture)
+            outputs = self._verified(captured, partial(fn, phase), leaves)
             self._unverified -= 1
             return outputs
         outputs = captured.replay(leaves)
         if start is not None:
-            captured.timing.replay.add(start, self._clock.now())
+            captured.timing.replay.add(start, self._session.clock.now())
         if captured.timing.replay.wanted:
             self._starts_to_mark = _MARKED
         return outputs
 
-    def verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    def _verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
-        rest = self._state, self._options.generators, self._ranks
-        verdict = self._on_stream(lambda: verified_replay(captured, eager, leaves, *rest))
+        rest = self._state, self._session.options.generators, self._ranks
+        verdict = self._eager.on_stream(lambda: verified_replay(captured, eager, leaves, *rest))
         if verdict.noise:
-            self.fallback.warn_once("noise", f"verify: {verdict.noise}")
+            self._fallback.warn_once("noise", f"verify: {verdict.noise}")
         if verdict.problem:
             self.close()
-            self.fallback.refuse_wrong_graph(f"verify: {verdict.problem}", verdict.outputs)
+            self._fallback.refuse_wrong_graph(f"verify: {verdict.problem}", verdict.outputs)
         return verdict.outputs
-
-    def _mark_start(self) -> Any:
-        """Return a time stamp of this moment, for a call that may be timed."""
-        self._starts_to_mark -= 1
-        return self._clock.now()
 
     # -------------------------------------------------------------------------------------------- without a graph
 
     def _adapt(self) -> None:
         """Find out what has changed since the last call. Drop outdated graphs, and warn once of what a change costs."""
-        if self._optimizer.has_moved():
+        if self._session.optimizer.has_moved():
             self.close()
         elif len(self._cache):
             self._say_behind()
-        change = self._surroundings.observe()
-        if change is not None and change.of_optimizer and self._optimizer.leave(change.reason):
+        change = self._settings_history.observe()
+        if change is not None and change.of_optimizer and self._session.optimizer.leave(change.reason):
             self._adapt()
             return
         if change is None:
@@ -269,74 +184,67 @@ class Engine:
             self._cache.clear()
             self._layouts.clear()
         self._layouts.reason = f"{WARM_UP} again: {change.reason}"
-        costs = f"takes {self._warmup} eager steps and a new capture"
+        costs = f"takes {self._session.warmup} eager steps and a new capture"
         text = f"{change.text}. Each such change {costs}."
         if not change.outdates:
             text = f"{change.text}. Each new value {costs}; one that comes back has its graph."
-        if self.fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
-            self._variation.follow(self.replays + self.series.launches, self.captures)
+        if self._fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
+            self._variation.follow(self.replays + self._multi_step.launches, self.captures)
             self._variation.say(change.advice)
 
     def _layout(self, key: Key) -> Layout:
         """Return the layout of this key. Warn if there were too many of them."""
         full = len(self._layouts) == MAX_LAYOUTS and key not in self._layouts
-        if full and not self.fallback.has_warned("variation"):
-            known = [(known, self._surroundings.call_settings) for known in self._layouts]
-            self.fallback.warn_once("variation", self._variation.text_of(known))
-        return self._layouts.of(key)
+        if full and not self._fallback.has_warned("variation"):
+            known = [(known, self._settings_history.call_settings) for known in self._layouts]
+            self._fallback.warn_once("variation", self._variation.text_of(known))
+        return self._layouts.layout_of(key)
 
-    def _agreed_stage(self, key: Key, layout: Layout) -> Stage:
-        """Return what all ranks do in this call: warm up (COLD), capture (WARM), or call eagerly (REFUSED)."""
+    def _agreed_stage(self, key: Key, layout: Layout) -> Cold | Warm | Refused:
+        """Return what all ranks do in this call: warm up, capture, or call eagerly."""
         stage = layout.stage
-        problem = (layout.problem if stage is Stage.WARM else "") or self._ranks.problem or self._note(key, layout)
-        all_want, all_can = self._ranks.decide(stage is Stage.WARM, not problem, settled=False)
-        if stage is not Stage.REFUSED and not all_can:
-            self.give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
-        return Stage.REFUSED if not all_can or (stage is Stage.WARM and not all_want) else stage
+        is_warm = isinstance(stage, Warm)
+        problem = (layout.problem if is_warm else "") or self._ranks.problem or self._note(key, layout)
+        all_want, all_can = self._ranks.decide(is_warm, not problem, settled=False)
+        if not layout.refusal and not all_can:
+            self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
+        return Refused(_NOT_AGREED) if not all_can or (is_warm and not all_want) else stage
 
     def _note(self, key: Key, layout: Layout) -> str:
         """Count a call that has no graph. Return why to give up capturing, "" if not. Only on_failure="raise" does."""
         if layout.refusal:
             return ""
-        self._variation.follow(self.replays + self.series.launches, self.captures)
+        self._variation.follow(self.replays + self._multi_step.launches, self.captures)
         kept = min(self._cache.limit, MAX_LAYOUTS)
-        cause = self._variation.note(key, self._surroundings.call_settings, self.captures, kept)
+        cause = self._variation.note(key, self._settings_history.call_settings, self.captures, kept)
         if cause is None:
             return ""
-        if self.fallback.raises:
+        if self._fallback.raises:
             return self._variation.text
-        layout.reason = f"{WARM_UP}: {cause.reason}"
+        layout.count_under(f"{WARM_UP}: {cause.reason}")
         if not self._variation.is_said:
-            self.fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
+            self._fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
         return ""
 
-    def _warm_up(
-        self, key: Key, layout: Layout, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], start: Any
-    ) -> Any:
-        if start is not None and self._ranks.several:
-            start = self._clock.now()  # the ranks have voted, which waits for the device
+    def _warm_up(self, key: Key, layout: Layout, cold: Cold, call: EagerCall) -> Any:
+        if call.start is not None and self._ranks.several:
+            call = call._replace(start=self._session.clock.now())  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
         self._state.renew_gradient_nodes()
-        left = self._warmup if key.outcomes is NEW else 2 if len(self._layouts) > _EARLY_PREFLIGHTS else 3
-        outputs = self._warm_up_call(
-            self.run, layout, leaves, key.phase, args, kwargs, preflight_left=left, start=start
-        )
-        if layout.told and layout.problem_untold and layout.checked:
-            self._say_told(key, layout)
+        few = len(self._layouts) <= _EARLY_PREFLIGHTS
+        left = self._session.warmup if key.outcomes is NEW else 3 if few else 2
+        outputs = self._warm_up_call(layout, cold, call, preflight_left=left)
+        number = self.replays + sum(self._eager.counts.values())
+        if news := layout.answer.take_news(f"call {number}"):
+            self._told_since = self._told_since or number
+            self._layouts.show_capture(key)
+            self._fallback.warn_once("answer", news)
         self._draws.learn(key, layout)
         return outputs
 
-    def _say_told(self, key: Key, layout: Layout) -> None:
-        """Warn that from the call just made on, user code is told that it is being captured, for this layout."""
-        number = self.replays + sum(self.eager.values())
-        self._told_since = self._told_since or number
-        self._layouts.tell(key)
-        self.fallback.say_told(number, layout.problem_untold)
-        layout.problem_untold = ""
-
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:
         """Capture for this key, replay the graph and compare it. Return the outputs, or `_NOT_CAPTURED`."""
-        if self._stream is not None:
+        if self._eager.stream is not None:
             self._ranks.close_before_end(self)
         with Undo() as undo:
             undo.note(self._cache.drop, key)  # a graph that has not been compared must not be replayed again
@@ -344,7 +252,7 @@ class Engine:
             try:
                 captured = self._capture.capture(key, layout, leaves)
             except CaptureError as error:
-                self.give_up(layout, "capture failed", error)
+                self._give_up(layout, "capture failed", error)
                 captured = None
             if captured is None:
                 return _NOT_CAPTURED
@@ -356,89 +264,130 @@ class Engine:
             except InputMismatch:
                 undo.forget()  # it is this batch that does not fit
                 raise
-            failure = None if self.fallback.refused else self._capture.compare(key, layout)
+            failure = None if self._fallback.refused else self._capture.compare(key, layout)
             if failure is not None:
-                if self.fallback.raises:
-                    raise self.fallback.step_done_error(failure, outputs)
-                self.give_up(layout, "capture failed", failure)
+                if self._fallback.raises:
+                    raise self._fallback.step_done_error(failure, outputs)
+                self._give_up(layout, "capture failed", failure)
             undo.forget()
         return outputs
 
-    def _begin(self, problem: str) -> None:
-        if problem and self._options.graph != "off":
-            self.fallback.refuse(problem)
-        else:
-            self._say_behind()
-
     def _say_behind(self) -> None:
-        if self._optimizer.stays_behind:
-            self.fallback.say_behind(self._optimizer.why_behind)
+        if self._session.optimizer.stays_behind:
+            self._fallback.say_behind(self._session.optimizer.why_behind)
 
-    def give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
+    def _give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
         """Make the calls of a layout eager. With its key, they may be done in parts instead."""
-        if self._optimizer.leave(problem=str(error)) or (key is not None and self._splitter.takes(key, layout)):
+        optimizer, splitter = self._session.optimizer, self._session.splitter
+        if optimizer.leave(problem=str(error)) or (key is not None and splitter.takes(key, layout)):
             return
-        if self.fallback.raises:
+        if self._fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
-        if self._stream is not None:
+        if self._eager.stream is not None:
             torch.cuda.empty_cache()  # eager calls cannot use the segments that grew in the warm-up
-        self.fallback.give_up(layout.refuse, reason, error, is_last=not (len(self._cache) or self._splitter.has_parts))
+        is_last = not (len(self._cache) or splitter.has_parts)
+        self._fallback.give_up(layout.refuse, reason, error, is_last=is_last)
 
-    # ------------------------------------------------------------------------------------------------ eager calls
+    def refuse(self, layout: Layout, problem: str) -> None:
+        """Make the calls of a layout eager that were done in parts, because of this problem."""
+        self._give_up(layout, "cannot be captured", CaptureError(problem))
 
-    def run(self, reason: str, fn: _Fn, context: _Context | None = None, own: Callable[[Any], Any] = copied) -> Any:
+    def warn_once(self, kind: str, message: str) -> None:
+        """Warn, unless there was a warning of this kind."""
+        self._fallback.warn_once(kind, message)
+
+    def run(self, reason: str, fn: Callable[[], Any]) -> Any:
         """Return what `fn` returns, the caller's own; it is called eagerly, and counted under this reason."""
-        self.eager[reason] += 1
-        self._watch.refresh_rates()
-        self._ranks.reducers.begin_call()
-        return self._on_stream(fn, nullcontext() if context is None else context, own)
+        return self._eager.run(reason, fn)
 
-    def _leave_capture_stream(self) -> None:
-        """Call on the caller's stream from now on, since there will be no graph. Sync: waits for the device, once."""
-        if self._stream is not None and not self._ranks.reducers.moved:
-            self._stream = None
-            # Errors refer to themselves through their tracebacks. What a failed capture made may hold nodes of autograd
-            # that belong to the capture stream, and torch warns where they are used on another one.
-            gc.collect()
-            torch.cuda.empty_cache()  # memory that is cached for the capture stream would serve no other one
+    # ------------------------------------------------------------------------------------------ several calls at once
 
-    def _on_stream(self, fn: _Fn, context: _Context = nullcontext(), own: Callable[[Any], Any] = copied) -> Any:  # noqa: B008 - has no state
-        """Call `fn` on the capture stream and return `own(outputs)`.
+    def settings_number(self) -> int | None:
+        """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
+        if self._fallback.refused or captures.recorded:
+            return None
+        if self._state.generation() is not self._settings_history.generation:
+            self._adapt()
+        return self._settings_history.number
 
-        Autograd and cuBLAS keep memory for each stream. With one stream for eager calls and captures they do so once.
+    def find(self, steps: Steps, windows: int, *, may_capture: bool) -> Captured | None:
+        """Return the graph of several calls, captured now if it must be, see `MultiStepGraphs.find`."""
+        return self._multi_step.find(steps, windows, may_capture=may_capture)
+
+    def launch(self, steps: Steps, windows: int, leaves: Sequence[Any]) -> Any:
+        """Do the calls by the graph that `find` has returned, see `MultiStepGraphs.launch`."""
+        return self._multi_step.launch(steps, windows, leaves, self._verified)
+
+    def decide_together(self, steps: Steps | None, windows: int) -> Together | None:
+        """Return what to do with several calls that every rank was given at once. To be called in each such call.
+
+        Args:
+            steps: the calls; None if they cannot be captured.
+            windows: how many windows they make.
+
+        Returns:
+            None to make the calls as if they had come one by one.
         """
-        if self.fallback.refused:
-            self._leave_capture_stream()
-        return called_on(self._stream, self._device, fn, context, own)
+        ranks, graphs = self._ranks, self._multi_step
+        if ranks.several and (not ranks.captured or graphs.given_up or captures.recorded):
+            return None
+        has = steps is not None and graphs.has(steps, windows)
+        ready = steps is not None and not has and graphs.is_ready(steps)
+        return ranks.decide_together(has, ready, settled=has or bool(self._fallback.refused))
 
     # ------------------------------------------------------------------------------------------ report and release
+
+    def constants(self) -> HostConstants:
+        """Return the values of the host that graphs hold."""
+        with self._turns.lock:
+            return self._state.constants()
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured."""
+        return self._capture.captures + self._multi_step.captures
+
+    @property
+    def refusal(self) -> str:
+        """Why every call is eager from now on, in the words of a message; "" if some may be captured."""
+        return self._fallback.refused and (self._fallback.failure or self._fallback.refused)
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many calls were replayed so far, one by one or several at once, and how many there were."""
+        replayed = self.replays + self._multi_step.calls
+        return replayed, replayed + sum(self._eager.counts.values())
+
+    def kernel_tables(self) -> list[KernelTable] | None:
+        """Return the kernels of each graph so far. None without `annotate`."""
+        return None if self._session.names is None else list(self._session.names.tables)
 
     def report(self, skipped: int = 0) -> Report:
         """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""
         with self._turns.lock:
             saving = self._cache.saving()
-            self._variation.follow(self.replays + self.series.launches, self.captures)
+            self._variation.follow(self.replays + self._multi_step.launches, self.captures)
             return Report(
-                graphs=len(self._cache) + sum(len(family.graphs) for family in self._cache.families.values()),
+                graphs=len(self._cache) + sum(len(lengths.graphs) for lengths in self._cache.multi_step.values()),
                 captures=self.captures,
                 evictions=self._capture.evictions,
                 replays=self.replays,
-                eager={reason: count for reason, count in self.eager.items() if reason != IN_PARTS},
-                in_parts=self.eager[IN_PARTS],
-                **self._splitter.fields(),
-                bytes=self._cache.nbytes + self._splitter.nbytes,
+                eager={reason: count for reason, count in self._eager.counts.items() if reason != IN_PARTS},
+                in_parts=self._eager.counts[IN_PARTS],
+                **self._session.splitter.fields(),
+                bytes=self._cache.nbytes + self._session.splitter.nbytes,
                 input_bytes=self._cache.input_bytes,
-                per_graph=(*self._cache.reports(), *self.series.reports()),
+                per_graph=(*self._cache.reports(), *self._multi_step.reports()),
                 skipped=skipped,
-                failure=self.fallback.failure or self._variation.text or None,
+                failure=self._fallback.failure or self._variation.text or None,
                 eager_ms=saving.eager_ms,
                 replay_ms=saving.replay_ms,
                 saved_s=saving.seconds,
                 told_since=self._told_since,
-                launches=self.series.launches,
-                scanned=self.series.parts,
-                eager_optimizer=None if self.fallback.refused else self._optimizer.why_behind or None,
-                emulated=self._options.graph == "emulate",
+                launches=self._multi_step.launches,
+                scanned=self._multi_step.windows,
+                eager_optimizer=None if self._fallback.refused else self._session.optimizer.why_behind or None,
+                emulated=self._session.options.graph == "emulate",
+                constants=self._state.constants(),
             )
 
     def close_in_turn(self) -> None:
@@ -450,12 +399,13 @@ class Engine:
         """Drop all graphs and give their memory back. The next call warms up and captures again."""
         self._cache.clear()
         self._layouts.clear()
-        self._splitter.close()
+        self._session.splitter.close()
         self._draws.clear()
-        self._surroundings.forget()
+        self._settings_history.forget()
         self._variation.restart()
 
 
+_NOT_AGREED = "the ranks have not agreed to capture yet"
 _NOT_CAPTURED = object()  # None may be what a function returns
 _EARLY_PREFLIGHTS = 8  # layouts; if there are more, most of them have only one call
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns

@@ -1,11 +1,10 @@
 """What follows where something cannot be captured: one warning and eager calls from then on, or an error."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..._errors import CaptureError, CaptureWarning
-from ..._user_line import users_level
+from ..._user_line import WarnOnce
 from .options import Options
 
 _GOES_ON = "Training goes on eagerly"
@@ -79,7 +78,7 @@ class Fallback:
         self.raises: bool = options.on_failure == "raise"
         self.refused: str = "graph='off'" if options.graph == "off" else ""
         self.failure: str | None = None
-        self._warned: set[str] = set()
+        self._warn = WarnOnce(name, CaptureWarning)
 
     def error(self, reason: object) -> CaptureError:
         """Return the error that gives this reason."""
@@ -89,15 +88,6 @@ class Fallback:
         """Warn once that the optimizer is no part of the graphs."""
         text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
         self.warn_once("behind", f"{why} {text}")
-
-    def say_told(self, number: int, problem: str) -> None:
-        """Warn once that code is told that it is being captured from this call on, because of this problem."""
-        self.warn_once(
-            "told",
-            f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
-            f"{problem} From call {number} on the answer is True, in eager calls too. The last bits may differ from "
-            "those of the other branch. Pass capturing=True to answer True in all calls, or capturing=False for False.",
-        )
 
     def refuse(self, reason: str) -> None:
         """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""
@@ -136,15 +126,8 @@ class Fallback:
 
     def has_warned(self, kind: str) -> bool:
         """Return whether there was a warning of this kind."""
-        return kind in self._warned
+        return kind in self._warn
 
     def warn_once(self, kind: str, message: str) -> bool:
         """Warn unless there was a warning of this kind; return whether there was none."""
-        if kind in self._warned:
-            return False
-        self._warned.add(kind)
-        self._warn(message)
-        return True
-
-    def _warn(self, message: str) -> None:
-        warnings.warn(f"{self._name}: {message}", CaptureWarning, stacklevel=users_level())
+        return self._warn(message, kind)

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from ..._errors import CaptureError
-from ..graph.cache import Cache
 from ..graph.graph import EmulatedGraph, Graph, MakeContext, Then, same
 from ..keys.key import Key
 from ..preflight.draw_paths import Outcomes, Tree
-from ..ranks.ranks import Ranks
-from .fallback import Fallback
-from .layouts import Layout, Layouts
+from .layouts import Layout
+from .session import Session
 from .variation import DRAWS_ADVICE
 
 
@@ -26,21 +24,16 @@ class HostDraws:
     With several ranks, the outcomes on all of them together choose the graph. Each rank learns its own paths.
 
     Args:
-        ranks: the processes that must decide alike.
-        cache: keeps the graphs.
-        layouts: those that have no graph.
-        fallback: issues the warnings.
+        session: of the engine.
 
     Attributes:
         enabled: whether steps may decide by draws.
     """
 
-    def __init__(self, ranks: Ranks, cache: Cache, layouts: Layouts, fallback: Fallback) -> None:
-        self._ranks = ranks
+    def __init__(self, session: Session) -> None:
+        self._ranks, self._cache = session.ranks, session.cache
+        self._layouts, self._fallback = session.layouts, session.fallback
         self.enabled = True
-        self._cache = cache
-        self._layouts = layouts
-        self._fallback = fallback
         self._trees: dict[Key, Tree] = {}
         self._changes = self._calls = 0  # changes of what is drawn, and calls since the last one
         self._before = self._after = torch.default_generator.get_state()
@@ -51,37 +44,32 @@ class HostDraws:
         If the calls of the key draw nothing as far as is known, the key is returned as it is. The generator is put back
         to where it was. With several ranks, each of them must call it in the same calls.
         """
-        return self._joined(self._drawn(key)) if self._ranks.several else self._drawn(key)
-
-    def _joined(self, key: Key) -> Key:
-        """Return the key with what stands for the outcomes on all ranks, if all know what these lead to."""
-        joint = self._ranks.joint(None if key.outcomes is NEW else (key.outcomes,))
-        return key if joint is None or key.outcomes in (None, NEW) else key._replace(joint=joint)
-
-    def _drawn(self, key: Key) -> Key:
         tree = self._trees.get(key)
-        if tree is None:
+        if tree is not None:
+            self._calls += 1
+            self._before = torch.default_generator.get_state()
+            try:
+                outcomes = tree.draw()
+                self._after = torch.default_generator.get_state()
+            finally:
+                torch.default_generator.set_state(self._before)
+            key = key._replace(outcomes=NEW if outcomes is None else outcomes)
+        if not self._ranks.several:
             return key
-        self._calls += 1
-        self._before = torch.default_generator.get_state()
-        try:
-            outcomes = tree.draw()
-            self._after = torch.default_generator.get_state()
-        finally:
-            torch.default_generator.set_state(self._before)
-        return key._replace(outcomes=NEW if outcomes is None else outcomes)
+        of_all = self._ranks.outcome_of_all(None if key.outcomes is NEW else (key.outcomes,))
+        return key if of_all is None or key.outcomes in (None, NEW) else key._replace(ranks_outcome=of_all)
 
     def learn(self, key: Key, layout: Layout) -> None:
         """Take note of what an eager call of a layout has drawn, and have the layout be that of the outcomes.
 
         If the call has drawn something else than an earlier one after the same outcomes, all is forgotten.
         """
-        path, layout.path = layout.path, None
+        path = layout.take_draws()
         if path is None:
             return
         if len(self._trees) == _MOST_KEYS:
             self._trees.clear()  # their layouts learn again
-        tree = self._trees.setdefault(key._replace(outcomes=None, joint=0), Tree())
+        tree = self._trees.setdefault(key._replace(outcomes=None, ranks_outcome=0), Tree())
         if not tree.add(path) or key.outcomes not in (None, NEW, path.outcomes):
             self._forget()
             return
@@ -92,7 +80,7 @@ class HostDraws:
             problem = (
                 f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"
             )
-            self._layouts.of(key._replace(outcomes=NEW)).refuse(problem)
+            self._layouts.layout_of(key._replace(outcomes=NEW)).refuse(problem)
             self._fallback.warn_once("outcomes", f"{problem}. {DRAWS_ADVICE}")
 
     def _forget(self) -> None:

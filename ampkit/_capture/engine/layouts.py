@@ -1,89 +1,139 @@
 """The layouts without a graph: how far each one's warm-up is, or why it is never captured."""
 
-import enum
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ..compare.rehearsal import Rehearsal
-from ..graph.cache import Outputs
+from ..graph.cache import GraphOutputs
+from ..graph.capture_query import Answer
 from ..graph.graph import Graph
 from ..graph.kernel_names import NOT_NOTED, KernelNames, NotedKernels
 from ..graph.timing import Timing
 from ..keys.key import Key
+from ..preflight.draw_paths import DrawPath
 from ..state.overlaps import Writes
 from .options import WARM_UP
 
 
-class Stage(enum.Enum):
-    """How far a layout without a graph is."""
+@dataclass
+class Cold:
+    """The next call is a part of the warm-up. Only `Layout` writes the attributes.
 
-    COLD = enum.auto()  # its next call is a part of its warm-up
-    WARM = enum.auto()  # its next call is captured, unless the preflight has found a problem
-    REFUSED = enum.auto()  # all its calls are eager; `Layout.refusal` says why
+    Attributes:
+        calls_left: how many eager calls the warm-up still takes: below 1 if it only lacks a rehearsal.
+        calls: how many it had so far.
+        checked: whether one of them was made under the preflight.
+    """
+
+    calls_left: int
+    calls: int = 0
+    checked: bool = False
+
+
+@dataclass(frozen=True)
+class Warm:
+    """The next call is captured, unless the warm-up has found a problem.
+
+    Attributes:
+        after: the warm-up, which goes on with another rehearsal if the layout needs another graph.
+    """
+
+    after: Cold
+
+
+@dataclass(frozen=True)
+class Refused:
+    """All calls are eager.
+
+    Attributes:
+        why: what they are counted under.
+    """
+
+    why: str
 
 
 class Layout:
-    """What is known of a key that has no graph.
+    """What is known of a key that has no graph. Others read the attributes, and call methods to change them.
 
     Args:
         reason: what the calls of its warm-up are counted under.
         warmup: how many eager calls come before its capture.
         lenient: see `Rehearsal`.
-        told: see below.
+        answer: what its code is told that asks whether it is being captured.
         names: notes the modules of its kernels; None if nobody wants them.
 
     Attributes:
-        reason: as given; it may be set before each call.
-        calls: how many eager calls there were so far.
+        stage: how far it is.
+        reason: as given.
+        answer: as given. With the other answer its code may take another branch.
         evictions: how often its graph was dropped to make room for another one.
-        checked: whether it has been called under the preflight.
-        problem: what the preflight found; "" if it found nothing.
+        problem: why it cannot be captured, as far as its eager calls have shown; "" if it can be.
         unreadable: why it cannot be told what it reads; "" if it can.
         rehearsal: compares its capture with an eager call.
         kernels: what was noted of those of that call.
-        differed: whether a capture differed from that call.
-        refusal: why it is never captured; "" if it may be.
-        told: whether its code is told that it is being captured, in eager calls too. Then it may take another branch.
-        problem_untold: what the preflight found while the code was told the truth; "" if it found nothing.
         writes: the tensors of the state that its calls change.
         timing: how long its calls take.
-        path: what its call under the preflight has drawn on the host, see `HostDraws`; None if it draws nothing there.
     """
 
-    def __init__(self, reason: str, warmup: int, lenient: bool, told: bool, names: KernelNames | None = None) -> None:
+    def __init__(
+        self, reason: str, warmup: int, lenient: bool, answer: Answer, names: KernelNames | None = None
+    ) -> None:
+        self._warmup, self._lenient, self._names = warmup, lenient, names
+        self.stage: Cold | Warm | Refused = Cold(warmup)
         self.reason: str = reason
-        self._warmup = warmup
-        self._lenient = lenient
-        self.calls: int = 0
+        self.answer = answer
         self.evictions: int = 0
-        self.checked: bool = False
         self.problem = ""
         self.unreadable = ""
-        self._names = names
         self.rehearsal: Rehearsal = Rehearsal(lenient)
         self.kernels: NotedKernels = NOT_NOTED
-        self.differed = False
-        self.refusal = ""
-        self.told = told
-        self.problem_untold = ""
         self.writes: Writes = Writes()
         self.timing: Timing = Timing()
-        self.path: Any = None
+        self._drawn: DrawPath | None = None
+        self._has_differed = False
 
-    @property
-    def stage(self) -> Stage:
-        """How far it is."""
-        if self.refusal:
-            return Stage.REFUSED
-        return Stage.WARM if self.calls_left <= 0 and (self.problem or self.rehearsal.done) else Stage.COLD
+    # ------------------------------------------------------------------------------------------------- the warm-up
 
-    @property
-    def calls_left(self) -> int:
-        """How many eager calls its warm-up still takes: below 1 if it only lacks a rehearsal."""
-        # If more shapes take turns than graphs are kept, each capture drops a graph. So the wait doubles each time.
-        return (self._warmup << self.evictions) - self.calls
+    def count_under(self, reason: str) -> None:
+        """Count the calls of the warm-up under this reason from now on."""
+        self.reason = reason
+
+    def count_call(self, cold: Cold) -> None:
+        """Take note of a call of the warm-up."""
+        cold.calls += 1
+        cold.calls_left -= 1
+
+    def note_preflight(self, cold: Cold, problem: str) -> None:
+        """Take note of what the call under the preflight has shown, "" if it was nothing."""
+        self.problem = problem
+        cold.checked = True  # last, or an interrupt could hide the problem
+
+    def note_reads(self, why_unreadable: str) -> None:
+        """Take note of why it cannot be told what a call has read, "" if it can."""
+        self.unreadable = self.unreadable or why_unreadable
+
+    def note_draws(self, drawn: DrawPath | None) -> None:
+        """Take note of what the call under the preflight has drawn on the host; None if it was nothing."""
+        self._drawn = drawn
+
+    def take_draws(self) -> DrawPath | None:
+        """Return what the call just made has drawn, if it was under the preflight."""
+        drawn, self._drawn = self._drawn, None
+        return drawn
+
+    def end_call(self, cold: Cold, problem: str) -> None:
+        """End a call of the warm-up, and the warm-up if that was its last call.
+
+        Args:
+            cold: the stage.
+            problem: why the layout cannot be captured, as far as that is known; "" if it can be.
+        """
+        self.problem = problem
+        if cold.calls_left <= 0 and (problem or self.rehearsal.done):
+            self.stage = Warm(cold)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -93,19 +143,42 @@ class Layout:
             yield
         self.kernels = noted[0]
 
+    # ------------------------------------------------------------------------------------------------- the capture
+
     def named(self, graph: Graph) -> Graph:
         """Return the graph of the capture, marked in traces if somebody wants names."""
         return graph if self._names is None else self._names.named(graph, [self.kernels])
 
-    def refuse(self, reason: str) -> None:
-        """Make all calls eager from now on, for this reason."""
-        self.refusal = reason
+    def difference(self) -> str | None:
+        """Return where the capture differs from the rehearsal, see `Rehearsal`. Another capture needs another one."""
+        difference = self.rehearsal.difference()
+        if isinstance(self.stage, Warm) and not self.rehearsal.done:
+            self.stage = self.stage.after
+        return difference
+
+    def is_forgiven(self) -> bool:
+        """Return whether the capture differs for the first time."""
+        first, self._has_differed = not self._has_differed, True
+        return first
 
     def evict(self) -> None:
         """Begin the warm-up again, because the graph was dropped to make room for another one."""
-        self.calls, self.evictions = 0, self.evictions + 1
-        self.checked, self.rehearsal, self.kernels = False, Rehearsal(self._lenient), NOT_NOTED
-        self.reason = f"{WARM_UP} again: its graph made room for another"
+        self.evictions += 1
+        # If more shapes take turns than graphs are kept, each capture drops a graph. So the wait doubles each time.
+        self.stage = Cold(self._warmup << self.evictions)
+        self.rehearsal, self.kernels = Rehearsal(self._lenient), NOT_NOTED
+        self.count_under(f"{WARM_UP} again: its graph made room for another")
+
+    # -------------------------------------------------------------------------------------------------- the refusal
+
+    def refuse(self, why: str) -> None:
+        """Make all calls eager from now on, for this reason."""
+        self.stage = Refused(why)
+
+    @property
+    def refusal(self) -> str:
+        """Why it is never captured; "" if it may be."""
+        return self.stage.why if isinstance(self.stage, Refused) else ""
 
 
 class Layouts:
@@ -116,9 +189,10 @@ class Layouts:
     Args:
         warmup: how many eager calls come before the capture of a layout.
         lenient: see `Rehearsal`.
-        told: whether the code of all layouts is told that it is being captured.
+        sees_capture: what the code of all layouts is told at first, see `Answer`.
+        may_show_capture: whether it may be told something else, see `Answer`.
         names: see `Layout`.
-        words: what a first warm-up is counted under.
+        first_reason: what a first warm-up is counted under.
 
     Attributes:
         lenient: as given.
@@ -127,20 +201,27 @@ class Layouts:
     """
 
     def __init__(
-        self, warmup: int, lenient: bool, told: bool, names: KernelNames | None = None, words: str = WARM_UP
+        self,
+        warmup: int,
+        *,
+        lenient: bool,
+        sees_capture: bool,
+        may_show_capture: bool,
+        names: KernelNames | None,
+        first_reason: str,
     ) -> None:
-        self._told = told
-        self.names = names
         self._warmup = warmup
+        self._sees_capture, self._may_show_capture = sees_capture, may_show_capture
+        self.names = names
         self.lenient = lenient
-        self.reason = self._words = words
+        self.reason = self._first_reason = first_reason
         self._by_key: OrderedDict[Key, Layout] = OrderedDict()
-        self._told_later: set[int] = set()  # hashes of the inputs of `tell`
+        self._see_capture: set[int] = set()  # hashes of the inputs of `show_capture`
         self._seen: set[int] = set()  # hashes of inputs; the inputs themselves would keep objects of the user's alive
 
-    def make_outputs(self, tree: Any) -> Outputs:
+    def make_outputs(self, tree: Any) -> GraphOutputs:
         """Return what each replay gives the caller, with no kernel of its own if kernels are to have names."""
-        return Outputs(tree, gathers=self.names is None)
+        return GraphOutputs(tree, gathers=self.names is None)
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -149,19 +230,19 @@ class Layouts:
         return iter(self._by_key)
 
     def __contains__(self, key: Key) -> bool:
-        return key._replace(joint=0) in self._by_key
+        return key._replace(ranks_outcome=0) in self._by_key
 
-    def of(self, key: Key) -> Layout:
+    def layout_of(self, key: Key) -> Layout:
         """Return the layout of this key, a new one if there is none. The oldest is dropped if there are too many."""
-        key = key._replace(joint=0) if key.joint else key
+        key = key._replace(ranks_outcome=0) if key.ranks_outcome else key
         layout = self._by_key.get(key)
         if layout is None:
             if len(self._by_key) == MAX_LAYOUTS:
                 self._by_key.popitem(last=False)
             seen = hash((key.spec, key.phase))
-            told = self._told or seen in self._told_later
-            reason = self.reason if seen in self._seen else self._words
-            layout = Layout(reason, self._warmup, self.lenient, told, self.names)
+            answer = Answer(self._sees_capture or seen in self._see_capture, may_change=self._may_show_capture)
+            reason = self.reason if seen in self._seen else self._first_reason
+            layout = Layout(reason, self._warmup, self.lenient, answer, self.names)
             self._by_key[key] = layout
             if len(self._seen) < _MAX_SEEN:
                 self._seen.add(seen)
@@ -173,9 +254,9 @@ class Layouts:
         if layout is not None:
             self._by_key[to] = layout
 
-    def tell(self, key: Key) -> None:
+    def show_capture(self, key: Key) -> None:
         """Have the code of this input be told that it is being captured, also if its layout has to begin again."""
-        self._told_later.add(hash((key.spec, key.phase)))
+        self._see_capture.add(hash((key.spec, key.phase)))
 
     def clear(self) -> None:
         """Forget all layouts."""
@@ -184,3 +265,51 @@ class Layouts:
 
 MAX_LAYOUTS = 256  # batches that contain the number of the step make one per call
 _MAX_SEEN = 4096
+
+
+IN_PARTS = "in parts"  # what such calls are counted under
+
+
+class Splitter(Protocol):
+    """What the engine asks of a step that can be done in parts, where it cannot be captured as a whole."""
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether some layout is done in parts, or may be."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the graphs of the parts take."""
+
+    def takes(self, key: Key, layout: Layout) -> bool:
+        """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
+
+    def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call of a layout that is done in parts, with the engine's `run` and `give_up`."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the report that say what is captured, and why the rest is not."""
+
+    def close(self) -> None:
+        """Release what is captured."""
+
+
+class Never:
+    """Takes no layout."""
+
+    has_parts, nbytes = False, 0
+
+    def takes(self, key: Key, layout: Layout) -> bool:
+        return False
+
+    def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise AssertionError  # it takes none
+
+    def fields(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+NEVER = Never()

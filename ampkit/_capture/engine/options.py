@@ -1,7 +1,7 @@
 """The options of a capture that all public functions take, and their checks."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,16 +12,17 @@ ON_FAILURE = ("parts", "eager", "raise")
 WARM_UP = "warm-up"  # what eager calls before a capture are counted under
 
 
-class Options(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Options:
     """The options of a capture, see `graphed_step`."""
 
     graph: str  # "auto", "emulate" or "off"
     warmup: int  # eager calls per key
     on_failure: str  # "parts", "eager" or "raise"
     verify: int  # how many replays are compared with eager calls
-    generators: Sequence[torch.Generator]
     max_graphs: int
     memory_budget: int | None
+    generators: Sequence[torch.Generator] = ()  # CUDA generators beside the default one
     capturing: str | bool = "auto"  # what code is told that asks whether its stream is being captured
     annotate: bool = False  # whether to note which module each kernel belongs to
 
@@ -42,7 +43,7 @@ class Options(NamedTuple):
         if budget is not None:
             budget = read_positive(where, "memory_budget", budget, "None for no limit")
         generators = read_all(where, "generators", self.generators, torch.Generator, "a sequence of torch.Generator")
-        return self._replace(memory_budget=budget, generators=generators)
+        return replace(self, memory_budget=budget, generators=generators)
 
     def why_not_on(self, device: torch.device) -> str:
         """Return why a model on this device cannot be captured, "" if it can."""

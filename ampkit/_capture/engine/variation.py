@@ -3,19 +3,17 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..._text import value_text
 from ..._torch.tensors.tree import TreeSpec
-from ..host.attributes import AttributeValues
-from ..host.contents import are_same
-from ..host.variables import VariableValues
+from ..host.constants import are_same
 from ..keys.inputs import Constant, TensorSpec, paths
 from ..keys.key import Key, Part
-from ..state.state import GRADIENTS, HOST_TENSORS, MODES
-from ..state.surroundings import CallSettings, memory_advice, setting_advice
+from ..state.settings_history import CallSettings, memory_advice, setting_advice
+from ..state.state import ATTRIBUTES, GRADIENTS, HOST_TENSORS, MODES, READS, VARIABLES
 
 
 class Cause(NamedTuple):
@@ -154,7 +152,7 @@ class Variation:
         return Cause(
             names=tuple(known[0].name for known in named),
             reason=" and ".join(map(_reason, named)) + more,
-            examples=" and ".join(f"{_reason(known)}{_examples(known)}" for known in named) + more,
+            examples=" and ".join(map(_example, named)) + more,
             advice=" ".join(dict.fromkeys(known[-1].advice or self._leaf_advice(known) for known in named)),
             of_layouts=all(isinstance(known[-1].value, (TensorSpec, TreeSpec)) for known in named),
         )
@@ -166,13 +164,15 @@ class Variation:
         if key.phase is not None:
             yield from key.phase.parts()
         if key.outcomes is not None:
-            outcomes = key.outcomes, key.joint
+            outcomes = key.outcomes, key.ranks_outcome
             yield Part("outcomes", outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
         for name, value in call_settings.settings.named().items():
-            advice = setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE)
-            if isinstance(value, (AttributeValues, VariableValues)):
-                yield from (Part(each, found, advice, same=are_same) for each, found in value.named().items())
+            if name == READS:
+                for each, found in value.named().items():
+                    kind = ATTRIBUTES if each.startswith("the attribute") else VARIABLES
+                    yield Part(each, found, setting_advice(kind), same=are_same)
                 continue
+            advice = setting_advice(name) or (_IN_PLACE if name == GRADIENTS else _ONCE)
             # The values of these say nothing to a user.
             unsaid = name in (MODES, GRADIENTS, HOST_TENSORS)
             yield Part(name, value, advice, f"{name} kept changing" if unsaid else "")
@@ -226,15 +226,16 @@ def _reason(known: Sequence[Part]) -> str:
     return known[-1].statement or f"{known[-1].name} kept changing"
 
 
-def _examples(known: Sequence[Part]) -> str:
-    """Return some of the values in words, "" if they say nothing."""
-    values = [_value_text(part.value) for part in known[-3:]]
-    return f" (it was {', then '.join(values)})" if all(values) and not known[-1].statement else ""
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, TreeSpec):
-        return f"one of {value.num_leaves} leaves"
-    if isinstance(value, Constant):
-        return value_text(value.value) or f"a {value.kind.__name__}"
-    return str(value) if isinstance(value, TensorSpec) else value_text(value)
+def _example(known: Sequence[Part]) -> str:
+    """Return the same with some of the values in words, unless these say nothing."""
+    values = [
+        f"one of {value.num_leaves} leaves"
+        if isinstance(value, TreeSpec)
+        else value_text(value.value) or f"a {value.kind.__name__}"
+        if isinstance(value, Constant)
+        else str(value)
+        if isinstance(value, TensorSpec)
+        else value_text(value)
+        for value in (part.value for part in known[-3:])
+    ]
+    return _reason(known) + (f" (it was {', then '.join(values)})" if all(values) and not known[-1].statement else "")

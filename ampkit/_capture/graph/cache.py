@@ -27,7 +27,7 @@ class Captured:
         inputs: the buffers.
         nbytes: device memory that came with it: what the pool grew by in its capture, and the buffers.
         timing: how often it was replayed, and how long a replay and an eager call take.
-        told: whether the code of its eager calls is told that it is being captured.
+        sees_capture: whether the code of its eager calls is told that it is being captured.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Captured:
         inputs: StaticInputs,
         pool_bytes: int,
         timing: Timing,
-        told: bool,
+        sees_capture: bool,
         set_flags: Callable[[], None] | None = None,
     ) -> None:
         self._graph = graph
@@ -44,7 +44,7 @@ class Captured:
         self.inputs = inputs
         self.nbytes: int = pool_bytes + inputs.nbytes
         self.timing = timing
-        self.told = told
+        self.sees_capture = sees_capture
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.
@@ -53,7 +53,7 @@ class Captured:
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
         """
         self.inputs.copy_(leaves)
-        outputs: Outputs = self._graph.replay()
+        outputs: GraphOutputs = self._graph.replay()
         if self.inputs.any_changed:
             self.inputs.copy_back(leaves)
         if self._set_flags is not None:
@@ -65,22 +65,22 @@ class Captured:
         self._graph.reset()
 
 
-class Family:
-    """Graphs that do several calls each, of one layout. They read their inputs from the same buffers.
+class GraphLengths:
+    """Graphs that do several calls each, of one layout and different lengths. They read from the same buffers.
 
     Attributes:
         buffers: for as many calls as the longest graph does.
-        graphs: by the number of parts of a series that they do.
-        told: whether the code of its eager calls is told that it is being captured.
+        graphs: by the number of windows that they do.
+        sees_capture: whether the code of its eager calls is told that it is being captured.
         writes: the paths of the tensors of the state that the calls change.
         launches: how often one of them was launched.
         pool_bytes: what the pool grew by in their captures.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], told: bool, writes: set[str]) -> None:
+    def __init__(self, buffers: Sequence[Tensor], sees_capture: bool, writes: set[str]) -> None:
         self.buffers = list(buffers)
         self.graphs: dict[int, Captured] = {}
-        self.told = told
+        self.sees_capture = sees_capture
         self.writes = writes
         self.launches = 0
         self.pool_bytes = 0
@@ -96,7 +96,7 @@ class Family:
             self.graphs.popitem()[1].reset()
 
 
-class Outputs:
+class GraphOutputs:
     """What a captured function returned, from which each replay gives the caller tensors of his own.
 
     The numbers among the outputs (loss, norm, whether the step was skipped) are gathered in one block of bytes, by one
@@ -128,7 +128,7 @@ class Outputs:
         counter.
         """
         if self._block is None:
-            return self._tree.of(map(Tensor.clone, self._tensors))
+            return self._tree.with_tensors(map(Tensor.clone, self._tensors))
         # Torch's allocator takes freed memory to be in use on the stream that it was allocated on.
         if self._index is not None and raw_stream(self._index) != self._stream:
             self._rows, self._count = [], 1
@@ -139,7 +139,7 @@ class Outputs:
         if self._gathers_all:
             return numbers
         pairs = zip(numbers, self._tensors, strict=True)
-        return self._tree.of(tensor.clone() if number is None else number for number, tensor in pairs)
+        return self._tree.with_tensors(tensor.clone() if number is None else number for number, tensor in pairs)
 
     def _gathered(self) -> Tensor | None:
         """Return the block of bytes of the numbers, and note where they are. None if there are not two of them."""
@@ -170,7 +170,7 @@ class Outputs:
                 repeat(None, count) if place is None else rows.view(place[0])[:, place[1]].unbind()
                 for place in self._places
             ]
-            numbers = self._tree.of_columns(columns) if self._gathers_all else zip(*columns, strict=True)
+            numbers = self._tree.with_columns(columns) if self._gathers_all else zip(*columns, strict=True)
             return list(zip(rows.unbind(), numbers, strict=True))
 
 
@@ -203,7 +203,7 @@ class Rebuilt:
     def __init__(self, tree: Any) -> None:
         self.tensors: list[Tensor] = []
         self._constants: list[Any] = []
-        containers: list[tuple[Callable[[Sequence[Any]], Any], list[_Place]]] = []
+        containers: list[tuple[Callable[[Sequence[Any]], Any], list[_TreePlace]]] = []
         self._find(tree, containers)
         begin = {_TENSOR: 0, _CONSTANT: len(self.tensors), _CONTAINER: len(self.tensors) + len(self._constants)}
         # How each container is made of what comes before it: tensors, constants, containers inside of it.
@@ -211,14 +211,14 @@ class Rebuilt:
             (make, _getter([begin[kind] + number for kind, number in children])) for make, children in containers
         ]
 
-    def of(self, tensors: Iterable[Tensor]) -> Any:
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Any:
         """Return the tree with these tensors."""
         made = [*tensors, *self._constants]
         for make, children in self._containers:
             made.append(make(children(made)))
         return made[-1]
 
-    def of_columns(self, columns: Iterable[Iterable[Any]]) -> Iterator[Any]:
+    def with_columns(self, columns: Iterable[Iterable[Any]]) -> Iterator[Any]:
         """Yield trees, each with the next tensor of each column. Functions of C make them all."""
         made: list[Iterator[Any]] = [*map(iter, columns), *map(repeat, self._constants)]
         for make, children in self._containers:
@@ -226,20 +226,22 @@ class Rebuilt:
             made.append(map(make, zip(*inside, strict=False) if inside else repeat(())))
         return made[-1]
 
-    def _find(self, node: Any, containers: list[Any]) -> "_Place":
+    def _find(self, node: Any, containers: list[Any]) -> "_TreePlace":
         """Note what a node has in it, and return where it will be."""
         if isinstance(node, Tensor):
             self.tensors.append(node)
-            return _Place(_TENSOR, len(self.tensors) - 1)
-        make, children = (None, ()) if _is_constant(node) else _parts(node)
+            return _TreePlace(_TENSOR, len(self.tensors) - 1)
+        # A tuple of constants is one constant, which every replay returns as the same object.
+        constant = type(node) in _CONSTANTS or (type(node) is tuple and _CONSTANTS.issuperset(map(type, node)))
+        make, children = (None, ()) if constant else _parts(node)
         if make is None:
             self._constants.append(node)
-            return _Place(_CONSTANT, len(self._constants) - 1)
+            return _TreePlace(_CONSTANT, len(self._constants) - 1)
         containers.append((make, [self._find(child, containers) for child in children]))
-        return _Place(_CONTAINER, len(containers) - 1)
+        return _TreePlace(_CONTAINER, len(containers) - 1)
 
 
-class _Place(NamedTuple):
+class _TreePlace(NamedTuple):
     kind: str
     number: int
 
@@ -272,15 +274,10 @@ def _getter(places: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
     return operator.itemgetter(*places)
 
 
-def _is_constant(node: Any) -> bool:
-    """Return whether a node is a constant, or a tuple of them, which every replay returns as the same object."""
-    return type(node) in _CONSTANTS or (type(node) is tuple and _CONSTANTS.issuperset(map(type, node)))
-
-
 def copied(tree: Any) -> Any:
     """Return a tree with a copy of each tensor."""
     rebuilt = Rebuilt(tree)
-    return rebuilt.of(map(Tensor.clone, rebuilt.tensors))
+    return rebuilt.with_tensors(map(Tensor.clone, rebuilt.tensors))
 
 
 _CONSTANTS = frozenset((bool, int, float, str, type(None)))
@@ -295,7 +292,7 @@ class Cache:
 
     Attributes:
         limit: how many graphs are kept from now on.
-        families: graphs of several calls each, the least recently used first. They do not count against the limit.
+        multi_step: graphs of several calls each, the least recently used first. They do not count against the limit.
     """
 
     def __init__(self, max_graphs: int, memory_budget: int | None) -> None:
@@ -303,7 +300,7 @@ class Cache:
         self._budget = memory_budget
         self._pool = Pool()
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
-        self.families: OrderedDict[Key, Family] = OrderedDict()
+        self.multi_step: OrderedDict[Key, GraphLengths] = OrderedDict()
         self._dropped = Saving(0, None, None)
         self._last: tuple[Key, Captured] | None = None  # the most recently used one
 
@@ -369,11 +366,13 @@ class Cache:
         inputs: StaticInputs,
         pool_bytes_before: int,
         timing: Timing,
-        told: bool,
+        sees_capture: bool,
         set_flags: Callable[[], None] | None = None,
     ) -> Captured:
         """Keep a graph that was captured. The pool had `pool_bytes_before` bytes before that."""
-        captured = Captured(graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, told, set_flags)
+        captured = Captured(
+            graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, sees_capture, set_flags
+        )
         self._last = None
         self._graphs[key] = captured
         return captured
@@ -385,13 +384,13 @@ class Cache:
     def clear(self) -> None:
         """Reset all graphs. The last one releases the pool."""
         self._last = None
-        while self.families:
-            self.families.popitem()[1].reset()
+        while self.multi_step:
+            self.multi_step.popitem()[1].reset()
         while self._graphs:
             self._drop(self._graphs.popitem()[1])  # taken out first: a graph that is reset must not be found
 
     def reports(self) -> list[GraphReport]:
-        """Return what the report says of each graph, families aside. Sync: waits for the timed calls to end."""
+        """Return what the report says of each graph of a single call. Sync: waits for the timed calls to end."""
         return [GraphReport(key.text, graph.nbytes, *graph.timing.saving()) for key, graph in self]
 
     def saving(self) -> Saving:
@@ -412,4 +411,4 @@ class Cache:
     def input_bytes(self) -> int:
         """Bytes of the buffers that graphs read their inputs from."""
         inputs = sum(captured.inputs.nbytes for captured in self._graphs.values())
-        return inputs + sum(family.buffer_bytes for family in self.families.values())
+        return inputs + sum(lengths.buffer_bytes for lengths in self.multi_step.values())

@@ -90,26 +90,83 @@ def answering(answer: bool, stream: int | None = None) -> Iterator[None]:
         yield
 
 
-def answered(fn: Callable[_P, _R], answer: bool) -> Callable[_P, _R]:
-    """Return `fn` for a call in which user code is told that it is being captured, if `answer` is true."""
-    if not answer:
+def seeing_capture(fn: Callable[_P, _R], sees_capture: bool) -> Callable[_P, _R]:
+    """Return `fn` for a call in which user code is told that it is being captured, if `sees_capture` is true."""
+    if not sees_capture:
         return fn
 
-    def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def seeing(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         with answering(True):
             return fn(*args, **kwargs)
 
-    return told
+    return seeing
+
+
+class Answer:
+    """What the code of one layout, or of one callable, is told when it asks whether its stream is being captured.
+
+    The answer changes once at most: if what the code does when it is told False cannot be captured, it is told True.
+
+    Args:
+        sees_capture: the first answer.
+        may_change: whether there may be another one.
+
+    Attributes:
+        sees_capture: the answer, in eager calls too.
+        may_change: as given; False once another answer is kept.
+        problem_when_hidden: while the answer True is tried: why the code that was told False cannot be captured. "" if
+            nothing was tried yet.
+    """
+
+    def __init__(self, sees_capture: bool, *, may_change: bool) -> None:
+        self.sees_capture = sees_capture
+        self.may_change = may_change
+        self.problem_when_hidden = ""
+        self._news = ""
+
+    def try_other(self, problem: str) -> bool:
+        """Change the answer if user code has asked in the call just made. Return whether it was changed.
+
+        Args:
+            problem: why what it did cannot be captured.
+        """
+        if self.problem_when_hidden or not (self.may_change and captures.asked):
+            return False
+        self.problem_when_hidden, self.sees_capture = problem, True
+        return True
+
+    def hide_again(self) -> str:
+        """Go back to the first answer, since with the other one the code cannot be captured either. Return why not."""
+        self.sees_capture = False
+        problem, self.problem_when_hidden = self.problem_when_hidden, ""
+        return problem
+
+    def keep(self) -> None:
+        """Keep the answer that was tried. From now on it does not change."""
+        self._news, self.problem_when_hidden, self.may_change = self.problem_when_hidden, "", False
+
+    def take_news(self, since: str) -> str:
+        """Return what to say of a new answer, once; "" if there is none.
+
+        Args:
+            since: from when on it is given.
+        """
+        problem, self._news = self._news.rstrip("."), ""
+        return problem and (
+            f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
+            f"{problem}. From {since} on the answer is True, in eager calls too. The last bits may differ from those "
+            "of the other branch. Pass capturing=True to answer True in all calls, or capturing=False for False."
+        )
 
 
 @contextmanager
-def noting_questions(answer: bool) -> Iterator[Callable[[], bool]]:
-    """Context of an eager call. It yields a function that returns whether user code of this thread has asked."""
+def noting_questions(answer: bool) -> Iterator[None]:
+    """Context of a call whose code is told `answer`. Behind it `captures` says whether user code has asked."""
     captures.asked = captures.asked_in_checkpoint = False
     with answering(answer), Undo() as undo:
         undo.note(setattr, captures, "noting", captures.noting)
         captures.noting = True
-        yield lambda: captures.asked
+        yield
 
 
 def _end(token: object) -> None:

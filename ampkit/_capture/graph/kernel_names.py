@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 
 from ..._errors import CaptureWarning
-from ..._torch.device.execution_trace import enter_mark, exit_mark
-from ..._torch.device.profiler import profiler_enabled
+from ..._torch.device.execution_trace import enter_mark, exit_mark, profiler_enabled
 from ..._undo import Undo
 from .graph import Graph, MakeContext, Then, same
 from .profiled_calls import MODULE_MARK, Owner, ProfiledCalls

@@ -1,6 +1,6 @@
 """What happened to the calls of a step so far: counts, graphs, memory, times, and how they are printed."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 
@@ -65,6 +65,7 @@ class Report:
             time of an eager step.
         split: in words, what is captured one by one, and why the rest is not; empty where nothing is to be.
         emulated: whether there is no graph (`graph="emulate"`): a replay calls the step again, and is not faster.
+        constants: the values of the host that graphs hold, see `GraphedStep.constants`.
     """
 
     graphs: int
@@ -92,6 +93,7 @@ class Report:
     shares: dict[str, float] = field(default_factory=dict)
     split: tuple[str, ...] = ()
     emulated: bool = False
+    constants: tuple[Any, ...] = ()
 
     @property
     def outcome(self) -> str:
@@ -102,9 +104,10 @@ class Report:
         return "in parts" if self.eager_optimizer or in_parts else "whole"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that `json` takes."""
+        """Return the fields as a dict that `json` takes; of the constants how many there are."""
         return {
-            **asdict(self),
+            **asdict(replace(self, constants=())),
+            "constants": len(self.constants),
             "per_graph": [graph._asdict() for graph in self.per_graph],
             "parts": [part._asdict() for part in self.parts],
         }
@@ -126,6 +129,9 @@ class Report:
         reasons += told if self.told_since is not None else []
         reasons += [f"  eager behind each graph: {self.eager_optimizer}"] if self.eager_optimizer else []
         failure = [f"  not captured: {self.failure}"] if self.failure else []
+        left = sum(bool(each.not_compared) for each in self.constants)
+        held = f"  {len(self.constants)} values of the host are constants, {left or 'none'} of them not compared"
+        reasons += [f"{held}: see constants()"] if self.constants else []
         compiled = [] if self.compile_s is None else [f"  calls that compiled took {self.compile_s:.1f} s"]
         compiled += [f"  {part}" for part in (*self.compiled, *self.split)]
         compiled += [f"  time of a step in parts: {shares_text(self.shares)}"] if self.shares else []

@@ -1,13 +1,14 @@
 """Small tensors on the host that a step on another device reads: a graph holds their values as constants."""
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..._torch.tensors.tensors import storage_address, storage_of
+from .constants import HostConstant
 
 _MOST_BYTES = 4096  # of one; more are data
 _MOST = 256
@@ -54,6 +55,12 @@ class HostTensors:
             if storage is not None and address and storage.nbytes() <= _MOST_BYTES and len(self._memory) < _MOST:
                 self._memory.setdefault(address, storage)
                 self._lines.setdefault(address, line)
+
+    def constants(self) -> Iterator[HostConstant]:
+        """Yield a row for each of them."""
+        for address, storage in self._memory.items():
+            place, _, source = self._lines[address].partition(": ")
+            yield HostConstant(f"a tensor on the host in {source}", f"{storage.nbytes()} bytes", place)
 
     def forget(self) -> None:
         """Compare nothing any more."""

@@ -45,7 +45,7 @@ class Constant(NamedTuple):
     is_minus_zero: bool = False
 
     @classmethod
-    def of(cls, value: Any) -> "Constant":
+    def for_value(cls, value: Any) -> "Constant":
         """Return what stands for this value."""
         return cls(type(value), value, type(value) is float and value == 0 and math.copysign(1, value) < 0)
 
@@ -111,7 +111,7 @@ class BatchReader:
         self._is_same: Callable[..., bool] | None = None  # whether leaves have the layout of the batch before
         self._flat = -1  # how many arguments that batch had, if each of them was a tensor
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Spec, list[Any]]:
+    def spec_and_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Spec, list[Any]]:
         """Return what `read_batch` returns: the same `Spec` again, if the layout is that of the batch before."""
         previous, is_same = self._previous, self._is_same
         if previous is None or is_same is None:
@@ -401,7 +401,7 @@ def _constant(leaf: object, structure: Hashable, i: int) -> Constant:
             f"{path(_tree_of(structure), i)} is a {type(leaf).__name__}, which is neither a tensor nor hashable, so a "
             "step cannot tell whether it changed. Pass a tensor (torch.as_tensor) or a number, string or None."
         ) from None
-    return Constant.of(leaf)
+    return Constant.for_value(leaf)
 
 
 def _not_seen(leaf: object, where: str) -> str:

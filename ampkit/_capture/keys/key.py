@@ -16,14 +16,14 @@ class Key(NamedTuple):
             whose `parts()` are `Part`s, and whose `words` say in a report what it does ("" if there is one thing only).
         settings: a number that stands for the settings of the call. No other settings ever get it.
         outcomes: what the host has read of its draws in the call; None if it does not draw, see `HostDraws`.
-        joint: a number that stands for the outcomes on all ranks, see `Ranks.joint`; 0 with one rank.
+        ranks_outcome: a number that stands for the outcomes on all ranks, see `Ranks.outcome_of_all`; 0 with one rank.
     """
 
     spec: Spec
     phase: Any
     settings: int
     outcomes: Any = None
-    joint: int = 0
+    ranks_outcome: int = 0
 
     @property
     def text(self) -> str:

@@ -26,7 +26,7 @@ class Like(NamedTuple):
     dtype: torch.dtype
 
 
-class Operation(NamedTuple):
+class DrawOperation(NamedTuple):
     """An operation on the CPU.
 
     Attributes:
@@ -40,27 +40,27 @@ class Operation(NamedTuple):
     kwargs: tuple[tuple[str, Any], ...]
 
 
-class Read(NamedTuple):
+class NumberRead(NamedTuple):
     """The host reads a number.
 
     Attributes:
         slot: of which tensor.
-        of: returns what the host learns from the number.
+        learn: returns what the host learns from the number.
         by: its second argument, for a comparison with a number; None if it has one argument.
     """
 
     slot: Slot
-    of: Callable[..., Any]
+    learn: Callable[..., Any]
     by: Any = None
 
     def outcome(self, number: Any) -> Hashable:
         """Return what the host learns of this number."""
-        value = self.of(number) if self.by is None else self.of(number, self.by)
+        value = self.learn(number) if self.by is None else self.learn(number, self.by)
         assert isinstance(value, (bool, int))
         return value
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """What a step does on the host between two reads.
 
     Attributes:
@@ -69,31 +69,31 @@ class Stretch(NamedTuple):
         outcome: what the host learned by that.
     """
 
-    operations: tuple[Operation, ...]
-    read: Read | None
+    operations: tuple[DrawOperation, ...]
+    read: NumberRead | None
     outcome: Hashable = None
 
 
-class Path(NamedTuple):
+class DrawPath(NamedTuple):
     """What a step does on the host.
 
     Attributes:
-        stretches: in order.
+        segments: in order.
     """
 
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
 
     @property
     def outcomes(self) -> Outcomes:
         """What the host has learned."""
-        return tuple(stretch.outcome for stretch in self.stretches if stretch.read is not None)
+        return tuple(segment.outcome for segment in self.segments if segment.read is not None)
 
 
 class _Node:
     """What a step does on the host after some outcomes, and what follows by the outcome of its next read."""
 
-    def __init__(self, stretch: Stretch) -> None:
-        self.operations, self.read = stretch.operations, stretch.read
+    def __init__(self, segment: Segment) -> None:
+        self.operations, self.read = segment.operations, segment.read
         self.next: dict[Hashable, _Node] = {}
 
 
@@ -108,17 +108,17 @@ class Tree:
         self._start: dict[Hashable, _Node] = {}  # has one node, of what comes first
         self.paths = 0
 
-    def add(self, path: Path) -> bool:
+    def add(self, path: DrawPath) -> bool:
         """Add a path. Return whether it fits: after the same outcomes the host has done the same on all paths."""
         nodes, outcome, new = self._start, None, False
-        for stretch in path.stretches:
+        for segment in path.segments:
             node = nodes.get(outcome)
             if node is None:
-                node = nodes[outcome] = _Node(stretch)
+                node = nodes[outcome] = _Node(segment)
                 new = True
-            elif (node.operations, node.read) != (stretch.operations, stretch.read):
+            elif (node.operations, node.read) != (segment.operations, segment.read):
                 return False
-            nodes, outcome = node.next, stretch.outcome
+            nodes, outcome = node.next, segment.outcome
         self.paths += new
         return True
 
@@ -137,7 +137,7 @@ class Tree:
         return None
 
 
-def _run(operation: Operation, results: Sequence[Tensor]) -> list[Tensor]:
+def _run(operation: DrawOperation, results: Sequence[Tensor]) -> list[Tensor]:
     args = [_filled(argument, results) for argument in operation.args]
     kwargs = {name: _filled(argument, results) for name, argument in operation.kwargs}
     result = operation.function(*args, **kwargs)
@@ -154,7 +154,7 @@ def _filled(argument: Any, results: Sequence[Tensor]) -> Any:
     return [_filled(each, results) for each in argument] if kind is tuple else argument
 
 
-def repeats(path: Path, before: Tensor, after: Tensor) -> bool:
+def repeats(path: DrawPath, before: Tensor, after: Tensor) -> bool:
     """Return whether drawing from the generator's state `before` leads along this path to its state `after`.
 
     It does not if something else has drawn, such as compiled code, or if the step has put the generator back.

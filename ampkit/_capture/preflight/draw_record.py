@@ -19,7 +19,7 @@ from ..._torch.tensors.tensors import storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import SourceLocation, wraps_operations
-from .draw_paths import Like, Operation, Path, Read, Slot, Stretch, repeats
+from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
 from .drawn_number import is_compared_at_once, told_of
 from .uncapturable import DRAW_ON_DEVICE, Problem
 
@@ -29,7 +29,7 @@ FindPlace = Callable[[], SourceLocation | None]
 _Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-class _Held(NamedTuple):
+class _HeldBack(NamedTuple):
     """A problem that is none if the host only compares what these draws have drawn."""
 
     draws: frozenset[int]
@@ -56,19 +56,19 @@ class DrawRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.path: Path | None = None
+        self.path: DrawPath | None = None
         self.refused: list[tuple[Problem, SourceLocation]] = []
         self._emulated = device.type == "cpu"
         self._thread = threading.get_ident()
-        self._stretches: list[Stretch] = []
-        self._operations: list[Operation] = []  # since the last read
+        self._segments: list[Segment] = []
+        self._operations: list[DrawOperation] = []  # since the last read
         self._count = 0  # of results of operations
         self._draws = 0
         self._slots: dict[_Geometry, int] = {}
         self._sources: dict[int, frozenset[int]] = {}  # which draws are in this memory, by its address
         self._alive: list[Tensor] = []  # so that no address is used again
-        self._constants: dict[int, tuple[weakref.ref[Tensor], Operation]] = {}  # tensors without a draw, by address
-        self._held: list[_Held] = []
+        self._constants: dict[int, tuple[weakref.ref[Tensor], DrawOperation]] = {}  # tensors without a draw, by address
+        self._held_back: list[_HeldBack] = []
         self._used: set[int] = set()  # draws whose numbers are used otherwise than in a comparison
         self._learned: set[int] = set()  # draws of which the host has learned something
         self._reads: Callable[..., Any] | None = None  # what the host makes of a number that it reads
@@ -104,11 +104,21 @@ class DrawRecorder:
             source = frozenset((self._draws,))
             self._draws += 1
             self._note(op, args, kwargs, results, drawn | source if known else frozenset())
-            return self._hold(source, problems, find_place)
+            return self._hold_back(source, problems, find_place)
         if op is READ and drawn:
-            return self._read(given[0], result, drawn, problems, find_place)
+            tensor = given[0]
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            of, geometry = _itself if whole else self._reads, _geometry(tensor)
+            if of is None or geometry not in self._slots:
+                self._used |= drawn
+                return problems
+            if of is not _later:
+                self._learn(NumberRead(Slot(self._slots[geometry]), of), result, drawn)
+            return self._hold_back(drawn, problems, find_place)
         if drawn:
-            if self._stays(op, given, result, results):
+            # A result that stays on the host: made of draws and numbers alone, by what can be repeated.
+            made = isinstance(result, Tensor) or (isinstance(result, (list, tuple)) and len(result) == len(results))
+            if made and _is_repeatable(op) and all(map(self._is_known, given)) and all(map(_is_on_host, results)):
                 self._note(op, args, kwargs, results, drawn)
             else:
                 self._used |= drawn
@@ -120,7 +130,7 @@ class DrawRecorder:
         """Record an operation. If there are draws, they are in its results from now on."""
         given = tuple(map(self._argument, args))  # before the count goes up
         named = tuple((name, self._argument(value)) for name, value in kwargs.items())
-        self._operations.append(Operation(op, given, named))
+        self._operations.append(DrawOperation(op, given, named))
         for number, tensor in enumerate(results, self._count):
             if draws and (geometry := _geometry(tensor)) is not None:
                 self._slots[geometry] = number
@@ -129,7 +139,7 @@ class DrawRecorder:
         self._count += len(results)
 
     def _argument(self, value: Any) -> Any:
-        """Return an argument as `Operation` has it."""
+        """Return an argument as `DrawOperation` has it."""
         if isinstance(value, (list, tuple)):
             return tuple(map(self._argument, value))
         if not isinstance(value, Tensor):
@@ -145,28 +155,15 @@ class DrawRecorder:
         self._count += 1
         return Slot(self._count - 1)
 
-    def _read(
-        self, tensor: Tensor, value: Any, draws: frozenset[int], problems: list[Problem], find_place: FindPlace
-    ) -> list[Problem]:
-        """Record that the host reads a number."""
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        of, geometry = _itself if whole else self._reads, _geometry(tensor)
-        if of is None or geometry not in self._slots:
-            self._used |= draws
-            return problems
-        if of is not _later:
-            self._learn(Read(Slot(self._slots[geometry]), of), value, draws)
-        return self._hold(draws, problems, find_place)
-
-    def _learn(self, read: Read, value: Any, draws: frozenset[int]) -> None:
+    def _learn(self, read: NumberRead, value: Any, draws: frozenset[int]) -> None:
         """Record what the host learns of a number."""
-        self._stretches.append(Stretch(tuple(self._operations), read, read.outcome(value)))
+        self._segments.append(Segment(tuple(self._operations), read, read.outcome(value)))
         self._operations = []
         self._learned |= draws
 
-    def _hold(self, draws: frozenset[int], problems: list[Problem], find_place: FindPlace) -> list[Problem]:
+    def _hold_back(self, draws: frozenset[int], problems: list[Problem], find_place: FindPlace) -> list[Problem]:
         if problems and (place := find_place()) is not None:
-            self._held += (_Held(draws, problem, place) for problem in problems)
+            self._held_back += (_HeldBack(draws, problem, place) for problem in problems)
         return []
 
     def _note_constant(self, op: Any, args: Any, kwargs: Any, given: list[Tensor], results: list[Tensor]) -> None:
@@ -174,11 +171,13 @@ class DrawRecorder:
         one = len(results) == 1 and _geometry(results[0]) is not None
         if op is LIFT_FRESH and one:
             if results[0].numel() <= _MOST_CONSTANTS:
-                values = Operation(_made, (_values(results[0]), results[0].dtype, tuple(results[0].shape)), ())
-                self._constants[storage_address(results[0])] = weakref.ref(results[0]), values
+                with without_torch_function():
+                    values = tuple(_to_list(results[0].detach().reshape(-1)))
+                made = DrawOperation(_made, (values, results[0].dtype, tuple(results[0].shape)), ())
+                self._constants[storage_address(results[0])] = weakref.ref(results[0]), made
         elif one and not given and _is_repeatable(op):
             named = tuple((name, self._argument(value)) for name, value in kwargs.items())
-            made = Operation(op, tuple(map(self._argument, args)), named)
+            made = DrawOperation(op, tuple(map(self._argument, args)), named)
             self._constants[storage_address(results[0])] = weakref.ref(results[0]), made
         elif not hasattr(op, "overloadpacket") or op_schema(op).is_mutable:
             self._changed(given)
@@ -189,7 +188,7 @@ class DrawRecorder:
             for tensor in given:
                 self._constants.pop(storage_address(tensor), None)
 
-    def _constant(self, tensor: Tensor) -> Operation | None:
+    def _constant(self, tensor: Tensor) -> DrawOperation | None:
         """Return what makes this tensor of numbers alone; None if that is not known."""
         reference, made = self._constants.get(storage_address(tensor), (None, None))
         return made if reference is not None and reference() is tensor else None
@@ -205,11 +204,6 @@ class DrawRecorder:
     def _is_known(self, tensor: Tensor) -> bool:
         """Return whether a tensor is made of draws and numbers alone."""
         return _geometry(tensor) in self._slots or self._constant(tensor) is not None
-
-    def _stays(self, op: Any, given: list[Tensor], result: Any, results: list[Tensor]) -> bool:
-        """Return whether an operation makes tensors on the CPU of draws and numbers alone, and can be repeated."""
-        made = isinstance(result, Tensor) or (isinstance(result, (list, tuple)) and len(result) == len(results))
-        return made and _is_repeatable(op) and all(map(self._is_known, given)) and all(map(_is_on_host, results))
 
     def _using(self, original: Callable[..., Any], place: int) -> Callable[..., Any]:
         """Return a function that takes note of draws in an argument. They are read where no mode sees it."""
@@ -247,7 +241,7 @@ class DrawRecorder:
                 if by != by:  # with something else than a number
                     self._used |= draws
                 else:
-                    self._learn(Read(Slot(number), compare, by), value, draws)
+                    self._learn(NumberRead(Slot(number), compare, by), value, draws)
 
             return told_of(value, compared)
 
@@ -274,30 +268,27 @@ class DrawRecorder:
 
     def end(self) -> None:
         """Take note that the call is over, in which nothing of it is alive but what it returns and what it keeps."""
-        path = Path((*self._stretches, Stretch(tuple(self._operations), None)))
+        path = DrawPath((*self._segments, Segment(tuple(self._operations), None)))
         if not (self._learned if self._emulated else self._draws):
             return
-        self._used |= self._kept()
-        refused = self._used & self._learned if self._emulated else self._used
-        self.refused = [(_explained(held.problem), held.place) for held in self._held if held.draws & refused]
-        if refused and not self.refused:
-            self.refused = [(_explained(_HOST_DRAW), SourceLocation())]
-        if not refused:
-            if repeats(path, self._start, torch.default_generator.get_state()):
-                self.path = path
-            else:
-                place = self._held[0].place if self._held else SourceLocation()
-                self.refused = [(_UNREPEATABLE, place)]
-
-    def _kept(self) -> frozenset[int]:
-        """Return the draws in memory that the step returns or keeps."""
+        # What the step returns or keeps.
         wanted = [tensor for tensor in self._alive if not self._emulated or self._draws_in(tensor) & self._learned]
         memory = [(StorageWeakRef(tensor.untyped_storage()), self._draws_in(tensor)) for tensor in wanted]
         wanted.clear()
         self._alive.clear()
         if not all(reference.expired() for reference, _ in memory):
             gc.collect()
-        return frozenset[int]().union(*(draws for reference, draws in memory if not reference.expired()))
+        self._used |= set[int]().union(*(draws for reference, draws in memory if not reference.expired()))
+        refused = self._used & self._learned if self._emulated else self._used
+        self.refused = [(_explained(held.problem), held.place) for held in self._held_back if held.draws & refused]
+        if refused and not self.refused:
+            self.refused = [(_explained(_HOST_DRAW), SourceLocation())]
+        if not refused:
+            if repeats(path, self._start, torch.default_generator.get_state()):
+                self.path = path
+            else:
+                place = self._held_back[0].place if self._held_back else SourceLocation()
+                self.refused = [(_UNREPEATABLE, place)]
 
 
 _HOST_DRAW = Problem("draws random numbers on the host, which a graph would freeze", DRAW_ON_DEVICE, graph_only=True)
@@ -342,11 +333,6 @@ def _geometry(tensor: Tensor) -> _Geometry | None:
 
 
 _to_list = Tensor.tolist  # the recorder replaces it
-
-
-def _values(tensor: Tensor) -> tuple[Any, ...]:
-    with without_torch_function():
-        return tuple(_to_list(tensor.detach().reshape(-1)))
 
 
 def _made(values: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

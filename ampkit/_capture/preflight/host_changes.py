@@ -40,8 +40,11 @@ class HostChanges:
         self._problems, self._reads = [], {}
         before = self._numbers()
         with Undo() as undo:
-            receive(undo, self._forgive if is_first else self._on_read)
-            for kind in _kinds(LRScheduler):
+            # What a first call reads is ignored: later calls may read what it has kept of that.
+            receive(undo, (lambda *_: None) if is_first else self._on_read)
+            kinds = [LRScheduler]
+            for kind in kinds:  # grows below
+                kinds += [child for child in kind.__subclasses__() if child not in kinds]
                 if "step" in vars(kind):
                     replace(undo, kind, "step", self._noting(kind.step))
             yield
@@ -60,9 +63,6 @@ class HostChanges:
     def _on_read(self, problem: Problem, line: str) -> None:
         what = f"{line} - {problem.what}" if line else problem.what
         self._reads[what] = f"{what}. {problem.advice}"
-
-    def _forgive(self, *_: object) -> None:
-        """Ignore what a first call reads. Later calls may read what they have kept of it."""
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         thread = threading.get_ident()
@@ -87,14 +87,6 @@ class HostChanges:
             for name, value in group.items()
             if name != "params"
         }
-
-
-def _kinds(kind: type[LRScheduler]) -> list[type[LRScheduler]]:
-    """Return a class and all that inherit from it."""
-    kinds = [kind]
-    for known in kinds:  # grows below
-        kinds += [child for child in known.__subclasses__() if child not in kinds]
-    return kinds
 
 
 def _is_same(old: Any, now: Any) -> bool:

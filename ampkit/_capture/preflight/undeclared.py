@@ -54,8 +54,13 @@ class Undeclared:
         touched = Touched(addresses(self._state.tensors().values()) | addresses(tensors_in(leaves)), self._device)
         thread = threading.get_ident()
 
+        declared = (*self._state.optimizers, *self._state.eager_optimizers)
+
         def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if threading.get_ident() == thread and not self._declares(optimizer):
+            # The inner part of a declared optimizer works on the param groups of that.
+            groups = {id(group) for known in declared for group in known.param_groups}
+            is_known = optimizer in declared or all(id(group) in groups for group in optimizer.param_groups)
+            if threading.get_ident() == thread and not is_known:
                 self._problems.append(_OPTIMIZER.format(_at(running_line(sys._getframe(1))), type(optimizer).__name__))
 
         with Undo() as undo:
@@ -63,7 +68,9 @@ class Undeclared:
             register_optimizer_step_pre_hook(on_step)
             yield touched
         with without_torch_function():
-            others = self._of_optimizers()
+            # What optimizers have on the host: learning rates, step counts.
+            tables = [table for each in declared for table in (*each.param_groups, *each.state.values())]
+            others = addresses(tensors_in([value for table in tables for value in table.values()]))
             self._state.host_tensors.note(touched.read_on_host(others))
             self._problems += (_ON_HOST.format(_at(line)) for line in touched.changed_on_host(others))
             if touched.uses:
@@ -94,70 +101,45 @@ class Undeclared:
             self._state.modules[f"undeclared[{len(self._state.modules)}: {type(module).__name__}]"] = module
         return bool(modules)
 
-    def _declares(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer is declared, or is the inner part of one, on whose param groups it works."""
-        optimizers = (*self._state.optimizers, *self._state.eager_optimizers)
-        groups = {id(group) for declared in optimizers for group in declared.param_groups}
-        return optimizer in optimizers or all(id(group) in groups for group in optimizer.param_groups)
-
-    def _of_optimizers(self) -> set[int]:
-        """Return the addresses of what optimizers have on the host: learning rates, step counts."""
-        optimizers = (*self._state.optimizers, *self._state.eager_optimizers)
-        tables = [table for each in optimizers for table in (*each.param_groups, *each.state.values())]
-        return addresses(tensors_in([value for table in tables for value in table.values()]))
-
     def _look_at(self, touched: Touched) -> None:
         declared = {module for top in self._state.modules.values() for module in parts_of(top)}
-        owners = {module: used for module in _live_modules() - declared if (used := _used(module, touched.uses))}
+        live = {made for made in gc.get_objects() if is_module(made) and type(made).__hash__ is not None}
+        owners = {module: used for module in live - declared if (used := _used(module, touched.uses))}
         owned = {id(use) for rows in owners.values() for _, _, use in rows}
         self._loose = [use for use in touched.uses.values() if use.by_user and id(use) not in owned]
-        for root in _topmost(owners, declared):
-            problems = (self._refused(touched, type(root).__name__, *row) for row in _rows(root, owners))
-            problem = next(filter(None, problems), "")
+        # The largest modules that contain some of the owners and nothing that is declared.
+        parts = {module: set(parts_of(module)) for module in live} if owners else {}
+        containing = [module for module, below in parts.items() if below & owners.keys() and not below & declared]
+        inner = {part for module in containing for part in parts[module] if part is not module}
+        for root in containing:
+            if root in inner:
+                continue
+            problem = ""
+            for prefix, module in root.named_modules():
+                for key, tensor, use in owners.get(module, ()):
+                    name = ".".join(filter(None, (type(root).__name__, prefix, key)))
+                    if problem:
+                        break
+                    if tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad):
+                        problem = _GRADIENT.format(_at(use.line), name)
+                    elif use.written and self._refuses_changes:
+                        problem = _CHANGED.format(_at(use.line), name)
             if problem:
                 self._problems.append(problem)
             else:
                 self._to_adopt.append(root)
 
-    def _refused(self, touched: Touched, root: str, path: str, tensor: Tensor, use: Use) -> str:
-        if tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad):
-            return _GRADIENT.format(_at(use.line), f"{root}.{path}")
-        if use.written and self._refuses_changes:
-            return _CHANGED.format(_at(use.line), f"{root}.{path}")
-        return ""
-
-
-def _live_modules() -> set[nn.Module]:
-    """Return all modules of this process."""
-    return {made for made in gc.get_objects() if is_module(made) and type(made).__hash__ is not None}
-
 
 def _used(module: nn.Module, uses: dict[int, Use]) -> list[tuple[str, Tensor, Use]]:
     """Return the tensors of this module, but not of its children, that were used, with their names."""
-    tables = (*module_tables(module)[:2], vars(module))
-    named = ((key, value) for table in tables for key, value in table.items() if _has_address(value))
-    found = ((key, tensor, uses.get(storage_address(tensor))) for key, tensor in named)
-    return [(key, tensor, use) for key, tensor, use in found if use is not None]
-
-
-def _has_address(value: object) -> bool:
-    """Return whether this is a tensor with an address. Modules of the process may have tensors of any kind."""
-    return is_tensor(value) and not is_fake(type(value)) and not nn.parameter.is_lazy(value)
-
-
-def _topmost(owners: Iterable[nn.Module], declared: set[nn.Module]) -> list[nn.Module]:
-    """Return the largest modules that contain some of the owners and nothing that is declared."""
-    wanted = set(owners)
-    parts = {module: set(parts_of(module)) for module in _live_modules()} if wanted else {}
-    containing = [module for module, below in parts.items() if below & wanted and not below & declared]
-    inner = {part for module in containing for part in parts[module] if part is not module}
-    return [module for module in containing if module not in inner]
-
-
-def _rows(root: nn.Module, owners: dict[nn.Module, list[tuple[str, Tensor, Use]]]) -> Iterator[tuple[str, Tensor, Use]]:
-    for prefix, module in root.named_modules():
-        for key, tensor, use in owners.get(module, ()):
-            yield f"{prefix}.{key}" if prefix else key, tensor, use
+    used = []
+    for table in (*module_tables(module)[:2], vars(module)):
+        for key, value in table.items():
+            # Modules of the process may have tensors of any kind, also without an address.
+            if is_tensor(value) and not is_fake(type(value)) and not nn.parameter.is_lazy(value):
+                use = uses.get(storage_address(value))
+                used += [] if use is None else [(key, value, use)]
+    return used
 
 
 def _at(line: str) -> str:

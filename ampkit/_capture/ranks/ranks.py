@@ -88,7 +88,7 @@ class Ranks:
         several: whether there are other ranks.
         captured: as given.
         together: whether all ranks replay, or capture and replay, in this call. Known in calls with a vote only.
-        exchanges: whether every call begins with `joint`, because a rank has told of draws.
+        exchanges: whether every call begins with `outcome_of_all`, because a rank has told of draws.
     """
 
     other_found = "another rank found that its step cannot be captured; the message there says why."
@@ -184,7 +184,7 @@ class Ranks:
         if not self.several:
             return wants, can
         if self.exchanges and not self._exchanged:
-            self.joint(())
+            self.outcome_of_all(())
         wants = wants and (self._all_know or not self._draws)
         self._exchanged = self._all_know = False
         self._begin_call()
@@ -205,7 +205,7 @@ class Ranks:
         """Have the ranks exchange the outcomes of draws from their next vote on."""
         self._draws = True
 
-    def joint(self, outcomes: Hashable) -> int | None:
+    def outcome_of_all(self, outcomes: Hashable) -> int | None:
         """Return a number that stands for the outcomes on all ranks, None if one of them does not know its own.
 
         Args:

@@ -2,8 +2,8 @@
 
 import gc
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,10 +16,9 @@ from ..._torch.optimizers import step_hooks
 from ..._torch.tensors.modes import DeviceContext, function_modes
 from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
-from ..host.attributes import Attributes, AttributeValues
-from ..host.executed import Executed
+from ..host.constants import HostConstants, ReadValues
 from ..host.host_tensors import HostTensors, HostValues
-from ..host.variables import Variables, VariableValues
+from ..host.reads import Reads
 from .bound import Bound, cells
 from .walk import Objects, Walk
 from .watch import (
@@ -94,8 +93,7 @@ class Settings(NamedTuple):
     gradients: tuple[int, ...]  # addresses of gradients at the beginning of the step, if it may find any
     host: tuple[tuple[str, Any], ...]  # hyperparameters, loss-scale rule, the caller's autocast, by name
     torch_settings: tuple[Any, ...]  # settings of torch that decide which kernels run, in the order of `SETTINGS`
-    attributes: AttributeValues  # of modules: numbers, texts, functions and tensors that steps read
-    variables: VariableValues  # global ones, and those of functions around the step
+    reads: ReadValues  # attributes of modules, and variables
     host_values: HostValues  # of tensors on the host
 
     def named(self) -> dict[str, Any]:
@@ -104,8 +102,7 @@ class Settings(NamedTuple):
         return {
             MODES: self.modes,
             GRADIENTS: self.gradients,
-            ATTRIBUTES: self.attributes,
-            VARIABLES: self.variables,
+            READS: self.reads,
             HOST_TENSORS: self.host_values,
             **dict(self.host),
             **dict(read),
@@ -114,7 +111,12 @@ class Settings(NamedTuple):
     def changed(self, new: "Settings") -> list[str]:
         """Return the names of the settings that differ from `new`."""
         old, now = self.named(), new.named()
-        return [name for name in {**old, **now} if name not in old or name not in now or old[name] != now[name]]
+        names = [name for name in {**old, **now} if name not in old or name not in now or old[name] != now[name]]
+        if READS in names:
+            read = self.reads.changed(new.reads)
+            kinds = {ATTRIBUTES if name.startswith("the attribute") else VARIABLES: None for name in read}
+            names[names.index(READS) : names.index(READS) + 1] = kinds
+        return names
 
     def changes(self, new: "Settings", values: bool = False) -> str:
         """Return in words what differs from `new`, or "" if nothing does.
@@ -133,16 +135,14 @@ class Settings(NamedTuple):
         changed = [f"{name} changed{_from_to(old, now) * values}" for (name, old), (_, now) in pairs if old != now]
         read = zip(SETTINGS, self.torch_settings, new.torch_settings, strict=True)
         changed += [f"{name} changed from {old!r} to {now!r}" for name, old, now in read if old != now]
-        attributes = self.attributes.changed(new.attributes).items()
-        changed += [f"the attribute {path} changed{_from_to(old, now) * values}" for path, (old, now) in attributes]
-        variables = self.variables.changed(new.variables).items()
-        changed += [f"the variable {name} changed{_from_to(old, now) * values}" for name, (old, now) in variables]
+        reads = self.reads.changed(new.reads).items()
+        changed += [f"{name} changed{_from_to(old, now) * values}" for name, (old, now) in reads]
         lines = self.host_values.changed(new.host_values)
         changed += [f"a tensor on the host changed, which is read in {line}" for line in lines]
         return ", ".join(changed)
 
 
-ATTRIBUTES, VARIABLES = "attributes of modules", "variables that the step reads"
+READS, ATTRIBUTES, VARIABLES = "what the step reads", "attributes of modules", "variables that the step reads"
 HOST_TENSORS = "tensors on the host that the step reads"
 MODES, GRADIENTS = "train/eval mode or requires_grad", "gradients outside of the step"
 _AFTER_EVALUATION = " (after an evaluation under model.eval(), call model.train() before the next step)"
@@ -236,34 +236,29 @@ class TrainingState:
         return self.watch.present()
 
     @property
-    def attributes(self) -> Attributes:
-        """Which attributes of the modules are compared."""
-        return self.watch.attributes
-
-    @property
-    def variables(self) -> Variables:
-        """Which variables are compared, beside those of the modules."""
-        return self.watch.variables
+    def reads(self) -> Reads:
+        """Which attributes of the modules are compared, and which variables."""
+        return self.watch.reads
 
     @property
     def host_tensors(self) -> HostTensors:
         """Which tensors on the host are compared."""
         return self.watch.host_tensors
 
-    @contextmanager
-    def noting_reads(self, in_parts: Callable[[], bool]) -> Iterator[None]:
-        """Context for a step, whose code tells which attributes and variables are compared from then on.
+    def noting_reads(self, in_parts: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Return a context for a step, whose code tells which attributes and variables are compared from then on.
 
         Args:
             in_parts: returns at the end whether the step cannot be captured as a whole.
         """
         modules = list(chain.from_iterable(map(parts_of, self.modules.values())))
-        executed = Executed()
-        notes = self.variables.notes(modules, executed)
-        with executed.noting(), self.attributes.noting(modules, notes.take, executed):
-            yield
-            # In here, while the same names count as when the notes were taken.
-            self.variables.learn(notes, in_parts=in_parts())
+        return self.reads.noting(modules, in_parts)
+
+    def constants(self) -> HostConstants:
+        """Return the values of the host that the step reads, as they are now."""
+        walk = Walk(self.modules)
+        found = [*self.reads.constants(walk.modules, walk.paths()), *self.host_tensors.constants()]
+        return HostConstants(dict.fromkeys(found))
 
     def tensors(self) -> Bound:
         """Return every tensor of modules, optimizers and scaler by a path that a user can read.
@@ -308,8 +303,7 @@ def _generation(look: Look) -> Generation:
             gradients=tuple(look.gradients),
             host=_host(look),
             torch_settings=_unchangeable(settings()),
-            attributes=look.attributes,
-            variables=look.variables,
+            reads=look.reads,
             host_values=look.host_values,
         ),
     )

@@ -24,10 +24,9 @@ from ..._torch.tensors.modes import (
 from ..._torch.tensors.modules import hooks_made, is_of_torch, tables_with_hooks
 from ..._torch.tensors.settings import ENUM_READERS, PLAIN_READERS
 from ..._torch.tensors.tensors import layout_check, local_shard
-from ..host.attributes import Attributes
-from ..host.contents import getter, tells_its_size
+from ..host.constants import getter, tells_its_size
 from ..host.host_tensors import HostTensors
-from ..host.variables import Variables
+from ..host.reads import Reads
 from .walk import Walk, requires_grad
 
 _G = TypeVar("_G")
@@ -83,8 +82,7 @@ class Look:
         bare: parameters that have no gradient.
         held: whether graphs hold all numbers of the optimizers as constants.
         sees_hooks: see `TrainingState`.
-        attributes: which attributes of the modules are compared.
-        variables: which variables are compared.
+        reads: which attributes of the modules and which variables are compared.
         host_tensors: which tensors on the host are compared.
 
     Attributes:
@@ -94,8 +92,7 @@ class Look:
         layouts: of parameters and buffers.
         gradients: addresses of gradients, [] if there are none.
         hooks: those of modules, parameters and buffers, behind the table that has them.
-        attributes: the values of the modules' attributes that are compared.
-        variables: the values of the variables that are compared.
+        reads: the values of the attributes and variables that are compared.
         host_values: the values of the tensors on the host that are compared.
         kept: what the optimizers keep of each parameter.
     """
@@ -110,8 +107,7 @@ class Look:
         bare: Sequence[Tensor],
         held: bool,
         sees_hooks: bool,
-        attributes: Attributes,
-        variables: Variables,
+        reads: Reads,
         host_tensors: HostTensors,
     ) -> None:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
@@ -141,13 +137,10 @@ class Look:
         hooks = tables_with_hooks(walk.modules, walk.tensors) if sees_hooks else []
         self.hooks = _with_contents(hooks)
         self._tables += tuple(hooks)  # so that hooks that are removed are noticed
-        self.attributes = attributes.values(walk.modules, walk.paths)
-        self.variables = variables.values()
-        readers = zip(attributes.readers(walk.modules), variables.readers(), strict=True)
-        self._readers: list[list[Any]] = [[*of_modules, *of_others] for of_modules, of_others in readers]
-        self._tables += tuple(variables.cells())
-        inside = (*attributes.tables(walk.modules), *variables.tables())
-        self._lists: list[Any] = [*lists, *[table for table in inside if tells_its_size(type(table))]]
+        reading = reads.look(walk.modules, walk.paths)
+        self.reads, self._readers = reading.values, (reading.readers, reading.read)
+        self._tables += tuple(reading.cells)
+        self._lists: list[Any] = [*lists, *[table for table in reading.tables if tells_its_size(type(table))]]
         self._lengths = list(map(len, self._lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
         self._read_identities = _identities_of(len(self._objects))
@@ -254,8 +247,7 @@ class StateWatch(Generic[_G]):
         describe: `describe(look)` returns what stands for the state that was looked at.
 
     Attributes:
-        attributes: which attributes of the modules are compared.
-        variables: which variables are compared.
+        reads: which attributes of the modules and which variables are compared.
         host_tensors: which tensors on the host are compared.
     """
 
@@ -275,8 +267,7 @@ class StateWatch(Generic[_G]):
         self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
         self._bare, self._sees_hooks = bare, sees_hooks
-        self.attributes: Attributes = Attributes()
-        self.variables: Variables = Variables(self.attributes.names_read, functions)
+        self.reads: Reads = Reads(functions)
         self.host_tensors: HostTensors = HostTensors()
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
@@ -334,8 +325,7 @@ class StateWatch(Generic[_G]):
                 bare=bare,
                 held=self._held,
                 sees_hooks=self._sees_hooks,
-                attributes=self.attributes,
-                variables=self.variables,
+                reads=self.reads,
                 host_tensors=self.host_tensors,
             )
             now = self._describe(look)

@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     compiled_code: Path | None = None
 
 
-class Session:
+class TimedLoop:
     """Yields the batches for one variant, and measures time and memory in between.
 
     A loop asks for the next batch after its step. So everything in the loop is measured, whoever wrote the loop.

@@ -190,11 +190,8 @@ class Trial:
                 self.step(*args, **kwargs)
             self._seen.add(key)
 
-    def split(self) -> Report | None:
-        """Return the report of a step that `graphed_step` does in parts; None if it does not.
-
-        It trains on the first batch, with emulated graphs.
-        """
+    def emulated(self) -> Report | None:
+        """Return the report of a few steps on the first batch with emulated graphs; None with `compile=`."""
         subject = self.subject
         if subject.options.get("compile") is not None:
             return None  # see `StepSplitter`
@@ -205,8 +202,7 @@ class Trial:
             with graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options) as step:
                 for _ in range(_SPLIT_CALLS * subject.options.get("accumulate", 1)):
                     step(*args, **kwargs)
-                report = step.report()
-        return report if report.parts or report.updates else None
+                return step.report()
 
     @property
     def is_compared(self) -> bool:

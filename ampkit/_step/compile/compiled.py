@@ -4,7 +4,6 @@ import functools
 import operator
 import sys
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -32,7 +31,7 @@ from ..._torch.compile import (
 )
 from ..._torch.tensors.tensors import versions
 from ..._undo import Undo, replace
-from ..._user_line import innermost_users_line, users_level
+from ..._user_line import WarnOnce, innermost_users_line
 from ..training_step import PartOfStep, Phase, TrainingStep
 from ..working_weights import LOW, WorkingWeights, cast_gradients
 from .compiled_writes import GOES_ON, CompiledWrites, why_failed
@@ -101,7 +100,7 @@ class CompiledTrainingStep(TrainingStep):
         self._generators = generators
         self.compiler = Compiler(_OPTIONS[compile])
         self._seconds = 0.0
-        self._layouts: dict[Hashable, Layout] = {}
+        self._layouts: dict[Hashable, CompiledLayout] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}
         self._known: list[nn.Parameter] = []
         self._seeds: dict[torch.dtype, Tensor] = {}
@@ -111,13 +110,13 @@ class CompiledTrainingStep(TrainingStep):
         self._writes = CompiledWrites(self.compiler, self._where, raises=raises)
         self._failed = ""  # what could not be compiled, with `raises`: what the next call raises
         self._constant: set[int] = set()  # ids of the parameters that the last call without compiled code left alone
-        self._layout: Layout | None = None  # of the call that runs; None for a call that is not compiled
+        self._layout: CompiledLayout | None = None  # of the call that runs; None for a call that is not compiled
         self._leaves: list[Any] = []  # of the batch of the call that runs
-        self._said: set[str] = set()
+        self._warn = WarnOnce(self._where, AmpkitWarning)
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
-        return self._call(phase, args, kwargs, steps=phase.last and not self._place.behind)
+        return self._call(phase, args, kwargs, steps=phase.last and not self.place.behind)
 
     captured = __call__  # the calls before the capture already run what a graph records
 
@@ -142,7 +141,7 @@ class CompiledTrainingStep(TrainingStep):
         lines += [f"graph break: {text}" for layout in self._layouts.values() for text in layout.breaks]
         return {"compile_s": round(self._seconds, 3), "compiled": tuple(dict.fromkeys(lines))}
 
-    def _compiled_passes(self, done: "list[Layout]") -> list[str]:
+    def _compiled_passes(self, done: "list[CompiledLayout]") -> list[str]:
         """Return the lines of the report on forward and backward of the layouts that were compiled."""
         return [f"compiled: forward and backward, for {len(done)} layout(s) of the batch"] if done else []
 
@@ -173,7 +172,7 @@ class CompiledTrainingStep(TrainingStep):
                 del self._layouts[next(iter(self._layouts))]
             averaging = self.ranks.reducers if self.ranks.wrappers else None
             weights = WorkingWeights(self._model, self._copies, self._writes.writer(), averaging=averaging)
-            self._layouts[key] = Layout(weights)
+            self._layouts[key] = CompiledLayout(weights)
         layout = self._layouts[key]
         if phase not in layout.phases:
             return self._first_call(layout, phase, args, kwargs, steps=steps)
@@ -186,7 +185,7 @@ class CompiledTrainingStep(TrainingStep):
             self._kept.clear()
 
     def _first_call(
-        self, layout: "Layout", phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool
+        self, layout: "CompiledLayout", phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool
     ) -> PartOfStep:
         self._working = layout.weights
         with super().watching() if not layout.phases else nullcontext():
@@ -207,7 +206,7 @@ class CompiledTrainingStep(TrainingStep):
             return super()._call_loss(args, kwargs)
         return self._compiled_loss(layout)(self._loss_fn, self._model, args, kwargs)
 
-    def _compiled_loss(self, layout: "Layout") -> Callable[..., Any]:
+    def _compiled_loss(self, layout: "CompiledLayout") -> Callable[..., Any]:
         if layout.call is None:
             layout.call = compiled_around(call_loss, self.ranks.wrappers, self.compiler)
         return layout.call
@@ -226,7 +225,7 @@ class CompiledTrainingStep(TrainingStep):
             return self._compiled_pass(layout, args, kwargs)
         return self._compile(layout, args, kwargs)
 
-    def _compile(self, layout: "Layout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _compile(self, layout: "CompiledLayout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """Do forward and backward as compiled code for the first time."""
         start = time.perf_counter()
         restore, bar = self._restorer(layout), ProgressBar(1)
@@ -264,7 +263,7 @@ class CompiledTrainingStep(TrainingStep):
         restore()
         return self._compiled_pass(layout, args, kwargs)
 
-    def _restorer(self, layout: "Layout") -> Callable[[], None]:
+    def _restorer(self, layout: "CompiledLayout") -> Callable[[], None]:
         """Return a function that puts back all that forward and backward change."""
         state = TrainingState({"model": self._model}, [], None, own=self.gradients)
         constant = layout.constant.union(map(id, self._copies.values()))  # each call begins by writing the copies
@@ -278,7 +277,9 @@ class CompiledTrainingStep(TrainingStep):
 
         return restore
 
-    def _compiled_pass(self, layout: "Layout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _compiled_pass(
+        self, layout: "CompiledLayout", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
         # Backward from `loss * scale / accumulate` would begin with the same gradient. That takes three kernels more:
         # the product, its backward, and a tensor of ones.
@@ -345,7 +346,7 @@ class CompiledTrainingStep(TrainingStep):
 
     # --------------------------------------------------------------------------------------------------- messages
 
-    def _say_breaks(self, layout: "Layout", breaks: list[GraphBreak]) -> None:
+    def _say_breaks(self, layout: "CompiledLayout", breaks: list[GraphBreak]) -> None:
         for found in breaks:
             if any(text in found.text for text in self.intended):
                 continue
@@ -361,13 +362,8 @@ class CompiledTrainingStep(TrainingStep):
         if sys.stderr.isatty():
             print(f"{self._where}: {part} compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
 
-    def _warn(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            warnings.warn(f"{self._where}: {text}", AmpkitWarning, stacklevel=users_level())
 
-
-class Layout:
+class CompiledLayout:
     """What is known of one layout of the batch.
 
     Attributes:

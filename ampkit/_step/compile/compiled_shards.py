@@ -17,7 +17,7 @@ from ..._torch.compile import Compiler, call_compiled, uncompiled_call, untraced
 from ..._torch.ranks.sharding import wrapped_modules
 from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo, replace
-from .compiled import CompiledTrainingStep, Layout, call_loss
+from .compiled import CompiledLayout, CompiledTrainingStep, call_loss
 from .compiled_writes import why_failed
 
 LOSS = "the loss"
@@ -56,7 +56,7 @@ class CompiledShards:
         self._buffers = list(model.buffers())
         self._first = False  # whether the call that runs compiles
         self._leaves: Sequence[Any] = ()  # of the batch of that call
-        self._calls: _Calls | None = None  # the calls that the loss makes of the model, while it is compiled
+        self._calls: _ModelCalls | None = None  # the calls that the loss makes of the model, while it is compiled
         self.problems: dict[str, str] = {}
         eager, wrapped, between = parts_of(model)
         names = {module: name or "the model" for name, module in model.named_modules()}
@@ -78,7 +78,7 @@ class CompiledShards:
             return self._loss(*args)
         if not self._first:
             return self._compiled_loss(*args)
-        before, calls = self._snapshot(self._leaves), _Calls()
+        before, calls = self._snapshot(self._leaves), _ModelCalls()
         with Undo() as undo:
             undo.note(setattr, self, "_calls", None)
             self._calls = calls
@@ -155,7 +155,7 @@ class CompiledShards:
         return Snapshot(state, self._generators, leaves, on_host=True)
 
 
-class _Calls:
+class _ModelCalls:
     """The calls of a model in a loss, so that the loss can be called again without them.
 
     Attributes:
@@ -239,17 +239,19 @@ class ShardedCompiledStep(CompiledTrainingStep):
 
     intended = (*CompiledTrainingStep.intended, _WHY)
 
-    def _compiled_loss(self, layout: Layout) -> CompiledShards:
+    def _compiled_loss(self, layout: CompiledLayout) -> CompiledShards:
         if layout.call is None:
             layout.call = CompiledShards(call_loss, self._model, self.compiler, self._generators)
         assert isinstance(layout.call, CompiledShards)  # of this step's own layouts
         return layout.call
 
-    def _compiled_pass(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _compiled_pass(
+        self, layout: CompiledLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
         with self._compiled_loss(layout).in_place():  # in backward too: activation checkpoints call modules there
             return super()._compiled_pass(layout, args, kwargs)
 
-    def _compile(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _compile(self, layout: CompiledLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         start, bar = time.perf_counter(), ProgressBar(1)
         shards = self._compiled_loss(layout)
         try:
@@ -266,7 +268,7 @@ class ShardedCompiledStep(CompiledTrainingStep):
             self._say_problem(problem)
         return outputs
 
-    def _compiled_passes(self, done: list[Layout]) -> list[str]:
+    def _compiled_passes(self, done: list[CompiledLayout]) -> list[str]:
         parts = [self._compiled_loss(layout) for layout in done]
         counted = Counter(text for shards in parts if (text := shards.compiled_text()))
         lines = [

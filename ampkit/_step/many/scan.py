@@ -10,7 +10,7 @@ from torch import Tensor
 from ..._batches.buckets import Buckets
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.fallback import StepDoneError
-from ..._capture.engine.series import Noting
+from ..._capture.engine.multi_step import Noting, Steps
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._optimizer.param_groups import CapturableGroups, RateTable
@@ -19,7 +19,7 @@ from ..schedule import Schedule
 from ..training_step import PartOfStep, StepOutput, TrainingStep
 from ..window import Window
 from .slices import Slices, micro_batches
-from .stack import SCAN, Outputs, Stack, concatenated, stacked
+from .stack import SCAN, Stack, StackedOutputs, concatenated, stacked
 
 Rates = Sequence[Any]  # by param group
 
@@ -42,11 +42,11 @@ class Windows:
         self._table = table
         self._size = size
 
-    def __call__(self, parts: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+    def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StackedOutputs:
         """Do this many windows."""
         leaves, tree = flatten(args, kwargs)
         done: list[PartOfStep] = []
-        for window in range(parts):
+        for window in range(windows):
             places = range(window * self._size, (window + 1) * self._size)
             with self._groups.reading(self._table.rows[window]):
                 done += micro_batches(self._call, leaves, tree, places, noting)
@@ -98,7 +98,7 @@ class Scan:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the calls of a stack; return their outputs, stacked."""
         stack = Stack(args, kwargs, self._step.device, SCAN, self._buckets)
-        pieces: list[Outputs] = []
+        pieces: list[StackedOutputs] = []
         singles: list[StepOutput] = []  # behind these
         done, self._warming = 0, False
         while done < stack.count:
@@ -118,85 +118,85 @@ class Scan:
 
     # ------------------------------------------------------------------------------------------------ several at once
 
-    def _launched(self, stack: Stack, start: int) -> Outputs | None:
+    def _launched(self, stack: Stack, start: int) -> StackedOutputs | None:
         """Do windows from this call on by one launch. Return None, and do nothing, if there is no graph for them."""
-        parts = min(self._lengths[-1], (stack.count - start) // self._size)
-        if not self._may_launch or self._window.count or parts not in self._lengths:
+        windows = min(self._lengths[-1], (stack.count - start) // self._size)
+        if not self._may_launch or self._window.count or windows not in self._lengths:
             return None
-        number = self._engine.settings()
-        if self._step.steps_behind or not (self._schedule is None or self._step.groups.read_tensors()):
+        number = self._engine.settings_number()
+        if self._step.place.behind or not (self._schedule is None or self._step.groups.read_tensors()):
             return None
         if self._step.may_change_rates:  # the rates of all calls are read ahead of the launch
             return None
         phases = self._slices.phases(stack.spec)
         if number is None or phases is None:
             return None
-        key = Key(stack.spec_of(self._lengths[-1] * self._size), phases, number)
-        singles = [Key(stack.spec, phase, number) for phase in phases]
-        groups = len(self._groups.param_groups)
-        if groups not in self._tables:
-            self._tables[groups] = self._step.groups.table(self._lengths[-1])
-        table = self._tables[groups]
-        windows = Windows(self._step.captured, self._step.groups, table, self._size)
+        count, groups = len(self._groups.param_groups), self._step.groups
+        if count not in self._tables:
+            self._tables[count] = groups.table(self._lengths[-1])
+        table = self._tables[count]
+        steps = Steps(
+            key=Key(stack.spec_of(self._lengths[-1] * self._size), phases, number),
+            singles=[Key(stack.spec, phase, number) for phase in phases],
+            lengths=self._lengths,
+            captured=Windows(self._step.captured, groups, table, self._size),
+            eager=Windows(self._step, groups, table, self._size),
+        )
         # What is left behind warm-up calls is a length that no later scan may have.
-        may_capture = parts == self._lengths[-1] or not self._warming
-        graph = self._engine.series.graph(key, parts, self._lengths, self._size, windows, singles, may_capture)
+        graph = self._engine.find(steps, windows, may_capture=windows == self._lengths[-1] or not self._warming)
         self._warming = self._warming or graph is None
         if graph is None:
             return None
-        leaves = stack.rows(start, start + parts * self._size)
+        leaves = stack.rows(start, start + windows * self._size)
         graph.inputs.refuse_shared(leaves)  # before the schedule moves on
-        # With copies of lists of numbers, which may change in place.
-        entries = [
-            {key: [*value] if type(value) is list and key != "params" else value for key, value in group.items()}
-            for group in self._groups.param_groups
-        ]
-        rates = self._rates_ahead(parts, table, entries)
-        if len(rates) < parts:
+        rates, entries = self._rates_ahead(windows, table)
+        if len(rates) < windows:
             return self._with_rates(rates, entries, stack, start)
-        return self._launch(key, parts, leaves, table)
-
-    def _launch(self, key: Key, parts: int, leaves: list[Any], table: RateTable) -> Outputs:
-        eager = Windows(self._step, self._step.groups, table, self._size)
         failure: StepDoneError | None = None
         try:
-            out: Outputs = self._engine.series.launch(key, parts, leaves, eager, self._engine.verified)
+            out: StackedOutputs = self._engine.launch(steps, windows, leaves)
         except StepDoneError as error:
             out, failure = error.outputs, error
-        self._window.launched(None if out.grad_norms is None else out.grad_norms[-1], parts)
+        self._window.launched(None if out.grad_norms is None else out.grad_norms[-1], windows)
         if failure is not None:
             raise failure
         return out
 
-    def _rates_ahead(self, parts: int, table: RateTable, entries: list[dict[str, Any]]) -> list[Rates]:
+    def _rates_ahead(self, windows: int, table: RateTable) -> tuple[list[Rates], list[dict[str, Any]]]:
         """Step the scheduler ahead, and write the learning rates of the windows to the table.
 
         Args:
-            parts: how many windows.
+            windows: how many.
             table: for their rates.
-            entries: of the param groups now.
 
         Returns:
-            The rates of the param groups, by window: fewer than `parts` if the scheduler changes more than rates. Then
-            it was stepped as often as there are rates.
+            The rates of the param groups, by window: fewer than `windows` if the scheduler changes more than rates.
+            Then it was stepped as often as there are rates. And the entries of the param groups before that.
         """
         groups = self._groups.param_groups
+        # With copies of lists of numbers, which may change in place.
+        entries = [
+            {key: [*value] if type(value) is list and key != "params" else value for key, value in group.items()}
+            for group in groups
+        ]
         table.begin()
         if self._schedule is None:
-            table.add([group.get("lr") for group in groups], parts)
+            table.add([group.get("lr") for group in groups], windows)
             table.write()
-            return [()] * parts
+            return [()] * windows, entries
         rates: list[Rates] = []
-        while len(rates) < parts and all(map(_only_rate_differs, entries, groups)):
+        while len(rates) < windows and all(map(_only_rate_differs, entries, groups)):
             now = [group.get("lr") for group in groups]
             table.add(now)
             # A scheduler changes a tensor in place.
             rates.append([rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in now])
             self._schedule.step()
         table.write()
-        return rates
+        return rates, entries
 
-    def _with_rates(self, rates: list[Rates], entries: list[dict[str, Any]], stack: Stack, start: int) -> Outputs:
+    def _with_rates(
+        self, rates: list[Rates], entries: list[dict[str, Any]], stack: Stack, start: int
+    ) -> StackedOutputs:
         """Do windows one by one that the scheduler was stepped ahead of, with these rates and other entries."""
         outs = []
         groups = self._groups.param_groups

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._capture.engine.series import Noting
+from ..._capture.engine.multi_step import Noting
 from ..._capture.keys.inputs import Spec
 from ..._torch.tensors.tree import TreeSpec, tree_unflatten
 from ..training_step import PartOfStep, Phase, StepOutput

@@ -122,7 +122,7 @@ def sliced(leaves: Sequence[Any], tree: TreeSpec, i: int) -> Batch:
     return args, kwargs
 
 
-class Outputs(NamedTuple):
+class StackedOutputs(NamedTuple):
     """Outputs of several calls in a row, each tensor with the calls along dimension 0.
 
     Attributes:
@@ -138,7 +138,7 @@ class Outputs(NamedTuple):
     skipped: Tensor
 
 
-def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> Outputs:
+def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> StackedOutputs:
     """Return the outputs of calls as one.
 
     Args:
@@ -153,7 +153,7 @@ def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> Outputs:
     # Without a loss scale a step returns the same constant each time.
     is_constant = views and all(flag is flags[0] for flag in flags)
     loss, aux = losses_and_aux(outs, SCAN)
-    return Outputs(
+    return StackedOutputs(
         loss,
         aux,
         torch.stack(norms) if norms else None,
@@ -175,7 +175,7 @@ def losses_and_aux(outs: Sequence[StepOutput], words: Words) -> tuple[Tensor, An
     return torch.stack([out.loss for out in outs]), aux
 
 
-def concatenated(pieces: Sequence[Outputs]) -> StepOutput:
+def concatenated(pieces: Sequence[StackedOutputs]) -> StepOutput:
     """Return the outputs of several calls each as one.
 
     Raises:

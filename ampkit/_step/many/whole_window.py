@@ -1,14 +1,13 @@
 """All micro-batches of an optimizer step per call: one graph of the whole window, or its calls one by one."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..._batches.buckets import Buckets
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.fallback import StepDoneError
-from ..._capture.engine.series import Noting
+from ..._capture.engine.multi_step import Noting, Steps
 from ..._capture.graph.cache import Captured
-from ..._capture.graph.capture_query import captures
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._capture.ranks.ranks import Together
@@ -21,7 +20,7 @@ from .stack import Stack, Words, losses_and_aux
 
 WORDS = Words("window", "micro-batch", "micro-batches")
 SHORT = "flush of a short window"
-_ONE = range(1, 2)  # the lengths of series that there are
+_ONE = range(1, 2)  # how many windows a graph may do
 
 
 class OneWindow:
@@ -38,25 +37,11 @@ class OneWindow:
         self._size = size
         self._observed = observed
 
-    def __call__(self, parts: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartOfStep:
+    def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartOfStep:
         """Do the window. Return what its last call has returned, with the outputs of all of them."""
         done = micro_batches(self._call, *flatten(args, kwargs), range(self._size), noting, self._observed)
         loss, aux = losses_and_aux([part.output for part in done], WORDS)
         return done[-1]._replace(output=done[-1].output._replace(loss=loss, aux=aux))
-
-
-class _Found(NamedTuple):
-    """What a window is found by.
-
-    Attributes:
-        key: of its graph.
-        singles: the keys of its calls.
-        observed: whether the observer measures in it.
-    """
-
-    key: Key
-    singles: tuple[Key, ...]
-    observed: bool
 
 
 class WholeWindow:
@@ -128,46 +113,37 @@ class WholeWindow:
     def _launched(self, stack: Stack) -> StepOutput:
         """Do a whole window by one launch, or one by one if there is no graph."""
         self._step.gather()
-        found = self._find(stack)
-        way = self._decide(found)
-        if found is not None and way in (Together.LAUNCH, Together.CAPTURE):
-            fn = OneWindow(self._step.captured, self._size, found.observed)
-            may_capture = way is Together.CAPTURE
-            series = self._engine.series
-            graph = series.graph(found.key, 1, _ONE, self._size, fn, found.singles, may_capture)
+        steps = self._steps(stack)
+        way = self._engine.decide_together(steps, 1)
+        if steps is not None and way in (Together.LAUNCH, Together.CAPTURE):
+            graph = self._engine.find(steps, 1, may_capture=way is Together.CAPTURE)
             if graph is not None:
-                return self._launch(found, graph, stack)
+                return self._launch(steps, graph, stack)
         if way in (Together.CALLS, Together.CALLS_ALONE):
             with self._step.ranks.voting(always=way is Together.CALLS):
                 return self._one_by_one(stack)
         return self._one_by_one(stack)
 
-    def _find(self, stack: Stack) -> _Found | None:
-        """Return what the graph of this window is found by. None if there can be none, or its phases are not known."""
-        number = self._engine.settings()
+    def _steps(self, stack: Stack) -> Steps | None:
+        """Return the calls of this window. None if they cannot be captured, or their phases are not known."""
+        number = self._engine.settings_number()
         observed = self._window.observes()
         phases: tuple[Phase, ...] | None = self._slices.phases(stack.spec, observed)
         if number is None or phases is None:
             return None
-        singles = tuple(Key(stack.spec, phase, number) for phase in phases)
-        # The name keeps its graphs apart from those of a scan, which read the learning rate elsewhere.
-        return _Found(Key(stack.spec_of(self._size), (WORDS.method, *phases), number), singles, observed)
+        return Steps(
+            # The name keeps its graphs apart from those of a scan, which read the learning rate elsewhere.
+            key=Key(stack.spec_of(self._size), (WORDS.method, *phases), number),
+            singles=[Key(stack.spec, phase, number) for phase in phases],
+            lengths=_ONE,
+            captured=OneWindow(self._step.captured, self._size, observed),
+            eager=OneWindow(self._step, self._size, observed),
+        )
 
-    def _decide(self, found: _Found | None) -> Together | None:
-        """Return what to do with this window. None: make its calls, as if they were not known to be a window."""
-        ranks, series = self._step.ranks, self._engine.series
-        if ranks.several and (not ranks.captured or series.given_up or captures.recorded):
-            return None
-        has = found is not None and series.has(found.key, 1)
-        ready = found is not None and not has and series.is_ready(found.key, found.singles)
-        return ranks.decide_together(has, ready, settled=has or bool(self._engine.fallback.refused))
-
-    def _launch(self, found: _Found, graph: Captured, stack: Stack) -> StepOutput:
-        eager = OneWindow(self._step, self._size, found.observed)
-
+    def _launch(self, steps: Steps, graph: Captured, stack: Stack) -> StepOutput:
         def launch(args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> PartOfStep:
             graph.inputs.refuse_shared(stack.leaves)  # before the launch is counted
-            part: PartOfStep = self._engine.series.launch(found.key, 1, stack.leaves, eager, self._engine.verified)
+            part: PartOfStep = self._engine.launch(steps, 1, stack.leaves)
             return part
 
         return self._window.run((), {}, Place(first=False, last=True, parts=()), launch)

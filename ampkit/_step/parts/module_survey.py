@@ -44,7 +44,7 @@ _KEPT_CAST = "a leaf that requires grad is passed to it under autocast, which ke
 _Edge = tuple[int, int]  # what stands for an autograd node, and which of its outputs
 
 
-class Layout(NamedTuple):
+class ModuleLayout(NamedTuple):
     """The layout of the input of a call.
 
     Attributes:
@@ -90,7 +90,7 @@ class ModuleCall:
     parent: "ModuleCall | None"
     first: int
     last: int = -1
-    layout: Layout | None = None
+    layout: ModuleLayout | None = None
     problems: dict[str, None] = field(default_factory=dict)
     lines: dict[str, None] = field(default_factory=dict)
     operations: list[Any] = field(default_factory=list)
@@ -212,7 +212,7 @@ class Survey:
         try:
             leaves, tree = flatten(args, kwargs)
             spec, _ = read_batch(*detached(leaves, tree), self._device)
-            call.layout = Layout(spec, wanted_by(leaves), places_of(leaves), torch.is_grad_enabled())
+            call.layout = ModuleLayout(spec, wanted_by(leaves), places_of(leaves), torch.is_grad_enabled())
             if Wants.GRADIENT_AND_CAST in call.layout.wants_grad:
                 call.problems[_KEPT_CAST] = None
         except InputMismatch as error:

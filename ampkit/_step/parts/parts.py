@@ -23,7 +23,7 @@ from ..._torch.tensors.settings import settings
 from ..._undo import Undo
 from .module_choice import Choice
 from .module_runs import ModuleRuns
-from .module_survey import Layout, ModuleCall
+from .module_survey import ModuleCall, ModuleLayout
 from .part_passes import GraphedPart, PartMemory, PartPasses
 
 _WARM_UP = 2  # passes before a capture
@@ -70,7 +70,7 @@ class Parts:
         self._memory = PartMemory(device, emulated, generators)
         self._generators = tuple(generators)
         self._modules = {
-            module: {number: _Part(call, self._memory, self._generators) for number, call in calls.items()}
+            module: {number: _GraphedModule(call, self._memory, self._generators) for number, call in calls.items()}
             for module, calls in choice.calls.items()
         }
         self._all = [part for parts in self._modules.values() for part in parts.values()]
@@ -124,7 +124,7 @@ class Parts:
             part.reset()
 
 
-def _calls(original: Callable[..., Any], parts: "dict[int, _Part]") -> Callable[..., Any]:
+def _calls(original: Callable[..., Any], parts: "dict[int, _GraphedModule]") -> Callable[..., Any]:
     """Return a `forward` that replays the graphs of these parts, by the number of the call."""
     count = 0
 
@@ -140,7 +140,7 @@ def _calls(original: Callable[..., Any], parts: "dict[int, _Part]") -> Callable[
     return forward
 
 
-class _Part:
+class _GraphedModule:
     """One call of a module in a step.
 
     Attributes:
@@ -151,7 +151,7 @@ class _Part:
     def __init__(self, call: ModuleCall, memory: PartMemory, generators: tuple[torch.Generator, ...]) -> None:
         assert call.layout is not None  # or it is not chosen
         self.call = call
-        self._layout: Layout = call.layout
+        self._layout: ModuleLayout = call.layout
         self._memory = memory
         self._generators = generators
         self._reader = BatchReader(memory.device)
@@ -182,10 +182,10 @@ class _Part:
 
     def _why_eager(self, leaves: list[Any], tree: Any) -> str:
         try:
-            spec, _ = self._reader.read(*detached(leaves, tree))
+            spec, _ = self._reader.spec_and_leaves(*detached(leaves, tree))
         except InputMismatch as error:
             return str(error)
-        now = Layout(spec, wanted_by(leaves), places_of(leaves), torch.is_grad_enabled())
+        now = ModuleLayout(spec, wanted_by(leaves), places_of(leaves), torch.is_grad_enabled())
         if now[:-1] != self._layout[:-1]:
             return "its input has another layout"
         if now != self._layout:

@@ -11,14 +11,12 @@ import torch
 from torch import nn
 
 from ..._capture.engine.engine import Engine
-from ..._capture.engine.layouts import Layout
+from ..._capture.engine.layouts import IN_PARTS, Layout
 from ..._capture.engine.options import Options
-from ..._capture.engine.splitting import IN_PARTS
 from ..._capture.graph.capture_query import captures
 from ..._capture.graph.timing import Clock, Durations, Shares
 from ..._capture.keys.key import Key
 from ..._capture.ranks.ranks import Ranks
-from ..._errors import CaptureError
 from ..._torch.tensors.modes import modes
 from ..._undo import Undo
 from ..training_step import Phase
@@ -116,7 +114,7 @@ class StepSplitter:
     def _why_not_now(self, layout: Layout) -> str:
         if layout.unreadable:
             return "it cannot be told what the modules read"
-        if layout.told:
+        if layout.answer.sees_capture:
             return "the code is told that it is being captured (capturing=True)"
         if torch.is_autocast_enabled(self._device.type):
             return "autocast is on around the step. Pass a policy instead"
@@ -130,10 +128,10 @@ class StepSplitter:
         if not split.refusal and not captures.recorded:
             outputs = split.call(engine, phase, args, kwargs)
             if words := split.first_words():
-                engine.fallback.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
+                engine.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
             if split.refusal:
                 self._why_not[split.refusal] = None
-                engine.give_up(layout, "cannot be captured", CaptureError(split.text(layout.problem)))
+                engine.refuse(layout, split.text(layout.problem))
             return outputs
         layout.refuse("cannot be captured")
         return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))

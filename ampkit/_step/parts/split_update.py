@@ -1,11 +1,13 @@
 """The update of the parameters, where a training step is done in parts: a graph of its own."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.options import Options
+from ..._capture.engine.session import Session
 from ..._capture.ranks.ranks import Ranks
 from ..._capture.state.state import TrainingState
 from ..training_step import PartOfStep, Phase, TrainingStep
@@ -53,13 +55,13 @@ class CapturedUpdate:
         owner: str,
     ) -> None:
         self._step, self._state, self._ranks, self._device, self._owner = step, state, ranks, device, owner
-        self._options = options._replace(on_failure="eager", verify=0, capturing=False)
+        self._options = replace(options, on_failure="eager", verify=0, capturing=False)
         self._engine: Engine | None = None  # made when a step is first done in parts
 
     def done(self, phase: Phase, outputs: PartOfStep) -> PartOfStep:
         """Step the optimizer, if the call does that. Return the outputs of the call."""
         accumulated = outputs.accumulated
-        if accumulated is None or not phase.last or self._step.steps_behind:
+        if accumulated is None or not phase.last or self._step.place.behind:
             return outputs
         engine = self._engine = self._engine or self._made()
         norm, skipped = engine((), {}, Phase(last=True, accumulated=accumulated))
@@ -71,29 +73,30 @@ class CapturedUpdate:
         def update(phase: Phase) -> Any:
             return step.finish(phase.accumulated, phase.observed)
 
-        return Engine(
-            update,
-            self._state,
+        session = Session(
+            fn=update,
+            captured=update,
+            state=self._state,
             device=self._device,
             options=self._options,
             ranks=self._ranks,
-            blocker="",
             name=f"{self._owner}, {UPDATE}",
         )
+        return Engine(session)
 
     @property
     def is_settled(self) -> bool:
         """Whether it is captured, or will not be."""
         engine = self._engine
-        return self._step.steps_behind or (engine is not None and bool(engine.replays or engine.fallback.refused))
+        return self._step.place.behind or (engine is not None and bool(engine.replays or engine.refusal))
 
     @property
     def why_eager(self) -> str:
         """Why it is not captured, as a clause; "" if it is, or may be."""
-        if self._step.steps_behind:
+        if self._step.place.behind:
             return "and the optimizer steps behind the graphs"
-        refused = self._engine is not None and self._engine.fallback.refused
-        return f"nor can {UPDATE}: {self._engine.fallback.failure}" if self._engine is not None and refused else ""
+        refusal = "" if self._engine is None else self._engine.refusal
+        return refusal and f"nor can {UPDATE}: {refusal}"
 
     @property
     def graphs(self) -> int:

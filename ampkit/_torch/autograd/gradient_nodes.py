@@ -50,7 +50,7 @@ def renew_gradient_nodes(params: Iterable[Tensor]) -> None:
             node_notes(param)[_MARK] = True
             lives_on = _MARK in node_notes(param)  # by itself: a new node has no notes
             # A node that Python code holds is one object there.
-            if lives_on and _references(param) == _references(torch.zeros((), requires_grad=True)):
+            if lives_on and _references(param) <= _references(torch.zeros((), requires_grad=True)):
                 _renew(param)
 
 

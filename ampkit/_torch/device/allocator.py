@@ -1,6 +1,6 @@
 """The caching allocator of CUDA memory: its settings, its history, and a capture that failed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,14 +58,10 @@ def allocator_history(entries: int) -> Iterator[None]:
         record(None)
 
 
-def allocator_snapshot() -> dict[str, Any]:
-    """Return the segments of the CUDA allocators with their blocks, and the history that was kept.
-
-    `torch.cuda.memory._snapshot` documents the format. pytorch.org/memory_viz shows a pickled snapshot. Nothing is
-    allocated on a device for it.
-    """
-    snapshot: dict[str, Any] = private(torch.cuda.memory, "_snapshot")()
-    return snapshot
+# allocator_snapshot(): the segments of the CUDA allocators with their blocks, and the history that was kept.
+# `torch.cuda.memory._snapshot` documents the format. pytorch.org/memory_viz shows a pickled snapshot. Nothing is
+# allocated on a device for it.
+allocator_snapshot: Callable[[], dict[str, Any]] = private(torch.cuda.memory, "_snapshot")
 
 
 def allocator_pages(snapshot: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""torch's execution trace: every operation that runs, in all threads, and marks that a caller adds to it."""
+"""torch's execution trace (every operation that runs, in all threads, and marks of a caller), and its profiler."""
 
 import atexit
 import ctypes
@@ -23,6 +23,9 @@ from torch import Tensor
 from ..._undo import Undo
 from ..guard import private
 from ..tensors.modes import call_each, without_torch_function
+
+# profiler_enabled(): whether torch's profiler records this thread. A second one would end the first.
+profiler_enabled: Callable[[], bool] = private(torch._C._autograd, "_profiler_enabled")
 
 # The observer behind torch.profiler.ExecutionTraceObserver, which would add files and events of its own. A process can
 # have one observer only.
@@ -65,8 +68,8 @@ class ExecutionTrace:
     def __init__(self) -> None:
         self.begun = False
         self.text = ""
-        self._observer: _Observer | None = None
-        self._alone = _is_only_thread()
+        self._observer: _OperationObserver | None = None
+        self._alone = len(sys._current_frames()) == 1  # no other thread
         self._ends = iter((_disable_trace,))
 
     def begin(self) -> None:
@@ -97,13 +100,13 @@ class ExecutionTrace:
         if _one_trace.get("trace") is not self:
             return
         self._stop()
-        if self._observer is not None and self._alone and _is_only_thread():
+        if self._observer is not None and self._alone and len(sys._current_frames()) == 1:
             with _less_logging():
                 self._observer.remove()
         _one_trace.pop("trace", None)
 
 
-class _Observer:
+class _OperationObserver:
     """torch's observer, which is registered once and then enabled for each trace.
 
     torch 2.11 crashes if another thread is within a function of an observer that is removed, and also if an operation
@@ -158,17 +161,17 @@ class _Observer:
 
 
 _one_trace: dict[str, ExecutionTrace] = {}  # at most one; `setdefault` is one step for all threads
-_registered: list[_Observer] = []  # at most one
+_registered: list[_OperationObserver] = []  # at most one
 _FILLER = "ampkit: end of a trace" + 8192 * "."
 
 
-def _observer() -> _Observer | None:
+def _observer() -> _OperationObserver | None:
     """Return torch's observer if it is ampkit's, registered now if there is none; None if it is the user's."""
     if _registered and _registered[0].is_registered():
         if _registered[0].process == os.getpid():
             return _registered[0]
         _registered[0].remove()  # the copy that a fork has made, which writes to the same file
-    _registered[:] = [_Observer()]  # first, so that an interrupt finds it
+    _registered[:] = [_OperationObserver()]  # first, so that an interrupt finds it
     _registered[0].register()
     return _registered[0] if _registered[0].is_registered() else None
 
@@ -180,10 +183,6 @@ def _remove_at_exit() -> None:
         if observer.is_registered() and observer.process == os.getpid():
             with _less_logging():
                 observer.remove()
-
-
-def _is_only_thread() -> bool:
-    return len(sys._current_frames()) == 1
 
 
 def _graph_in_other_thread() -> bool:

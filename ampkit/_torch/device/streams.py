@@ -1,25 +1,19 @@
 """The current CUDA stream: its address, and whether it is being captured."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from ..guard import private
 
-
-def capturing_builtin() -> Callable[[], bool]:
-    """Return the function that `torch.cuda.is_current_stream_capturing` calls."""
-    found: Callable[[], bool] = private(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")
-    return found
-
-
-def replace_capturing_builtin(function: Callable[[], bool]) -> None:
-    """Have `torch.cuda.is_current_stream_capturing` call this one. Code that imported it by name is reached too."""
-    torch.cuda.graphs._cuda_isCurrentStreamCapturing = function  # type: ignore[attr-defined]  # graphs.py imports it
-
-
+_NAME = "_cuda_isCurrentStreamCapturing"
+# capturing_builtin(): the function that `torch.cuda.is_current_stream_capturing` calls.
+capturing_builtin: Callable[[], Callable[[], bool]] = functools.partial(private, torch.cuda.graphs, _NAME)
+# replace_capturing_builtin(function) has it call this one. Code that imported it by name is reached too.
+replace_capturing_builtin: Callable[[Callable[[], bool]], None] = functools.partial(setattr, torch.cuda.graphs, _NAME)
 # A torch that was built without CUDA has neither of the two bindings in this file, and no streams.
-_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_capturing: Callable[[], bool] | None = getattr(torch._C, _NAME, None)
 
 
 def is_capturing() -> bool:

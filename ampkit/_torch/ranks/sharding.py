@@ -115,7 +115,14 @@ class ShardedModules:
         """
         for group in self._groups:
             private(group, "_reset_sharded_params")
-            group._reset_sharded_params = all(map(_has_own_shard, group.fsdp_params))
+            own = True  # whether the module has the shards that FSDPParams have made, in the memory that they have made
+            for param in group.fsdp_params:
+                registered = getattr(param._module_info.module, param._module_info.param_name)
+                kept = private(param, "_sharded_param_data").untyped_storage()
+                used = local_shard(registered).untyped_storage()
+                same = private(kept, "_cdata") == private(used, "_cdata")
+                own = own and registered is param.sharded_param and same
+            group._reset_sharded_params = own
 
     def gather(self) -> None:
         """Give the modules their sharded parameters, if a forward outside of a step has left them whole. Sync: none."""
@@ -179,13 +186,6 @@ def _gathered(group: Any) -> list[Tensor]:
 def _whole_parameters(group: Any) -> list[Tensor]:
     found = (getattr(param, "_unsharded_param", None) for param in group.fsdp_params)
     return [whole for whole in found if whole is not None]  # the first forward makes them
-
-
-def _has_own_shard(param: Any) -> bool:
-    """Return whether the module has the shard that an FSDPParam has made, in the memory that it has made for it."""
-    registered = getattr(param._module_info.module, param._module_info.param_name)
-    kept, used = private(param, "_sharded_param_data").untyped_storage(), local_shard(registered).untyped_storage()
-    return registered is param.sharded_param and private(kept, "_cdata") == private(used, "_cdata")
 
 
 def _settle_streams(streams: Any) -> None:

@@ -56,7 +56,8 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
         *("_global_backward_pre_hooks", "_global_backward_hooks"),
     )
 )
-
+# has_global_hooks(): whether there are any.
+has_global_hooks: Callable[[], bool] = functools.partial(any, GLOBAL_HOOKS)
 
 private(RemovableHandle, "next_id")
 # hooks_made(): how many hooks of modules, tensors and optimizers were ever registered in this process.
@@ -85,8 +86,3 @@ _HOOKS_OF_TENSORS: tuple[Callable[[Tensor], dict[int, Any] | None], ...] = tuple
 )
 for _name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
     private(Tensor, _name)
-
-
-def has_global_hooks() -> bool:
-    """Return whether there are hooks that run in the calls of all modules of this process."""
-    return any(GLOBAL_HOOKS)

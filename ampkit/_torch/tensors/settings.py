@@ -82,18 +82,16 @@ _read_settings: dict[str, Callable[[], Any]] = {
 }
 
 
-def _number_of(kind: type) -> Callable[[Any], int]:
-    """Return what reads the number of an enum of this class: the function of C below its `value`, if it is pybind's."""
-    value = vars(kind).get("value")
-    return value.fget if isinstance(value, property) and value.fget is not None else int
-
-
 SETTINGS: tuple[str, ...] = tuple(_read_settings)
 # Every call of a step looks at them all. To compare the enums of torch's C++ code takes longer than to read all other
-# settings, so a caller compares their numbers. `int` looks up by name what the second function does.
+# settings, so a caller compares their numbers. `int` looks up by name what the function of C below `value` does.
 _ENUMS = ("torch.backends.cuda.preferred_blas_library()", "torch.backends.cuda.preferred_linalg_library()")
+_values = [vars(type(_read_settings[name]())).get("value") for name in _ENUMS]
 ENUM_READERS: tuple[tuple[Callable[[], Any], Callable[[Any], int]], ...] = tuple(
-    [(_read_settings[name], _number_of(type(_read_settings[name]()))) for name in _ENUMS]
+    [
+        (_read_settings[name], (value.fget if isinstance(value, property) else None) or int)
+        for name, value in zip(_ENUMS, _values, strict=True)
+    ]
 )
 PLAIN_READERS: tuple[Callable[[], Any], ...] = tuple(
     [read for name, read in _read_settings.items() if name not in _ENUMS]

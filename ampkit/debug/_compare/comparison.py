@@ -91,7 +91,7 @@ class Comparison:
     @property
     def worst(self) -> ComparedTensor | None:
         """The tensor with the lowest SQNR, the first of several. None if all are equal bit by bit."""
-        return min((row for row in self.rows if not row.equal), key=_worst_first, default=None)
+        return min((row for row in self.rows if not row.equal), key=lambda row: (row.db, -row.ulp), default=None)
 
     def _differs(self, row: ComparedTensor) -> bool:
         if self.min_db is None:
@@ -106,7 +106,8 @@ class Comparison:
         """
         first, rows = self.first, list(self.rows)
         if not all:
-            worst = sorted((row for row in rows if not row.equal and row is not first), key=_worst_first)
+            apart = (row for row in rows if not row.equal and row is not first)
+            worst = sorted(apart, key=lambda row: (row.db, -row.ulp))
             shown = [*([first] if first else []), *worst][:_SHOWN]
             rows = [row for row in rows if any(row is other for other in shown)]
         threshold = "bit by bit" if self.min_db is None else f"to {self.min_db:g} dB"
@@ -137,7 +138,3 @@ class Comparison:
         return "\n".join(lines)
 
     __str__ = table
-
-
-def _worst_first(row: ComparedTensor) -> tuple[float, float]:
-    return row.db, -row.ulp

@@ -90,7 +90,7 @@ class OutputHooks:
             yield
 
     def _on_output(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or is_capturing():  # neither compiled code nor a graph may keep these copies
+        if torch.compiler.is_compiling() or is_capturing():  # as in `_copy`
             return
         self._calls[path] += 1
         leaves, _ = tree_flatten_with_path(output)
@@ -99,14 +99,12 @@ class OutputHooks:
                 name = path + (keystr(where) if len(leaves) > 1 else "")
                 self._copy(TensorId("forward", name, self._calls[path]), leaf)
                 if leaf.requires_grad:
-                    hook = partial(self._on_gradient, TensorId("backward", name, self._calls[path]))
+                    hook = partial(self._copy, TensorId("backward", name, self._calls[path]))
                     self._handles.callback(leaf.register_hook(hook).remove)
 
-    def _on_gradient(self, which: TensorId, grad: Tensor) -> None:
-        if not (torch.compiler.is_compiling() or is_capturing()):
-            self._copy(which, grad)
-
     def _copy(self, which: TensorId, tensor: Tensor) -> None:
+        if torch.compiler.is_compiling() or is_capturing():  # neither compiled code nor a graph may keep these copies
+            return
         # A block often returns what its last module returned: one copy is enough. Inference tensors have no version
         # that would tell whether they were changed in between, so each of them is copied.
         number = None if tensor.is_inference() else version(tensor)

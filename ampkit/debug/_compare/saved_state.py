@@ -3,7 +3,7 @@
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,14 @@ class SavedState:
                     "state_dict and load_state_dict, such as a gradient scaler or a scheduler."
                 )
         self._state_dicts = [(part, copy.deepcopy(part.state_dict())) for part in others]
-        self._random = list(_random_states(generators))
+        # For each source of random numbers, the function that sets its state, and its state.
+        self._random: list[tuple[Callable[[Any], Any], Any]] = [(random.setstate, random.getstate())]
+        if (numpy := sys.modules.get("numpy")) is not None:  # it loads numpy.random when that is first looked up
+            self._random.append((numpy.random.set_state, numpy.random.get_state()))
+        self._random.append((torch.set_rng_state, torch.get_rng_state()))
+        if torch.cuda.is_available():
+            self._random.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        self._random += [(generator.set_state, generator.get_state()) for generator in generators]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -98,15 +105,3 @@ def _refilled(value: Any, content: Any) -> Any:
     elif isinstance(value, list):
         value[:] = content
     return value  # a tuple still holds the same objects, whose content is restored by now
-
-
-def _random_states(generators: Sequence[torch.Generator]) -> Iterator[tuple[Callable[[Any], Any], Any]]:
-    """Yield, for each source of random numbers, the function that sets its state, and its state."""
-    yield random.setstate, random.getstate()
-    if (numpy := sys.modules.get("numpy")) is not None:  # it loads numpy.random when that is first looked up
-        yield numpy.random.set_state, numpy.random.get_state()
-    yield torch.set_rng_state, torch.get_rng_state()
-    if torch.cuda.is_available():
-        yield torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()
-    for generator in generators:
-        yield generator.set_state, generator.get_state()

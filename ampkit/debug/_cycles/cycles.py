@@ -190,7 +190,28 @@ def _described_cycles(garbage: Sequence[object]) -> list[_DescribedCycle]:
     edges = [[number[key] for key in map(id, gc.get_referents(thing)) if key in number] for thing in garbage]
     tensors = {i: storages for i, thing in enumerate(garbage) if (storages := _storages_of(thing))}
     holders = _reachable(_reversed(edges), tensors)
-    return [_described(garbage, edges, objects, tensors) for objects in _strongly_connected(edges, holders)]
+    described = []
+    for objects in _strongly_connected(edges, holders):
+        kept = sorted(_reachable(edges, objects) & tensors.keys(), key=lambda i: -sum(tensors[i].values()))
+        # The shortest cycle through the object that is nearest to a tensor. It begins with one that has a name.
+        nearest = _path(edges, objects, kept[0])[0]
+        onward = [i for i in edges[nearest] if i in objects]
+        cycle = [nearest, *_path(edges, onward, nearest, objects)[:-1]]
+        first = next((n for n, i in enumerate(cycle) if type(garbage[i]) not in UNNAMED_TYPES), 0)
+        cycle = cycle[first:] + cycle[:first]
+        starts = [i for i in cycle if type(garbage[i]) not in UNNAMED_TYPES] or cycle
+        paths = {i: [garbage[j] for j in _path(edges, starts, i)] for i in kept[:_CANDIDATES]}
+        things = [garbage[i] for i in cycle]
+        described.append(
+            _DescribedCycle(
+                loop=chain([*things, things[0]]),
+                holds=[(set(tensors[i]), chain(path)) for i, path in paths.items()],
+                lines=tuple(lines_of([*things, *paths[kept[0]]])),
+                advice=next((text for kind, text in _ADVICE.items() if kind in map(type, things)), _OTHER_ADVICE),
+                storages={ref: size for i in kept for ref, size in tensors[i].items()},
+            )
+        )
+    return described
 
 
 _ADVICE = {
@@ -212,36 +233,6 @@ def _storages_of(thing: object) -> _Storages:
     tensors = [thing, *(saved for node in graph for saved in saved_by(node))]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     return dict(filter(None, map(weak_storage_of, tensors)))
-
-
-def _described(
-    garbage: Sequence[object], edges: _Edges, objects: set[int], tensors: dict[int, _Storages]
-) -> _DescribedCycle:
-    """Describe a cycle.
-
-    Args:
-        garbage: all objects.
-        edges: the objects that each of them refers to.
-        objects: those that can reach each other.
-        tensors: those that keep memory alive.
-    """
-    kept = sorted(_reachable(edges, objects) & tensors.keys(), key=lambda i: -sum(tensors[i].values()))
-    # The shortest cycle through the object that is nearest to a tensor. It begins with one that has a name, if it can.
-    nearest = _path(edges, objects, kept[0])[0]
-    onward = [i for i in edges[nearest] if i in objects]
-    cycle = [nearest, *_path(edges, onward, nearest, objects)[:-1]]
-    first = next((n for n, i in enumerate(cycle) if type(garbage[i]) not in UNNAMED_TYPES), 0)
-    cycle = cycle[first:] + cycle[:first]
-    starts = [i for i in cycle if type(garbage[i]) not in UNNAMED_TYPES] or cycle
-    paths = {i: [garbage[j] for j in _path(edges, starts, i)] for i in kept[:_CANDIDATES]}
-    things = [garbage[i] for i in cycle]
-    return _DescribedCycle(
-        loop=chain([*things, things[0]]),
-        holds=[(set(tensors[i]), chain(path)) for i, path in paths.items()],
-        lines=tuple(lines_of([*things, *paths[kept[0]]])),
-        advice=next((text for kind, text in _ADVICE.items() if kind in map(type, things)), _OTHER_ADVICE),
-        storages={ref: size for i in kept for ref, size in tensors[i].items()},
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- graph algorithms

@@ -198,8 +198,12 @@ class _GraphTask:
         arrived = self._arrived.setdefault(node, [None] * len(input_metadata(node)))
         if grad is None:
             return
-        if arrived[i] is not None:
-            grad = _sum(arrived, i, grad)
+        before = arrived[i]
+        if before is not None:
+            # The gradient that has arrived before is changed if nothing but this list has it or its memory.
+            alone = sys.getrefcount(before) <= _SOLE_OWNER_REFERENCES and use_count(before) == 1
+            reusable = alone and shares_storage_with_none(before) and before.layout is torch.strided
+            grad = before.add_(grad) if reusable and not torch.is_grad_enabled() else before + grad
         arrived[i] = grad
 
     def run_node(self, node: Any, arrived: list[Tensor | None], release: Callable[[Any], object]) -> None:
@@ -261,22 +265,6 @@ def _fitted(grad: Tensor | None, metadata: Any) -> Tensor | None:
     return grad if grad.dtype is metadata.dtype else grad.to(metadata.dtype)
 
 
-def _sum(arrived: list[Tensor | None], i: int, grad: Tensor) -> Tensor:
-    """Return the sum of a gradient and the one that has arrived before, which is changed if nothing else uses it."""
-    reusable = _is_sole_owner(arrived, i)
-    before = arrived[i]
-    assert before is not None
-    return before.add_(grad) if reusable and not torch.is_grad_enabled() else before + grad
-
-
-def _is_sole_owner(tensors: list[Tensor | None], i: int) -> bool:
-    """Return whether nothing but this list has the tensor or its memory, so that it may be changed."""
-    tensor = tensors[i]
-    assert tensor is not None
-    alone = sys.getrefcount(tensor) <= _SOLE_OWNER_REFERENCES and use_count(tensor) == 1
-    return alone and shares_storage_with_none(tensor) and tensor.layout is torch.strided
-
-
 def _accumulate(leaf: Tensor, arrived: list[Tensor | None]) -> None:
     """Run a leaf's hooks, and add the gradient to its `.grad`, as the engine does."""
     for hook in leaf_hooks(leaf):
@@ -291,20 +279,16 @@ def _accumulate(leaf: Tensor, arrived: list[Tensor | None]) -> None:
         else:
             leaf.grad += grad
     else:
-        del grad  # `_first_grad` counts the references
-        leaf.grad = _first_grad(leaf, arrived)
+        # The gradient itself if nothing else has it and its layout is the leaf's, else a copy.
+        alone = sys.getrefcount(grad) <= _SOLE_OWNER_REFERENCES and use_count(grad) == 1
+        if not grad.is_sparse and not torch.is_grad_enabled() and alone and _same_layout(grad, leaf):
+            leaf.grad = grad.detach()
+        elif grad.is_sparse or _same_layout(grad, leaf):
+            leaf.grad = grad.clone()
+        else:
+            leaf.grad = torch.empty_like(leaf).copy_(grad)
     for hook_after in post_accumulate_hooks(leaf):
         hook_after(leaf)
-
-
-def _first_grad(leaf: Tensor, arrived: list[Tensor | None]) -> Tensor:
-    """Return the arrived gradient itself if nothing else has it and its layout is the leaf's, else a copy."""
-    grad = arrived[0]
-    assert grad is not None
-    alone = sys.getrefcount(grad) <= _SOLE_OWNER_REFERENCES and use_count(grad) == 1
-    if not grad.is_sparse and not torch.is_grad_enabled() and alone and _same_layout(grad, leaf):
-        return grad.detach()
-    return grad.clone() if grad.is_sparse or _same_layout(grad, leaf) else torch.empty_like(leaf).copy_(grad)
 
 
 def _same_layout(grad: Tensor, leaf: Tensor) -> bool:

@@ -248,8 +248,11 @@ class MemoryTracker(TorchDispatchMode):
             if (key := self._storage_key(tensor)) in self._allocations:
                 buffer, _ = self._allocations[key]
                 buffer.category = buffer.category or "temporary"
-        if node is not None and node.name() == ACCUMULATE_GRAD:
-            self._categorize_gradient(node, result)
+        for tensor in tensors_in(result) if node is not None and node.name() == ACCUMULATE_GRAD else ():
+            if (key := self._storage_key(tensor)) in self._allocations:
+                gradient, _ = self._allocations[key]  # temporary before `fully_shard` reduces it
+                gradient.category = "temporary" if self._shards.is_whole(node.variable) else "gradient"
+                gradient.module = self._module_of_param.get(id(node.variable), gradient.module)
         return result
 
     def _module_and_line(self, node: Any) -> tuple[str, str]:
@@ -317,14 +320,6 @@ class MemoryTracker(TorchDispatchMode):
         for allocation, _ in self._allocations.values():
             if allocation.phase == "forward":
                 allocation.category = allocation.category or "activation"
-
-    def _categorize_gradient(self, node: Any, result: Any) -> None:
-        """Make what a node accumulates into a `.grad` a gradient, or temporary before `fully_shard` reduces it."""
-        for tensor in tensors_in(result):
-            if (key := self._storage_key(tensor)) in self._allocations:
-                allocation, _ = self._allocations[key]
-                allocation.category = "temporary" if self._shards.is_whole(node.variable) else "gradient"
-                allocation.module = self._module_of_param.get(id(node.variable), allocation.module)
 
     def _categorize(self, tensor: Tensor, category: str, module: str = "") -> None:
         """Give a storage a category. One that is new to the tracker was there before."""

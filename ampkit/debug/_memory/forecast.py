@@ -4,8 +4,8 @@ import copy
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -118,16 +118,10 @@ def forecast(
     args = args if isinstance(args, (tuple, list)) else (args,)
     label = label or ("autocast as it was" if policy is None else str(policy))
     rank = nullcontext() if ranks is None else fake_rank(ranks, device)
-    with _limits_explained(), rank, fake_device(device), torch.set_grad_enabled(True):
-        step = _FakeStep(loss_fn, model, optimizer, (tuple(args), kwargs), policy, device, shard)
-        return step.profile(steps, label, sys._getframe(1))
-
-
-@contextmanager
-def _limits_explained() -> Iterator[None]:
-    """Context in which errors of fake tensors become a `ValueError` that says what to do, and names the line."""
     try:
-        yield
+        with rank, fake_device(device), torch.set_grad_enabled(True):
+            parts = loss_fn, model, optimizer, (tuple(args), kwargs)
+            return _profile(*parts, policy, device, shard, steps, label, sys._getframe(1))
     except Exception as error:
         where = f" At {line}" if (line := user_line(error)) else ""
         if any(text in str(error) for text in _MIXED_DEVICES):
@@ -143,52 +137,50 @@ def _limits_explained() -> Iterator[None]:
         ) from error
 
 
-class _FakeStep:
-    """A training step on fake copies of its parts. It is made and run within `fake_device`."""
-
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batch: Any,
-        policy: Policy | None,
-        device: str,
-        shard: Callable[[nn.Module], object] | None,
-    ) -> None:
-        (self._model, self._loss_fn), self._batch = fake_copy((model, loss_fn), device), fake_copy(batch, device)
-        if policy is not None and changes_model(policy):
-            policy.apply(self._model)
-        if shard is not None:
-            apply_shard(self._model, shard, device)
-        pairs = zip(model.parameters(), self._model.parameters(), strict=True)
-        copies: dict[int, Any] = {id(param): fake for param, fake in pairs}
-        self._optimizer = _optimizer_of(optimizer, copies, device)
-        self._policy = policy
-        self._device = device
-
-    def profile(self, steps: int, label: str, entered: FrameType) -> MemoryProfile:
-        """Run so many steps, and return the memory that they took."""
-        on_cuda = self._device == "cuda"
-        device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
-        allocator = CachingAllocator() if on_cuda else Allocator()
-        parts = self._model, [self._optimizer], self._batch
-        tracker = MemoryTracker(device, *parts, entered, allocator, reads_device=False)
-        with without_engine(tracker.at_node), tracker:
-            for _ in range(steps):
-                tracker.begin_step()
-                self._optimizer.zero_grad()
-                args, kwargs = self._batch
-                with nullcontext() if self._policy is None else self._policy.autocast(self._device):
-                    loss = self._loss_fn(self._model, *args, **kwargs)
-                loss = loss[0] if isinstance(loss, tuple) else loss
-                if self._policy is not None and self._policy.needs_scaling:
-                    loss = loss * torch.ones((), device=loss.device)  # the loss scale
-                loss.backward()
-                with _FakeOptimizerStep(tracker):
-                    self._optimizer.step()
-                del loss
-        return tracker.profile(label, forecast=True)
+def _profile(
+    loss_fn: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    policy: Policy | None,
+    device: str,
+    shard: Callable[[nn.Module], object] | None,
+    steps: int,
+    label: str,
+    entered: FrameType,
+) -> MemoryProfile:
+    """Run so many steps on fake copies of their parts, within `fake_device`. Return the memory that they took."""
+    (fake_model, fake_loss_fn), (args, kwargs) = fake_copy((model, loss_fn), device), fake_copy(batch, device)
+    if policy is not None and changes_model(policy):
+        policy.apply(fake_model)
+    if shard is not None:
+        apply_shard(fake_model, shard, device)
+    pairs = zip(model.parameters(), fake_model.parameters(), strict=True)
+    fake_optimizer = _optimizer_of(optimizer, {id(param): fake for param, fake in pairs}, device)
+    on_cuda = device == "cuda"
+    tracker = MemoryTracker(
+        torch.device("cuda", 0) if on_cuda else torch.device("cpu"),
+        fake_model,
+        [fake_optimizer],
+        (args, kwargs),
+        entered,
+        CachingAllocator() if on_cuda else Allocator(),
+        reads_device=False,
+    )
+    with without_engine(tracker.at_node), tracker:
+        for _ in range(steps):
+            tracker.begin_step()
+            fake_optimizer.zero_grad()
+            with nullcontext() if policy is None else policy.autocast(device):
+                loss = fake_loss_fn(fake_model, *args, **kwargs)
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            if policy is not None and policy.needs_scaling:
+                loss = loss * torch.ones((), device=loss.device)  # the loss scale
+            loss.backward()
+            with _FakeOptimizerStep(tracker):
+                fake_optimizer.step()
+            del loss
+    return tracker.profile(label, forecast=True)
 
 
 class _FakeOptimizerStep(TorchDispatchMode):
@@ -220,7 +212,19 @@ def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], devi
         device: where the copies are.
     """
     made = copies[id(optimizer)] = copy.copy(optimizer)
-    made.param_groups = [_group_of(group, optimizer, copies, device) for group in optimizer.param_groups]
+    made.param_groups = []
+    for group in optimizer.param_groups:
+        options = {name: fake_copy(value, device) for name, value in group.items() if name != "params"}
+        for param in group["params"]:
+            if id(param) not in copies:
+                copies[id(param)] = fake_copy(param, device)
+        # On CUDA torch uses foreach by default, but it asks for parameters of class Tensor or Parameter. Fake ones are
+        # not.
+        if device == "cuda" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
+            tensor_rate = isinstance(options.get("lr"), Tensor) and not options.get("capturable")
+            # Adam does not use foreach then: see torch/optim/adam.py.
+            options["foreach"] = not (tensor_rate and isinstance(optimizer, torch.optim.Adam))
+        made.param_groups.append({"params": [copies[id(param)] for param in group["params"]], **options})
     made.state = defaultdict(dict)
     if isinstance(optimizer, torch.optim.Adagrad):  # whose constructor makes the state
         for param, state in optimizer.state.items():
@@ -246,20 +250,3 @@ def _attribute_of(optimizer: torch.optim.Optimizer, name: str, value: Any, copie
             f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
             "Forecast with an optimizer without it."
         ) from error
-
-
-def _group_of(
-    group: dict[str, Any], optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str
-) -> dict[str, Any]:
-    """Return a copy of a parameter group, over the fake parameters."""
-    options = {name: fake_copy(value, device) for name, value in group.items() if name != "params"}
-    for param in group["params"]:
-        if id(param) not in copies:
-            copies[id(param)] = fake_copy(param, device)
-    params = [copies[id(param)] for param in group["params"]]
-    # On CUDA torch uses foreach by default, but it asks for parameters of class Tensor or Parameter. Fake ones are not.
-    if device == "cuda" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
-        tensor_rate = isinstance(options.get("lr"), Tensor) and not options.get("capturable")
-        # Adam does not use foreach then: see torch/optim/adam.py.
-        options["foreach"] = not (tensor_rate and isinstance(optimizer, torch.optim.Adam))
-    return {"params": params, **options}

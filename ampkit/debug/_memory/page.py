@@ -4,7 +4,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..._arguments import check_path
@@ -95,7 +95,18 @@ def _y(axis: ByteAxis, size: float) -> float:
 
 
 def _svg(plotted: PlottedProfile, axis: ByteAxis, xs: Sequence[float]) -> str:
-    parts = list(_grid(plotted, axis))
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = []
+    for value in _ticks(axis.top / axis.unit):
+        y = _y(axis, value * axis.unit)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{value:g}</text>')
+    for value in _ticks(plotted.x[-1] - plotted.x[0]):
+        x = _x(plotted, plotted.x[0] + value)
+        parts.append(f'<text class="x" x="{x:.1f}" y="{bottom + 16}">{value:g}</text>')
+    place = f"translate(16 {(_TOP + bottom) / 2}) rotate(-90)"
+    parts.append(f'<text class="x" x="{(_LEFT + right) / 2}" y="{_HEIGHT - 8}">{plotted.x_label}</text>')
+    parts.append(f'<text class="x" transform="{place}">memory alive, {axis.unit_name}</text>')
     below = [0] * len(xs)
     for category in axis.categories:  # an area for each, stacked
         above = [low + value for low, value in zip(below, plotted.series[category], strict=True)]
@@ -105,18 +116,17 @@ def _svg(plotted: PlottedProfile, axis: ByteAxis, xs: Sequence[float]) -> str:
         below = above
     for mark in plotted.marks:
         x, kind = _x(plotted, mark.x), "step" if mark.is_step else "phase"
-        parts.append(f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        y = _TOP - (20 if mark.is_step else 5)  # steps in a row of labels above that of phases
-        parts.append(f'<text class="{kind}" x="{x:.1f}" y="{y}">{html.escape(mark.label)}</text>')
-    right, height = _WIDTH - _RIGHT, _y(axis, plotted.peak)
-    x = _x(plotted, plotted.peak_x)
+        parts.append(f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
+        top = _TOP - (20 if mark.is_step else 5)  # steps in a row of labels above that of phases
+        parts.append(f'<text class="{kind}" x="{x:.1f}" y="{top}">{html.escape(mark.label)}</text>')
+    x, height = _x(plotted, plotted.peak_x), _y(axis, plotted.peak)
     label_left = x > _WIDTH / 2  # of the dot, where there is more room
     anchor = f'y="{height - 7:.1f}" text-anchor="{"end" if label_left else "start"}"'
     parts.append(f'<line class="phase" x1="{_LEFT}" x2="{right}" y1="{height:.1f}" y2="{height:.1f}"/>')
     parts.append(f'<circle cx="{x:.1f}" cy="{height:.1f}" r="4"/>')
     text = f"peak {size_text(plotted.peak)}"
     parts.append(f'<text class="peak" x="{x + (-8 if label_left else 8):.1f}" {anchor}>{text}</text>')
-    parts.append(f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
+    parts.append(f'<line class="cursor" y1="{_TOP}" y2="{bottom}"/>')
     label = f"{_title(plotted)}: bytes alive by category, peak {size_text(plotted.peak)}"
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
@@ -128,19 +138,6 @@ def _corners(axis: ByteAxis, xs: Sequence[float], sizes: Sequence[int]) -> list[
     for x, old, new in zip(xs[1:], ys[:-1], ys[1:], strict=True):
         corners += [(x, old), (x, new)] if old != new else []
     return [*corners, (xs[-1], ys[-1])]
-
-
-def _grid(plotted: PlottedProfile, axis: ByteAxis) -> Iterator[str]:
-    bottom = _HEIGHT - _BOTTOM
-    for value in _ticks(axis.top / axis.unit):
-        y = _y(axis, value * axis.unit)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{value:g}</text>'
-    for value in _ticks(plotted.x[-1] - plotted.x[0]):
-        yield f'<text class="x" x="{_x(plotted, plotted.x[0] + value):.1f}" y="{bottom + 16}">{value:g}</text>'
-    middle = (_TOP + bottom) / 2
-    yield f'<text class="x" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 8}">{plotted.x_label}</text>'
-    yield f'<text class="x" transform="translate(16 {middle}) rotate(-90)">memory alive, {axis.unit_name}</text>'
 
 
 def _ticks(end: float) -> list[float]:

@@ -1,7 +1,7 @@
 """What plots and pages of memory profiles show alike: which events are drawn, which marks have a label, one axis."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..._arguments import check_instance
@@ -106,6 +106,13 @@ def plotted_profiles(caller: str, profiles: Sequence[MemoryProfile]) -> list[Plo
         totals = profile.totals
         events, peak = drawn_events(totals, _POINTS), max(totals)
         peak_at = totals.index(peak)
+        marks = []  # without a label where the next mark of the same kind, or the end, is too close
+        for is_step, room in ((True, _STEP_ROOM), (False, _PHASE_ROOM)):
+            kind = [mark for mark in profile.marks if mark.name.startswith("step ") == is_step]
+            xs = [places[min(mark.at, len(places) - 1)] for mark in kind]
+            for mark, x, next_x in zip(kind, xs, [*xs, places[-1]][1:], strict=True):
+                fits = next_x - x >= room * (places[-1] - places[0])
+                marks.append(PlottedMark(x, mark.name if fits else "", is_step))
         found.append(
             PlottedProfile(
                 profile=profile,
@@ -113,7 +120,7 @@ def plotted_profiles(caller: str, profiles: Sequence[MemoryProfile]) -> list[Plo
                 x=[places[i] for i in events],
                 x_label="allocations and frees, in order" if profile.forecast else "time, ms",
                 series={category: [profile.series[category][i] for i in events] for category in CATEGORIES},
-                marks=list(_marks(profile, places)),
+                marks=marks,
                 peak=peak,
                 peak_at=peak_at,
                 peak_x=places[peak_at],
@@ -140,13 +147,3 @@ def drawn_events(totals: Sequence[int], limit: int) -> list[int]:
         stretch = range(start, min(start + length, len(totals)))
         found |= {start, min(stretch, key=totals.__getitem__), max(stretch, key=totals.__getitem__)}
     return sorted(found)
-
-
-def _marks(profile: MemoryProfile, places: Sequence[float]) -> Iterator[PlottedMark]:
-    """Yield the marks, without a label where the next mark of the same kind, or the end, is too close."""
-    for is_step, room in ((True, _STEP_ROOM), (False, _PHASE_ROOM)):
-        marks = [mark for mark in profile.marks if mark.name.startswith("step ") == is_step]
-        xs = [places[min(mark.at, len(places) - 1)] for mark in marks]
-        for mark, x, next_x in zip(marks, xs, [*xs, places[-1]][1:], strict=True):
-            fits = next_x - x >= room * (places[-1] - places[0])
-            yield PlottedMark(x, mark.name if fits else "", is_step)

@@ -39,7 +39,7 @@ class Change(NamedTuple):
     of_optimizer: bool = False
 
 
-class Surroundings:
+class SettingsHistory:
     """Compares the settings, and the memory of the state, with those of the call before.
 
     Args:
@@ -94,7 +94,7 @@ class Surroundings:
         advice = {name: text for name in changed if (text := setting_advice(name))}
         of_optimizer = any("param_groups[" in name or name.startswith("the optimizer") for name in changed)
         if VARIABLES in changed:
-            of_optimizer |= self._state.variables.are_of_optimizers(old.variables, new.variables)
+            of_optimizer |= self._state.reads.are_of_optimizers(old.reads, new.reads)
         return Change(outdates, old.changes(new), old.changes(new, values=True), advice, of_optimizer)
 
     def accept(self) -> None:
@@ -107,7 +107,7 @@ class Surroundings:
         self._state.look_again()  # others may be compared now
         if self.generation is not None:
             now, known = self._state.generation().settings, self._settings[self.number]
-            settings = known._replace(attributes=now.attributes, variables=now.variables, host_values=now.host_values)
+            settings = known._replace(reads=now.reads, host_values=now.host_values)
             if known != settings:
                 return  # the call has changed what graphs hold; the next one finds that
             self._settings[self.number], self.generation = settings, self.generation._replace(settings=settings)
@@ -116,7 +116,7 @@ class Surroundings:
         """Forget the last call, so that the next one counts as the first."""
         self.generation = None
         self._settings.clear()
-        self._state.variables.forget()
+        self._state.reads.forget()
         self._state.host_tensors.forget()
         self._state.look_again()
 

@@ -6,14 +6,21 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from itertools import chain
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from ..._user_line import is_users_file
-from .bare_objects import bases_of, class_table, file_of_module, own_table, package_name
-from .contents import (
+from .code import codes_in, functions_of, in_partial, unbound
+from .constants import (
+    ABSENT,
     CLOSED_CLASSES,
     MOST_ENTRIES,
+    bases_of,
+    class_table,
+    file_of_module,
     getter,
     gives_its_entries,
     is_array,
@@ -22,10 +29,102 @@ from .contents import (
     is_plain,
     noted,
     number_text,
+    own_table,
+    package_name,
     size,
 )
-from .functions import in_partial
-from .tables import ONE_ENTRY, Array, ContextValue, Members, Slots
+
+_FIELD = type(NamedTuple("_", [("field", int)]).__dict__["field"])  # how a named tuple gives an entry by its name
+
+
+class Slots:
+    """What an object keeps in `__slots__`, or a named tuple under its names, and its `__dict__`, as a table.
+
+    Args:
+        owner: the object.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "__dict__" and (own := own_table(self.owner)) is not None:
+            return own
+        for base in bases_of(type(self.owner)):
+            descriptor: Any = class_table(base).get(name)
+            if type(descriptor) in (MemberDescriptorType, _FIELD):
+                try:
+                    return descriptor.__get__(self.owner, type(self.owner))
+                except AttributeError:  # not set
+                    break
+        raise KeyError(name)
+
+    def __contains__(self, name: str) -> bool:
+        try:
+            self[name]
+        except KeyError:
+            return False
+        return True
+
+    def names(self) -> list[str]:
+        """Return the names under which the class keeps something, set or not."""
+        tables = [class_table(base) for base in bases_of(type(self.owner)) if "__slots__" in class_table(base)]
+        return [name for table in tables for name, value in table.items() if type(value) is MemberDescriptorType]
+
+
+class Members:
+    """What is in a set, as a table with one entry."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __getitem__(self, _: None) -> frozenset[Any]:
+        return frozenset(self.owner)
+
+    def read(self) -> tuple[Any, ...]:
+        """Return the contents: the same objects again if they have not changed since the last call."""
+        return tuple(self.owner)
+
+
+class ContextValue:
+    """The value of a `ContextVar`, as a table with one entry; `ABSENT` if it has none."""
+
+    def __init__(self, owner: "ContextVar[Any]") -> None:
+        self.owner = owner
+
+    def __getitem__(self, _: None) -> Any:
+        return self.owner.get(ABSENT)
+
+    def read(self) -> tuple[Any, ...]:
+        """Return the value: the same object again if it has not changed since the last call."""
+        return (self[None],)
+
+
+class Array:
+    """What is in an array of numbers, as a table with one entry: the numbers, and a text for dtype and shape."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self._seen: tuple[Any, ...] = ()
+
+    def __getitem__(self, _: None) -> tuple[Any, ...]:
+        numbers = self.owner.ravel().tolist() if hasattr(self.owner, "ravel") else self.owner
+        return (*numbers, self._kind())
+
+    def read(self) -> tuple[Any, ...]:
+        """Return the contents: the same object again if they have not changed since the last call."""
+        now = self._kind(), bytes(self.owner) if type(self.owner) is bytearray else self.owner.tobytes()
+        self._seen = self._seen if now == self._seen else now
+        return (self._seen,)
+
+    def _kind(self) -> str:
+        if hasattr(self.owner, "dtype"):  # of numpy
+            return f"{self.owner.dtype}{list(self.owner.shape)}"
+        return f"{getattr(self.owner, 'typecode', 'B')}[{len(self.owner)}]"
+
+
+ONE_ENTRY = (Members, ContextValue, Array)  # tables whose only key is None
+
 
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST_NAMED = 4096
@@ -34,7 +133,7 @@ _MOST_TABLES = 1000  # in all
 _CACHED = type(functools.cache(lambda: None))
 
 
-class Holder(NamedTuple):
+class HeldTable(NamedTuple):
     """A table with values.
 
     Attributes:
@@ -79,7 +178,7 @@ class Holder(NamedTuple):
 
 def holders(
     value: Any, is_read: Callable[[str], bool], seen: set[int], *, all_entries: bool = False
-) -> Iterator[Holder]:
+) -> Iterator[HeldTable]:
     """Yield the tables in a value that is not plain, and in those inside of it.
 
     Args:
@@ -104,7 +203,7 @@ def holders(
             texts = {key: _written(path, key, table, is_object) for key, _ in pairs}
             keys = [key for key, entry in pairs if is_plain(entry) or is_closed(entry)]
             inner = [(key, entry) for key, entry in pairs if depth < _DEEPEST and holds_others(entry)]
-            yield Holder(path, table, keys, [key for key, _ in inner], [texts[key] for key in keys])
+            yield HeldTable(path, table, keys, [key for key, _ in inner], [texts[key] for key in keys])
             left += [(texts[key], entry, depth + 1) for key, entry in inner]
 
 
@@ -222,3 +321,69 @@ def _written(path: str, key: Any, table: Any, is_object: bool) -> str:
         return f"{path}.{key}"
     fields = getattr(type(table), "_fields", ()) if isinstance(table, tuple) else ()
     return f"{path}.{fields[key]}" if fields and len(fields) == len(table) else f"{path}[{number_text(key)}]"
+
+
+class Reach:
+    """Yields the user's functions that may run where code uses some values, each once.
+
+    Of an object these are the methods whose names one of the functions reads, and those that Python calls by itself
+    (`__call__`, `__getattr__`).
+
+    Args:
+        values: to begin with.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._left = list(values)
+        self._seen: dict[int, Any] = {}
+        self._names: set[str] = set()  # that the functions read
+        self._waiting: dict[str, list[Any]] = {}  # what objects have under other names
+
+    def __iter__(self) -> Iterator[FunctionType]:
+        while self._left:
+            value = self._left.pop()
+            if id(value) in self._seen or len(self._seen) >= _MOST_REACHED:
+                continue
+            self._seen[id(value)] = value
+            if type(value) is not FunctionType:
+                self._left += self._inside(value)
+                continue
+            self._left += chain.from_iterable(map(gc.get_referents, value.__closure__ or ()))
+            self._left += [vars(value)["__wrapped__"]] if "__wrapped__" in vars(value) else []
+            if is_users_file(value.__code__.co_filename):
+                for name in chain.from_iterable(code.co_names for code in (value.__code__, *codes_in(value.__code__))):
+                    self._names.add(name)
+                    self._left += self._waiting.pop(name, ())
+                yield value
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Take these values, too."""
+        self._left += values
+
+    def _inside(self, value: Any) -> list[Any]:
+        """Return the values that may be called where this one is used."""
+        kind = type(value)
+        if kind in (list, tuple, deque) or issubclass(kind, dict):
+            entries = list(dict.values(value) if issubclass(kind, dict) else value)
+            return entries if len(entries) <= MOST_ENTRIES else []
+        if kind is functools.partial:
+            return [*in_partial(value)]
+        if (function := unbound(value)) is not value:
+            return [function, *([value.__self__] if kind is MethodType else [])]
+        of_class = value if issubclass(kind, type) else kind
+        if package_name(of_class) in CLOSED_CLASSES and not issubclass(kind, nn.Module):
+            return []
+        if issubclass(of_class, nn.Module):
+            self._names.add("forward")  # which torch calls
+        named = [*functions_of(of_class), *(own_table(value) or {}).items()]
+        found = []
+        for name, each in named:
+            if name in self._names or (name.startswith("__") and name not in _MADE_BY):
+                found.append(each)
+            else:
+                self._waiting.setdefault(name, []).append(each)
+        return found
+
+
+_MOST_REACHED = 10_000  # values
+_MADE_BY = ("__init__", "__new__", "__post_init__")

@@ -1,11 +1,22 @@
-"""Which variables the bytecode of a function reads, and what of them: `alpha`, `config.loss.weights["l1"]`."""
+"""What code tells of a function: the variables that it reads, and what it is given before any call.
+
+Bytecode tells which variables a function reads, and what of them: `alpha`, `config.loss.weights["l1"]`. The objects of
+the process tell which functions have this code.
+"""
 
 import dis
+import functools
+import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
-from types import CodeType
+from itertools import chain
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
+
+from torch import nn
+
+from .constants import bases_of, class_table
 
 SET_ATTRIBUTE = frozenset(("STORE_ATTR", "DELETE_ATTR"))
 
@@ -18,7 +29,7 @@ class Scope(Enum):
     ARGUMENT = "in the function itself, which was given its value"
 
 
-class Part(NamedTuple):
+class PathStep(NamedTuple):
     """An attribute of a value (`.loss`), or an entry (`["l1"]`).
 
     Attributes:
@@ -33,7 +44,7 @@ class Part(NamedTuple):
         return f".{self.key}" if self.is_attribute else f"[{self.key!r}]"
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """An instruction in the code of a function.
 
     Attributes:
@@ -58,14 +69,14 @@ class Read(NamedTuple):
 
     scope: Scope
     variable: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PathStep, ...] = ()
 
-    def of(self, part: Part) -> "Read":
+    def then(self, part: PathStep) -> "Read":
         """Return the expression that reads a part of this one."""
         return self._replace(parts=(*self.parts, part))
 
 
-def reads(code: CodeType) -> dict[Read, list[Place]]:
+def reads(code: CodeType) -> dict[Read, list[CodePlace]]:
     """Return the longest expressions of this kind, with those of the functions that are defined in the code.
 
     A local variable that is assigned once stands for the expression that it was assigned.
@@ -73,13 +84,13 @@ def reads(code: CodeType) -> dict[Read, list[Place]]:
     Returns:
         By expression, the last instruction of each place in the code that has it.
     """
-    scan = _Scan(code)
+    scan = _BytecodeScan(code)
     found = scan.expressions()
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             seen = ((scan.seen_from_outside(read), places) for read, places in reads(inner).items())
             found += [(read, place) for read, places in seen if read is not None for place in places]
-    table: dict[Read, list[Place]] = {}
+    table: dict[Read, list[CodePlace]] = {}
     for read, place in found:
         table.setdefault(read, []).append(place)
     return table
@@ -103,14 +114,20 @@ def names_looked_up(code: CodeType) -> set[str]:
     return found
 
 
-def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, Place]]:
+def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, CodePlace]]:
     """Yield the instructions of some code, but not of functions that are defined in it."""
     first = None
     for each in dis.get_instructions(code):
         first = each.offset if first is None else first
         if each.opname != "EXTENDED_ARG":
-            yield each, Place(code, first, each.offset)
+            yield each, CodePlace(code, first, each.offset)
             first = None
+
+
+def line_of(place: CodePlace) -> tuple[str, int]:
+    """Return the file and the number of the line that an instruction is made from."""
+    starts = [line for offset, line in dis.findlinestarts(place.code) if offset <= place.first and line is not None]
+    return place.code.co_filename, starts[-1] if starts else place.code.co_firstlineno
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -121,7 +138,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(inner)
 
 
-class _Scan:
+class _BytecodeScan:
     """Reads the instructions of a function in their order.
 
     Instructions that belong to one expression follow each other: one loads the variable, each further one a part. Their
@@ -137,23 +154,23 @@ class _Scan:
         self._once = {name for name, times in stored.items() if times == 1}
         self._locals = {name: Read(Scope.ARGUMENT, name) for name in given if name not in stored}
 
-    def expressions(self) -> list[tuple[Read, Place]]:
+    def expressions(self) -> list[tuple[Read, CodePlace]]:
         """Return the expressions in their order, with the last instruction of each one."""
-        found: list[tuple[Read, Place]] = []
+        found: list[tuple[Read, CodePlace]] = []
         now: Read | None = None  # the expression that the last instructions have loaded
         key: Any = None  # the constant that was loaded behind it, if it may be one
         keyed: Read | None = None  # the expression in front of that
-        behind = place = Place(self._code, 0, 0)  # the last instructions of these two expressions
+        behind = place = CodePlace(self._code, 0, 0)  # the last instructions of these two expressions
         following = [each.opname for each, _ in self._instructions[1:]]
         for (each, at), then in zip(self._instructions, [*following, ""], strict=True):
             if keyed is not None and _is_subscript(each):
-                now, keyed, place = keyed.of(Part(False, key)), None, at
+                now, keyed, place = keyed.then(PathStep(False, key)), None, at
                 continue
             if keyed is not None and each.opname in _WRITE:
                 keyed = None
                 continue
             if now is not None and each.opname in _ATTRIBUTE:
-                now, place = now.of(Part(True, each.argval)), at
+                now, place = now.then(PathStep(True, each.argval)), at
                 continue
             if now is not None and each.opname in _COPY and then in _ATTRIBUTE:
                 continue  # x.count += 1, which loads x for what it reads and for what it writes
@@ -225,3 +242,98 @@ _COPY = frozenset(("COPY", "DUP_TOP"))
 _ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 _STORE = ("STORE_FAST", "STORE_DEREF")
 _CONSTANT = frozenset(("LOAD_CONST", "LOAD_SMALL_INT"))
+
+
+class Functions:
+    """Finds functions by their code, which is all that a frame tells of the function that is called.
+
+    It knows those that it was told of, and what they have in variables of functions around them. Any other it finds by
+    the garbage collector, which sees no functions that were made before `gc.freeze`.
+
+    Args:
+        known: functions, methods and calls of `functools.partial`; other values are passed over.
+    """
+
+    def __init__(self, known: Iterable[Any]) -> None:
+        self._seen: dict[int, Any] = {}
+        self._by_code: dict[CodeType, list[FunctionType]] = {}
+        for value in known:
+            self.note(value)
+
+    def note(self, value: Any) -> None:
+        """Take note of a value, if it is a function, a method, or made by `functools.partial`."""
+        left = [value]
+        while left:
+            found = left.pop()
+            if type(found) not in _CALLED or id(found) in self._seen:
+                continue
+            self._seen[id(found)] = found
+            if type(found) is functools.partial:
+                left += in_partial(found)
+            elif type(found) is MethodType:
+                left.append(found.__func__)
+            else:
+                self._by_code.setdefault(found.__code__, []).append(found)
+                left += chain.from_iterable(map(gc.get_referents, found.__closure__ or ()))
+
+    def with_code(self, code: CodeType) -> list[FunctionType]:
+        """Return the functions with this code."""
+        for found in gc.get_referrers(code):
+            if type(found) is FunctionType and found.__code__ is code:
+                self.note(found)
+        return self._by_code.get(code, [])
+
+    def bound(self, code: CodeType) -> list[Any]:
+        """Return the arguments that functions with this code have by default, or by `functools.partial`."""
+        functions = self.with_code(code)
+        for found in gc.get_referrers(*functions) if functions else ():
+            if type(found) in _CALLED:
+                self.note(found)
+        methods = [found for found in self._seen.values() if type(found) is MethodType and found.__func__ in functions]
+        for found in gc.get_referrers(*methods) if methods else ():
+            self.note(found)
+        called = {id(found) for found in (*functions, *methods)}
+        partials = [found for found in self._seen.values() if type(found) is functools.partial]
+        arguments = [(*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()) for each in functions]
+        arguments += [in_partial(each)[1:] for each in partials if id(each.func) in called]
+        return [*chain.from_iterable(arguments)]
+
+
+_CALLED = (FunctionType, MethodType, functools.partial)
+
+
+def in_partial(made: "functools.partial[Any]") -> tuple[Any, ...]:
+    """Return the function that `functools.partial` calls, and the arguments that it adds."""
+    return (made.func, *made.args, *made.keywords.values())
+
+
+def functions_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the methods and properties of a class by name, but for those that torch's base class of modules has."""
+    for base in bases_of(kind):
+        for name, value in class_table(base).items() if base not in nn.Module.__mro__ else ():
+            function = unbound(value)
+            if type(function) is FunctionType:
+                yield name, function
+
+
+def unbound(value: Any) -> Any:
+    """Return the function of a property, of a method, or of what is made by `staticmethod` or `classmethod`."""
+    if issubclass(type(value), property):
+        return value.fget
+    return value.__func__ if type(value) in (staticmethod, classmethod, MethodType) else value
+
+
+def given_before(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function is given before any call, and a name for it: the object of a method, arguments of
+    `functools.partial`, and those that are given by default."""
+    while type(function) is functools.partial:
+        yield from (("an argument", value) for value in function.args)
+        yield from function.keywords.items()
+        function = function.func
+    if type(function) is MethodType:
+        yield "self", function.__self__
+        function = function.__func__
+    if type(function) is FunctionType:
+        names, values = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+        yield from zip(names[len(names) - len(values) :], values, strict=True)
+        yield from (function.__kwdefaults__ or {}).items()

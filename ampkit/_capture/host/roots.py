@@ -1,9 +1,10 @@
 """Which variables the functions that a step calls read, told by their bytecode and by what of it is executed."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodDescriptorType, MethodType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,12 +13,127 @@ from ..._text import error_line
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._torch.tensors.modules import MODULE_CALL, hook_tables, is_module, parts_of
 from ..._user_line import is_ampkits, is_in_users_file, is_users_call, is_users_file, line_text
-from .bare_objects import package_name
-from .bytecode import Place, Read, Scope, codes_in, reads
-from .contents import CLOSED_CLASSES, is_plain
+from .code import CodePlace, Functions, PathStep, Read, Scope, codes_in, given_before, line_of, reads, unbound
+from .constants import (
+    ABSENT,
+    CLOSED_CLASSES,
+    bases_of,
+    class_table,
+    file_of_module,
+    gives_its_entries,
+    is_closed,
+    is_plain,
+    module_name,
+    own_table,
+    package_name,
+)
 from .executed import Executed
-from .functions import Functions, Reach, given_before, unbound
-from .variable_paths import Path, PathKey, Root, is_left_alone
+from .objects import Reach, Slots
+
+PathKey = tuple[int, str, tuple[PathStep, ...]]
+_WRITING = frozenset(("add", "append", "clear", "discard", "extend", "insert", "remove", "setdefault", "update"))
+
+
+class Root(NamedTuple):
+    """A variable.
+
+    Attributes:
+        scope: where it is kept.
+        owner: the global variables of a Python module, the cell of a variable of a function, or the value itself.
+        name: of the variable.
+    """
+
+    scope: Scope
+    owner: Any
+    name: str
+
+    def value(self) -> Any:
+        """Return the value; `ABSENT` if there is none."""
+        if self.scope is Scope.GLOBAL:
+            return self.owner.get(self.name, ABSENT)
+        if self.scope is Scope.ARGUMENT:
+            return self.owner
+        try:
+            return self.owner.cell_contents
+        except ValueError:  # not assigned yet
+            return ABSENT
+
+
+class Path(NamedTuple):
+    """A variable and what is read of its value, of that value, and so on.
+
+    Attributes:
+        root: the variable.
+        parts: what is read.
+    """
+
+    root: Root
+    parts: tuple[PathStep, ...]
+
+    @property
+    def key(self) -> PathKey:
+        """Equal for equal paths, as long as the root is kept."""
+        return id(self.root.owner), self.root.name, self.parts
+
+    def __str__(self) -> str:
+        return "".join((self.root.name, *map(str, self.parts)))
+
+    def steps(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the table that the value of each part is in, and the value, as far as there are such values."""
+        value = self.root.value()
+        for part in self.parts:
+            table = _table(value, part)
+            if table is None:
+                return
+            value = table[part.key]
+            yield table, value
+
+    def only_writes(self) -> bool:
+        """Return whether the path leads to a method that changes a list, dict or set."""
+        values = self.values()
+        part = self.parts[len(values) - 1] if 0 < len(values) <= len(self.parts) else None
+        return part is not None and issubclass(type(values[-1]), (dict, list, set)) and part.key in _WRITING
+
+    def values(self) -> list[Any]:
+        """Return the value of the variable and those of the parts, as far as there are any."""
+        value = self.root.value()
+        return [] if value is ABSENT else [value, *[value for _, value in self.steps()]]
+
+
+def is_left_alone(value: Any) -> bool:
+    """Return whether nothing is read of a value: it is plain, or is looked at by itself."""
+    return is_plain(value) or is_closed(value)
+
+
+def _table(value: Any, part: PathStep) -> Any:
+    """Return the table that has this part of a value; None if there is none, or if it is looked at by other means."""
+    if not part.is_attribute:
+        return value if _has_entry(value, part.key) else None
+    if issubclass(type(value), ModuleType):
+        module = own_table(value) or {}
+        return module if is_users_file(file_of_module(value)) and part.key in module else None
+    if issubclass(type(value), type):
+        return _of_class(value, part.key)
+    if is_left_alone(value) and type(value) is not FunctionType:
+        return None
+    if part.key in (slots := Slots(value)):
+        return slots
+    table = own_table(value)
+    return table if table is not None and part.key in table else _of_class(type(value), part.key)
+
+
+def _has_entry(value: Any, key: Any) -> bool:
+    kind = type(value)
+    if issubclass(kind, dict):
+        return gives_its_entries(kind) and dict.__contains__(value, key)
+    in_order = kind in (list, deque) or issubclass(kind, tuple)
+    return in_order and type(key) is int and -len(value) <= key < len(value)
+
+
+def _of_class(kind: type, name: str) -> Any:
+    """Return the `__dict__` of the class in which a class has its attribute of this name."""
+    bases = (base for base in bases_of(kind) if module_name(base) != "builtins")
+    return next((class_table(base) for base in bases if name in class_table(base)), None)
 
 
 class Reader(Enum):
@@ -60,10 +176,10 @@ class Notes:
         self.compiled: set[PathKey] = set()
         self.problem: str = ""
         self.readers: dict[PathKey, set[Reader]] = {}
-        self._places: dict[PathKey, set[Place]] = {}  # where each path is read
+        self._places: dict[PathKey, dict[CodePlace, None]] = {}  # where each path is read
         # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
         self._codes: dict[int, CodeType] = {}
-        self._reads: dict[int, dict[Read, list[Place]] | None] = {}  # None: not of the user's code
+        self._reads: dict[int, dict[Read, list[CodePlace]] | None] = {}  # None: not of the user's code
         self._fixed: dict[int, list[tuple[Path, Read]]] = {}  # those that are the same in each call of a function
         self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
         # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
@@ -102,11 +218,16 @@ class Notes:
         """Return the values that the paths have now."""
         return {key: self._look(path) for key, path in self.paths.items()}
 
-    def is_read(self, key: PathKey) -> bool:
-        """Return whether the step has executed code that reads a path."""
-        return key in self.compiled or any(map(self._executed.has, self._places[key]))
+    def read(self) -> dict[PathKey, tuple[str, int]]:
+        """Return the paths that code reads which the step has executed, each with the file and number of a line."""
+        found: dict[PathKey, tuple[str, int]] = {}
+        for key, places in self._places.items():
+            executed = next(filter(self._executed.has, places), None)
+            if key in self.paths and (executed is not None or key in self.compiled):
+                found[key] = ("", 0) if executed is None else line_of(executed)
+        return found
 
-    def _begin(self, frame: FrameType) -> dict[Read, list[Place]] | None:
+    def _begin(self, frame: FrameType) -> dict[Read, list[CodePlace]] | None:
         """Return what the code of a function reads that is called for the first time; None if that is no matter."""
         code = frame.f_code
         original = original_code(code)
@@ -118,13 +239,13 @@ class Notes:
             return None
         if original is not None:
             self._take_what_is_bound(frame, original)
-            self._take_compiled(frame, self._functions.of(original))
+            self._take_compiled(frame, self._functions.with_code(original))
             return None
         found = reads(code)
         if found and not is_users_call(frame.f_back):
             self._take_what_is_bound(frame, code)
         is_around = code not in self._inner and any(read.scope is Scope.ENCLOSING for read in found)
-        own = self._functions.of(code) if is_around else []  # looks at all objects
+        own = self._functions.with_code(code) if is_around else []  # looks at all objects
         fixed = [(_path(frame.f_globals, None, read), read) for read in found]
         fixed += [(_path({}, function, read), read) for function in own for read in found]
         self._fixed[id(code)] = [(path, read) for path, read in fixed if path is not None]
@@ -144,20 +265,22 @@ class Notes:
         reach = Reach([*functions, *self._modules, *hooks])
         for function in reach:
             self._executed.compiled.update((function.__code__, *codes_in(function.__code__)))
-            found = (_path(function.__globals__, function, read) for read in reads(function.__code__))
-            for path in filter(None, found):
-                self._add_compiled(path, reader)
+            for read, places in reads(function.__code__).items():
+                path = _path(function.__globals__, function, read)
+                if path is None:
+                    continue
+                self._add_compiled(path, reader, places)
                 values = path.values()
                 reach.add(values[-1:])
                 if len(values) > 1 and hasattr(type(values[-1]), "__get__"):  # a method, which reads its object
-                    self._add_compiled(path._replace(parts=path.parts[: len(values) - 2]), reader)
+                    self._add_compiled(path._replace(parts=path.parts[: len(values) - 2]), reader, places)
         for _, path in list(self._known.values()):
             if path.root.scope is Scope.ARGUMENT:
-                self._add_compiled(path, reader)
+                self._add_compiled(path, reader, [])
 
-    def _add_compiled(self, path: Path, reader: Reader) -> None:
+    def _add_compiled(self, path: Path, reader: Reader, places: list[CodePlace]) -> None:
         self.compiled.add(path.key)
-        self._add(path, reader, [])
+        self._add(path, reader, places)
 
     def _given(self, frame: FrameType, read: Read) -> Path | None:
         """Return the path of what is read of an argument; None if the argument was not on the path of a variable."""
@@ -192,8 +315,8 @@ class Notes:
         if not is_left_alone(value):
             self._known.setdefault(id(value), (value, Path(Root(Scope.ARGUMENT, value, name), ())))
 
-    def _add(self, path: Path, reader: Reader, places: list[Place]) -> None:
-        self._places.setdefault(path.key, set()).update(places)
+    def _add(self, path: Path, reader: Reader, places: list[CodePlace]) -> None:
+        self._places.setdefault(path.key, {}).update(dict.fromkeys(places))
         if path.key in self._owners:
             self._add(self._owners[path.key], reader, places)
         if path.key in self.paths:
@@ -208,7 +331,7 @@ class Notes:
             self._owners[path.key] = owner = path._replace(parts=path.parts[: len(values) - 2])
             self._add(owner, reader, places)
         for depth, value in enumerate(values):
-            self._functions.take(value)
+            self._functions.note(value)
             if is_module(value) and id(value) not in self._known:
                 self._found += parts_of(value)
             if type(value) is MethodType:

@@ -1,0 +1,78 @@
+"""The capture of one graph, on all ranks or on none: what a failure undoes, and what a replay does not do by itself."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..._errors import CaptureError
+from ..._undo import Undo
+from ..graph.graph import Graph, MakeContext, Then
+from ..graph.pool import no_recompile
+from ..preflight.host_values import refuse_reads
+from ..ranks.ranks import Ranks
+from ..state.state import TrainingState
+from ..state.walk import Walk
+
+
+def record(
+    graph: Graph,
+    fn: Callable[[], Any],
+    context: MakeContext,
+    then: Then,
+    state: TrainingState,
+    ranks: Ranks,
+    drop_graphs: Callable[[], object],
+) -> Callable[[], None] | None:
+    """Capture a graph on all ranks.
+
+    Args:
+        graph: a new one.
+        fn: see `Graph.capture`.
+        context: see `Graph.capture`.
+        then: see `Graph.capture`.
+        state: what `fn` may change.
+        ranks: those that capture now.
+        drop_graphs: drops all graphs, if the failure leaves none of them right.
+
+    Returns:
+        What leaves the modules in the mode, and their tensors with the `requires_grad`, in which `fn` has left them. A
+        replay does not do that by itself. None if `fn` has left all of them as they were.
+
+    Raises:
+        CaptureError: the capture failed, on this rank or on another one. Everything is as before the call.
+    """
+    before = state.tensors()
+    walk = Walk(state.modules)
+    flags = walk.flags()
+    failure: CaptureError | None = None
+    ranks.reducers.begin_capture()
+    state.renew_gradient_nodes()
+    with Undo() as undo:
+        undo.note(walk.put_back, flags)
+        undo.note(state.rebind, before)
+        undo.note(graph.reset)
+        refuse = refuse_reads(undo)
+        try:
+            with no_recompile():
+                graph.capture(fn, context, then)
+            refuse()
+            if paths := state.rebound_since(before):
+                raise CaptureError(
+                    f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the "
+                    "new value. Change tensors in place (copy_, add_), and make them before the step."
+                )
+        except CaptureError as error:
+            advice = ranks.reducers.advice
+            failure = CaptureError(f"{error}{advice}") if advice else error
+        if not ranks.agree(failure is None):
+            if not ranks.agree(ranks.reducers.idle):
+                drop_graphs()
+                ranks.reducers.reset()
+            try:
+                raise failure or CaptureError(ranks.other_failed)
+            finally:
+                del failure  # its traceback refers to this frame: a cycle, which would keep what the step made
+        undo.forget()
+    changed = walk.changed_flags(flags)
+    walk.put_back(flags)  # the replay that follows will set them
+    return partial(walk.set_flags, changed) if changed else None

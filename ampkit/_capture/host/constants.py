@@ -1,0 +1,384 @@
+"""Values that a graph holds as constants: which ones, what is noted of them, and when two of them are the same.
+
+Objects and classes are read without running code of theirs, which may raise, or change something.
+"""
+
+import array
+import operator
+import os
+import re
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..._text import dtype_name, grid, value_text
+
+_bases = type.__dict__["__mro__"].__get__
+_module = type.__dict__["__module__"].__get__
+_table = type.__dict__["__dict__"].__get__
+
+
+def bases_of(kind: type) -> tuple[type, ...]:
+    """Return a class and its bases, in the order in which attributes are looked up."""
+    found: tuple[type, ...] = _bases(kind)
+    return found
+
+
+def class_table(kind: type) -> Mapping[str, Any]:
+    """Return the `__dict__` of a class."""
+    found: Mapping[str, Any] = _table(kind)
+    return found
+
+
+def module_name(kind: type) -> str:
+    """Return the name of the Python module that a class says it is from; "" if it says none."""
+    found = _module(kind)
+    return found if isinstance(found, str) else ""
+
+
+def package_name(kind: type) -> str:
+    """Return the name of the top-level package of a class."""
+    return module_name(kind).partition(".")[0]
+
+
+def file_of_module(module: ModuleType) -> str:
+    """Return the file of a Python module, "" if it has none. A module that is loaded late stays as it is."""
+    found = (own_table(module) or {}).get("__file__")
+    return found if isinstance(found, str) else ""
+
+
+def own_table(value: Any) -> dict[str, Any] | None:
+    """Return the `__dict__` of an object; None if it has none.
+
+    It is not what a property of that name, `__getattr__` or a weak proxy makes of it.
+    """
+    for base in bases_of(type(value)):
+        descriptor: Any = class_table(base).get("__dict__")
+        if type(descriptor) in (GetSetDescriptorType, MemberDescriptorType):
+            table = descriptor.__get__(value)
+            return table if type(table) is dict else None
+    return None
+
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, Decimal)
+_BUILT_IN = (bool, int, float, complex, str, bytes)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_BY_IDENTITY = (*_FUNCTIONS, type, Enum, Tensor)
+_CLOSED = (nn.Module, torch.optim.Optimizer, types.ModuleType)
+CLOSED_PACKAGES = frozenset(("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "ampkit"))
+
+
+CLOSED_CLASSES = CLOSED_PACKAGES | {"builtins"}  # the packages of classes that are not looked into
+
+
+MOST_ENTRIES = 64  # of a list, or of a dict without names; more are data
+
+
+def is_number(value: Any) -> bool:
+    """Return whether two values of this kind are compared by `==`."""
+    return isinstance(value, (*_NUMBERS, types.MethodType))
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value has nothing inside that could change: a number, a text, a function, a tensor itself."""
+    kind = type(value)  # the `__class__` of a weak proxy is that of another object, which may be gone
+    if issubclass(kind, (tuple, frozenset)):
+        return all(map(is_plain, value))
+    if kind is slice:
+        return all(map(is_plain, _ends(value)))
+    return issubclass(kind, (*_NUMBERS, *_BY_IDENTITY)) or _is_of_numpy(kind, "generic")
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value holds numbers in memory of its own, where they may change in place: of numpy, or bytes."""
+    kind = type(value)
+    if kind in (bytearray, array.array):
+        return True
+    return kind.__name__ == "ndarray" and _is_of_numpy(kind, "ndarray") and value.dtype.kind in _NUMERIC
+
+
+def _is_of_numpy(kind: type, name: str) -> bool:
+    """Return whether a class is this one of numpy or made from it. Nothing is, if nobody has imported numpy."""
+    found = getattr(sys.modules.get("numpy"), name, None)
+    return found is not None and issubclass(kind, found)
+
+
+def _ends(value: slice) -> tuple[Any, ...]:
+    return value.start, value.stop, value.step
+
+
+def is_closed(value: Any) -> bool:
+    """Return whether what is in this object is no setting of a step, or is looked at by itself."""
+    kind = type(value)
+    return issubclass(kind, _CLOSED) or package_name(kind) in CLOSED_PACKAGES
+
+
+def size(table: Any) -> int:
+    """Return how many entries a list or dict has."""
+    return dict.__len__(table) if isinstance(table, dict) else list.__len__(table)
+
+
+def tells_its_size(kind: type) -> bool:
+    """Return whether `len` gives the number of entries of lists, dicts and deques of this class."""
+    return getattr(kind, "__len__", None) in (dict.__len__, list.__len__, deque.__len__)
+
+
+def gives_its_entries(kind: type) -> bool:
+    """Return whether a class of dicts reads its entries as `dict` does."""
+    return getattr(kind, "__getitem__", None) is dict.__getitem__
+
+
+def getter(keys: list[Any], kind: type = dict) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what reads the entries with these keys, one at least, of a table of this class as a tuple."""
+    if hasattr(kind, "__missing__"):  # it would make an entry that is gone
+        return lambda table: tuple([dict.__getitem__(table, key) for key in keys])
+    return operator.itemgetter(*keys, keys[0])  # of two keys, it is one
+
+
+def noted(value: Any) -> Any:
+    """Return a value, and in place of a tensor or a module a weak reference, so that settings of earlier calls keep no
+    memory."""
+    if isinstance(value, (tuple, frozenset)):
+        return (tuple if isinstance(value, tuple) else frozenset)(map(noted, value))
+    return reference(value) if isinstance(value, Tensor) or is_closed(value) else value
+
+
+def reference(value: Any) -> Any:
+    """Return a weak reference of an object, or its class if there can be none."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return type(value)
+
+
+def are_same(old: Any, now: Any) -> bool:
+    """Return whether a graph may have the one in place of the other: equal numbers, or the same tensor or function."""
+    if old is now:  # there is one weak reference of a tensor
+        return True
+    if type(old) is not type(now):
+        return False
+    if isinstance(old, (tuple, list)):
+        return len(old) == len(now) and all(map(are_same, old, now))
+    if isinstance(old, frozenset):
+        return old == now and _written(old) == _written(now)
+    if type(old) is slice:
+        return are_same(_ends(old), _ends(now))
+    if isinstance(old, (float, complex, Decimal)):
+        return number_text(old) == number_text(now)  # 0.0 and -0.0 are equal, and nan is not
+    if _is_of_numpy(type(old), "generic"):
+        return bool(old.tobytes() == now.tobytes())
+    equal = _own_kind(old).__eq__(old, now) if is_number(old) else False
+    return equal is not NotImplemented and bool(equal)
+
+
+def _written(values: frozenset[Any]) -> set[tuple[type, str]]:
+    """Return how the numbers in a set are written: as keys 0.0 and -0.0 are one, and so are 1 and True."""
+    return {(type(each), number_text(each)) for each in values if isinstance(each, (*_BUILT_IN, Decimal))}
+
+
+def number_text(number: Any) -> str:
+    """Return a number or text as Python writes it."""
+    return str(_own_kind(number).__repr__(number))
+
+
+def _own_kind(number: Any) -> Any:
+    """Return the class of a number or text, without what a class of the user's makes of it."""
+    return next((kind for kind in _BUILT_IN if isinstance(number, kind)), type(number))
+
+
+Key = tuple[Any, ...]  # of what code reads by words of its own, an attribute or a variable
+Place = tuple[Key | None, str]  # a key, and what is written behind it. None, and a name: in whatever module it is
+_ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
+
+
+class OwnChanges:
+    """The places that the step changes itself. No replay would change them, so they are not compared.
+
+    Tensors are compared nevertheless if the step only makes one where there is none, or where a longer one is needed:
+    graphs must know which one they have.
+    """
+
+    def __init__(self, places: Iterable[Place] = ()) -> None:
+        self.places = set(places)
+        self._rewritten = set[Place]()  # what the last call that read it has changed, and is compared
+
+    def leaves_out(self, place: Place) -> bool:
+        """Return whether this is not compared: it is one of the places, or an entry of one."""
+        key, text = place
+        return place in self.places or (key, around_entries(text)) in self.places
+
+    def saw(
+        self,
+        changed: Set[Place],
+        *,
+        is_read: Callable[[Place], bool],
+        is_tensor: Callable[[Place], bool],
+        is_compared: Callable[[Place], bool],
+    ) -> None:
+        """Take note of a call.
+
+        Args:
+            changed: the places that have another value behind it.
+            is_read: returns whether the call has read a place.
+            is_tensor: returns whether there is a tensor in it now.
+            is_compared: returns whether it is compared so far, and was read before it was changed.
+        """
+        kept = {each for each in changed if is_tensor(each) and is_compared(each) and each not in self._rewritten}
+        self._rewritten = {each for each in self._rewritten if not is_read(each)} | kept
+        still = {each for each in self.places if each in changed - kept or not (is_read(each) and is_tensor(each))}
+        self.places = still | (changed - kept)
+
+    def copy(self) -> "OwnChanges":
+        """Return another one with the places of now."""
+        return OwnChanges(self.places)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadValues:
+    """The values of all that steps read. Two of these are equal if all that both looked at has the same values.
+
+    Attributes:
+        found: what is noted of the values, by key and by what is written behind it.
+        name: returns how messages name a key.
+        was_looked_at: `was_looked_at(key, text)` returns whether this place had no value where none was found.
+        left_out: the places that the step changes itself.
+    """
+
+    found: dict[Key, dict[str, Any]]
+    name: Callable[[Key], str]
+    was_looked_at: Callable[[Key, str], bool]
+    left_out: OwnChanges
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ReadValues) and not any(True for _ in self.different(other))
+
+    def __hash__(self) -> int:
+        return hash(ReadValues)
+
+    def named(self) -> dict[str, Any]:
+        """Return the values by how messages name them."""
+        return {
+            f"{self.name(key)}{text}": value
+            for key, found in self.found.items()
+            for text, value in found.items()
+            if not self.left_out.leaves_out((key, text))
+        }
+
+    def changed(self, new: "ReadValues") -> dict[str, tuple[Any, Any]]:
+        """Return the old and the new value of what is another one now, by how messages name it."""
+        found: dict[str, tuple[Any, Any]] = {}
+        for key, text in self.different(new):
+            old, now = self.found.get(key, {}).get(text, ABSENT), new.found.get(key, {}).get(text, ABSENT)
+            name = f"{self.name(key)}{text}"
+            # Behind a tensor that is another one, as in CACHE.shape[0], nothing more is said.
+            if not any(name.startswith((f"{known}.", f"{known}[")) and old is was for known, (was, _) in found.items()):
+                found[name] = old, now
+        return found
+
+    def different(self, other: "ReadValues") -> Iterator[tuple[Key, str]]:
+        """Yield the places that have another value in the other one."""
+        for key, text in different(self.found, other.found):
+            is_known = text in self.found.get(key, ()) and text in other.found.get(key, ())
+            looked = is_known or (self.was_looked_at(key, text) and other.was_looked_at(key, text))
+            if looked and not any(each.left_out.leaves_out((key, text)) for each in (self, other)):
+                yield key, text
+
+
+def different(old: dict[Key, dict[str, Any]], now: dict[Key, dict[str, Any]]) -> Iterator[tuple[Key, str]]:
+    """Yield the key and the text of each value that is another one."""
+    for key in {**old, **now}:
+        was, becomes = old.get(key, {}), now.get(key, {})
+        for text in {**was, **becomes}:
+            if not are_same(was.get(text, ABSENT), becomes.get(text, ABSENT)):
+                yield key, text
+
+
+def around_entries(text: str) -> str:
+    """Return how the list or dict is written that has the entry which a text ends with."""
+    return _ENTRIES.sub("", text)
+
+
+class HostConstant(NamedTuple):
+    """A value of the host that a step reads, and that its graphs hold.
+
+    Attributes:
+        path: how it is written: `model.drop.p`, `CONFIG.loss['l1']`.
+        value: what it is now, as text.
+        line: `file:line` of a line that reads it; "" if it is not known.
+        not_compared: why a call does not compare it with what it was; "" if it does.
+        is_code: whether it is a function, a class or a module, of which only is compared which one it is.
+    """
+
+    path: str
+    value: str
+    line: str
+    not_compared: str = ""
+    is_code: bool = False
+
+
+class HostConstants(tuple[HostConstant, ...]):
+    """The values of the host that a step reads, and that its graphs hold. Prints as a table."""
+
+    __slots__ = ()
+
+    @property
+    def compared(self) -> int:
+        """How many of them each call compares with what they were."""
+        return sum(not each.not_compared for each in self)
+
+    def __str__(self) -> str:
+        kinds = ("value", *[name for name in ("not compared",) if self.compared < len(self)])
+        rows = [
+            (each.path, each.value, _short_place(each.line), *[each.not_compared][: len(kinds) - 1])
+            for each in self
+            if not each.is_code or each.not_compared
+        ]
+        code = dict.fromkeys(each.path for each in self if each.is_code and not each.not_compared)
+        lines = [f"{len(self)} values of the host, {self.compared} of them compared in each call"]
+        if rows:
+            lines += grid([("path", kinds[0], "read in", *kinds[1:]), *rows], texts=len(kinds) + 2)
+        return "\n".join([*lines, *([f"and functions, classes and modules: {', '.join(code)}"] if code else [])])
+
+
+def constant(path: str, value: Any, line: tuple[str, int] | None, not_compared: str) -> HostConstant:
+    """Return a row.
+
+    Args:
+        path: how it is written.
+        value: what was noted of it; `ABSENT` if there is none.
+        line: the file and the number of a line that reads it.
+        not_compared: see `HostConstant`.
+    """
+    if type(value) is weakref.ref:
+        value = value()
+    kind = type(value)
+    is_code = issubclass(kind, (*_FUNCTIONS, type, ModuleType)) and not issubclass(kind, Enum)
+    if issubclass(kind, Tensor):
+        text = f"a tensor, {dtype_name(value.dtype)} {list(value.shape)}"
+    elif is_code:
+        text = getattr(value, "__qualname__", None) or getattr(value, "__name__", "") or kind.__name__
+    else:
+        text = "" if value is ABSENT else value_text(value) or f"of class {kind.__qualname__}"
+    place = "" if line is None or not line[0] else f"{line[0]}:{line[1]}"
+    return HostConstant(path, text, place, not_compared, is_code)
+
+
+def _short_place(line: str) -> str:
+    """Return `file:line` with the path of the file as one begins to read it: in its package, or where Python runs."""
+    *_, inside = line.rpartition(f"-packages{os.sep}")
+    return inside.removeprefix(f"{os.getcwd()}{os.sep}")
+
+
+OWN = "the step changes it itself"
+_NUMERIC = "biufcSU"  # kinds of dtypes of numpy: booleans, numbers and texts
+ABSENT = object()

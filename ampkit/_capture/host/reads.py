@@ -1,0 +1,399 @@
+"""Which values of the host a step reads, and whether they are what they were in the last call.
+
+**What is to be noticed.** A graph holds all numbers that Python computed in the capture as constants: the `p` of a
+dropout, `CONFIG.loss["l1"]`, a variable of the function around the step. A replay runs no Python, so it would go on
+with them after the user has set another one. So each call compares what the step has read, and finds another graph, or
+captures one, where something is different. Two things must not happen. A change that counts goes unnoticed: then the
+numbers are wrong without a word. Something is compared that no graph depends on, as the step's own count of its calls:
+then each call differs from the one before, and nothing is ever captured.
+
+**What does not do.**
+- *Compare all that can be reached* from the modules and globals. One counter that nothing reads, or a list to which the
+  step appends, and the step is never captured.
+- *Compare all that has a name in the step's code*, wherever it is. Code writes into the objects that it reads from. By
+  names alone, `config.calls += 1` cannot be told from a read of `config.calls`, and `if self.debug and self.calls > 9`
+  counts as a read of `calls`, though `debug` is never set.
+- *Take the expressions of the code, executed or not.* The same `if` tells why it is executed instructions that count.
+- *Guards of dynamo.* It misses attributes of classes and arrays of numpy in silence, guards what the step writes, so
+  that it compiles in every call, and cannot trace the hooks, prints and optimizers around which steps are written.
+- *Compare replays with eager calls now and then* (`verify` does). It sees all kinds of changes, but after the fact.
+- *Have the user declare it.* Who forgets one gets wrong numbers: just what this file is here to prevent.
+
+**How it works.** Two calls of each layout are watched, the one under the preflight and the rehearsal. Python's profile
+function tells which functions are called (`calls`), and a trace or `sys.monitoring` which of their instructions are
+executed (`executed`). A *place* is a root and a path from it, and `Reads` has all of them. Roots learn their places in
+one of two ways:
+- A module has many attributes, and code reaches it as `self`. Names are precise enough there: each attribute counts
+  whose name an executed instruction of the step has read, or loaded as a text, which `getattr` may be given. What only
+  the code of one class reads counts in its modules alone.
+- A global variable, a variable of a function around the step, and an object that a function is given are shared with
+  the rest of the program. There the bytecode is read for the longest expressions (`CONFIG.loss["l1"]`), and one of
+  them counts if its last instruction was executed (`code`, `roots`).
+
+What a place leads to is looked into, without running code of the user's (`objects`): lists, dicts, slots, partials,
+caches. What the watched call has changed itself is left out (`OwnChanges`). A call then reads all places by a few
+getters of C and compares identities (`state/watch.py`). Only where one differs are values compared (`are_same`).
+
+Writes fit in here: they are the places that differ behind two calls (`OwnChanges.saw` is told of them), and the stores
+among executed instructions. `step.constants()` lists the places, each with its value and the line that reads it.
+
+**Where it still fails.**
+- What code in C reads or changes is not seen, nor what another thread does.
+- Code of torch and of closed packages is given values; what it looks up by itself is not seen.
+- A list or an array of more than 64 entries is taken for data, and is not looked into.
+- A value that is read only in a call that nobody watches, as behind `if step % 100 == 0`.
+- While another profiler is at work, all that the methods of the modules could read counts as read.
+"""
+
+import contextlib
+import functools
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..._torch.tensors.modules import is_module
+from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names, seeing_calls
+from .code import Scope, functions_of
+from .constants import (
+    ABSENT,
+    MOST_ENTRIES,
+    OWN,
+    HostConstant,
+    Key,
+    OwnChanges,
+    Place,
+    ReadValues,
+    around_entries,
+    bases_of,
+    constant,
+    different,
+    file_of_module,
+    getter,
+    is_array,
+    is_closed,
+    is_plain,
+    module_name,
+    noted,
+    own_table,
+    package_name,
+    reference,
+    size,
+)
+from .executed import Executed
+from .objects import HeldTable, any_name, holders, holds_others
+from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
+
+# DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
+_NOT_COMPARED = ("torch.nn.parallel.", "torchmetrics.")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
+
+
+class _Source(NamedTuple):
+    """What the step's code reads by words of its own, and all that is in it.
+
+    Attributes:
+        key: of an attribute the number of its module and its name, of a variable the key of its path.
+        text: how it is written: `p`, `CONFIG.loss['l1']`, or as much of it as leads to values.
+        way: the tables that lead to it, each with the key of the next one in it.
+        value: what it is; `ABSENT` if there is none.
+        holders: the tables in the value.
+    """
+
+    key: Key
+    text: str
+    way: list[tuple[Any, Any]]
+    value: Any
+    holders: list[HeldTable]
+
+    def found(self) -> dict[str, Any]:
+        """Return what is noted of the values, by what is written behind the text: numbers, texts and functions
+        themselves, a weak reference of a tensor and of an object that is not looked into, and the class of others."""
+        found = {} if self.value is ABSENT else {"": _noted(self.value, of_module=len(self.key) == 2)}
+        for holder in self.holders:
+            found.update(holder.found())
+        return found
+
+    def listed(self) -> Iterator[tuple[str, Any]]:
+        """Yield the same for a user: of what is looked into only what is in it."""
+        found = self.found()
+        return ((text, value) for text, value in found.items() if text or len(found) == 1 or not self.holders)
+
+
+class Reading(NamedTuple):
+    """One look at all that is compared, and what the next calls look at.
+
+    Attributes:
+        values: what was seen.
+        readers: functions that read what the values depend on. Each returns a tuple, of the same objects as long as
+            nothing has changed, and raises a `KeyError` or `IndexError` if an entry is gone.
+        read: the table to pass to each of them.
+        tables: what may get a further entry that counts: modules and objects, where it may hide an attribute of their
+            class, and what is compared with all that is in it.
+        cells: those that variables of functions are kept in.
+    """
+
+    values: ReadValues
+    readers: list[Callable[[Any], tuple[Any, ...]]]
+    read: list[Any]
+    tables: list[Any]
+    cells: list[Any]
+
+
+class Reads:
+    """What is compared from call to call, and where it is. A step that is watched shows it.
+
+    Args:
+        functions: those of the user's that ampkit calls in a step.
+    """
+
+    def __init__(self, functions: Iterable[Any] = ()) -> None:
+        self._functions = tuple(functions)
+        self._names, self._own_names = Names(), OwnChanges()  # all names that were read in modules
+        self._lines: dict[str, dict[CodeType, Line]] = {}  # where each name is read
+        self._paths: dict[PathKey, Path] = {}  # kept, so that no others get their keys
+        self._own = OwnChanges()
+        self._readers: dict[PathKey, set[Reader]] = {}  # of the paths that were read
+        self._line: dict[PathKey, Line] = {}
+        self._problem = ""
+
+    @contextlib.contextmanager
+    def noting(self, modules: Sequence[nn.Module], in_parts: Callable[[], bool]) -> Iterator[None]:
+        """Context for a step, whose code tells what is compared from then on.
+
+        Args:
+            modules: those that the step may call.
+            in_parts: returns at the end whether only modules are captured. Then what the rest of the step reads is not
+                compared.
+        """
+        executed = Executed()
+        start = self._found(self._paths)
+        notes = Notes(lambda path: self._follow(path, any_name).found(), self._functions, modules, executed)
+        recorder = CallRecorder(modules, executed, notes.take)
+        with executed.noting():
+            with seeing_calls(recorder.on_call) as has_seen_all:
+                yield
+                observed = has_seen_all()
+            try:
+                self._learn_paths(notes, start, in_parts())
+            except Exception as error:  # of a class of the user's; it must not end the step
+                notes.problem = notes.problem or unreadable(error)
+            self._problem = notes.problem
+            self._learn_names(recorder, recorder.names(observed))  # last: the paths were followed with the old names
+
+    def take_problem(self) -> str:
+        """Return why it could not be told what the last step read, "" if it could; then forget it."""
+        problem, self._problem = self._problem, ""
+        return problem
+
+    def _learn_names(self, recorder: "CallRecorder", read: Names) -> None:
+        def is_tensor(place: Place) -> bool:
+            return read.has_somewhere(place[1]) and any(before.has_tensor(place[1]) for before in recorder.before)
+
+        compared = self._compared_names()
+        self._own_names.saw(
+            {(None, name) for before in recorder.before for name in before.changed()},
+            is_read=lambda place: read.has_somewhere(place[1]),
+            is_tensor=is_tensor,
+            is_compared=lambda place: compared.has_somewhere(place[1]),
+        )
+        self._names = self._names.with_further(read)
+        for name, lines in recorder.lines.items():
+            self._lines.setdefault(name, {}).update(lines)
+
+    def _learn_paths(self, notes: Notes, start: dict[Key, dict[str, Any]], in_parts: bool) -> None:
+        after, read = notes.values(), notes.read()
+        if in_parts:
+            read = {key: line for key, line in read.items() if Reader.MODULE in notes.readers[key]}
+        paths = {**self._paths, **notes.paths}
+
+        def whole(places: Iterator[tuple[Key, str]]) -> set[Place]:
+            """Return what counts as changed if these have another value: of a list or dict all that is in it."""
+            found = set[Place]()
+            for key, text in places:
+                around = around_entries(text)
+                is_table = around == "" and any(map(_is_table, paths[key].values()[-1:]))
+                found.add((key, around if around or is_table else text))
+            return found
+
+        # A function may read what another one has written before it was called: then only a later call shows that.
+        rewritten = whole(different(notes.before, after))
+        compared = self._compared_paths()
+        self._own.saw(
+            rewritten | whole(different(start, self._found(self._paths))),
+            is_read=lambda place: place[0] in read,
+            is_tensor=lambda place: type(after.get(place[0] or (), {}).get(place[1])) is weakref.ref,
+            is_compared=lambda place: place in rewritten and place[0] in compared,
+        )
+        for key, line in read.items():
+            self._readers[key] = self._readers.get(key, set()) | notes.readers[key]
+            self._line.setdefault(key, line)
+        changed = {key for key, _ in self._own.places}
+        self._paths = {key: path for key, path in paths.items() if key in self._readers or key in changed}
+
+    def forget(self) -> None:
+        """Compare no variables any more. What names count in modules is known for good."""
+        self._paths, self._readers, self._line, self._own = {}, {}, {}, OwnChanges()
+
+    def are_of_optimizers(self, old: ReadValues, new: ReadValues) -> bool:
+        """Return whether steps of optimizers read all that has changed, and nothing else does."""
+        readers = [self._readers.get(key, set()) for key, _ in old.different(new) if len(key) == 3]
+        return bool(readers) and all(found == {Reader.OPTIMIZER} for found in readers)
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules that variables lead to."""
+        values = (path.values() for path in self._compared_paths().values())
+        return [value for found in values for value in found[-1:] if is_module(value)]
+
+    def look(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> Reading:
+        """Look at everything.
+
+        Args:
+            modules: those of the step.
+            paths: returns the path of each of them.
+        """
+        names, compared = self._compared_names(), self._compared_paths()
+        variables = [self._follow(path) for path in compared.values()]
+        sources = [*self._attributes(modules, names), *variables]
+        found = {source.key: source.found() for source in sources}
+        texts, kinds = {source.key: source.text for source in variables}, list(map(type, modules))
+        is_read, paths = self._names.has_somewhere, functools.cache(paths)
+
+        def name(key: Key) -> str:
+            return f"the variable {texts[key]}" if key in texts else f"the attribute {paths()[key[0]]}.{key[1]}"
+
+        def was_looked_at(key: Key, text: str) -> bool:
+            if len(key) != 2:
+                return key in found and all(map(is_read, _ATTRIBUTE.findall(text)))
+            is_there = key[0] < len(kinds) and names.has(kinds[key[0]], key[1])
+            return is_there and all(map(names.has_somewhere, _IDENTIFIER.findall(text)))
+
+        ways: dict[int, tuple[Any, dict[Any, None]]] = {}
+        for table, key in chain.from_iterable(source.way for source in sources):
+            ways.setdefault(id(table), (table, {}))[1][key] = None
+        readers = [(getter(list(keys), type(table)), table) for table, keys in ways.values()]
+        inside = [holder for source in sources for holder in source.holders]
+        readers += [(read, holder.table) for holder in inside if (read := holder.reader()) is not None]
+        roots = [path.root for path in compared.values()]
+        missing = [root for root in roots if root.scope is Scope.GLOBAL and root.value() is ABSENT]
+        readers += [(_is_there(root.name), root.owner) for root in missing]
+        tables = [holder.table for holder in inside]
+        tables += map(vars, filter(_is_looked_into, modules)) if names.of_all else []
+        values_on_way = chain.from_iterable(path.values() for path in compared.values())
+        tables += [own_table(value) for value in values_on_way if not is_left_alone(value)]
+        cells = {id(root.owner): root.owner for root in roots if root.scope is Scope.ENCLOSING}
+        return Reading(
+            ReadValues(found, name, was_looked_at, self._own.copy()),
+            [read for read, _ in readers],
+            [table for _, table in readers],
+            list({id(table): table for table in tables if table is not None}.values()),
+            list(cells.values()),
+        )
+
+    def constants(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> Iterator[HostConstant]:
+        """Yield the values that steps have read, as they are now.
+
+        Args:
+            modules: those of the step.
+            paths: the path of each of them.
+        """
+        compared = self._compared_names()
+        for source in self._attributes(modules, self._names.without(KEPT_ELSEWHERE), all_modules=True):
+            number, name = source.key
+            module = modules[number]
+            methods = {function.__code__ for _, function in functions_of(type(module))}
+            for text, value in source.listed():
+                read = _IDENTIFIER.findall(name + text)
+                lines = next((found for each in reversed(read) if (found := self._lines.get(each))), {})
+                line = next((line for code, line in lines.items() if code in methods), next(iter(lines.values()), None))
+                why = "" if compared.has(type(module), name) and all(map(compared.has_somewhere, read[1:])) else OWN
+                if not _is_looked_into(module):
+                    why = f"{type(module).__name__} changes its attributes between steps"
+                yield constant(f"{paths[number]}.{name}{text}", value, line, why)
+        for path in (self._paths[key] for key in self._readers):
+            source = self._follow(path)
+            line, ends_here = self._line[path.key], len(path.values()) <= len(path.parts)
+            if ends_here and is_closed(source.value) and not _is_read_elsewhere(source.value):
+                package = package_name(type(source.value))
+                yield constant(str(path), ABSENT, line, f"objects of {package} are not looked into")
+                continue
+            for text, value in source.listed():
+                yield constant(source.text + text, value, line, OWN if self._own.leaves_out((path.key, text)) else "")
+
+    def _compared_names(self) -> Names:
+        return self._names.without(KEPT_ELSEWHERE | {name for _, name in self._own_names.places})
+
+    def _compared_paths(self) -> dict[PathKey, Path]:
+        own = self._own.places
+        return {key: path for key, path in self._paths.items() if key in self._readers and (key, "") not in own}
+
+    def _found(self, paths: dict[PathKey, Path]) -> dict[Key, dict[str, Any]]:
+        return {key: self._follow(path).found() for key, path in paths.items()}
+
+    def _attributes(
+        self, modules: Sequence[nn.Module], names: Names, *, all_modules: bool = False
+    ) -> Iterator[_Source]:
+        seen: set[int] = set()
+        for number, module in enumerate(modules):
+            for name, value in list(vars(module).items()) if all_modules or _is_looked_into(module) else ():
+                if names.has(type(module), name):
+                    inside = list(holders(value, names.has_somewhere, seen))
+                    yield _Source((number, name), name, [(vars(module), name)], value, inside)
+
+    def _follow(self, path: Path, is_read: Callable[[str], bool] | None = None) -> _Source:
+        """Return what a path leads to; with `is_read`, with what is in objects under names for which that is true.
+
+        Beside that, code may read by other ways than bytecode tells what is in the value: of a small dict each entry.
+        """
+        way = [(table, part.key) for part, (table, _) in zip(path.parts, path.steps(), strict=False)]
+        values = path.values()
+        if not values:
+            return _Source(path.key, path.root.name, way, ABSENT, [])
+        if path.root.scope is Scope.GLOBAL:
+            way.append((path.root.owner, path.root.name))
+        value, text = values[-1], str(path._replace(parts=path.parts[: len(values) - 1]))
+        all_entries = _is_table(value) and size(value) <= MOST_ENTRIES
+        inside = holders(value, is_read or self._names.has_somewhere, set(), all_entries=all_entries)
+        return _Source(path.key, text, way, value, list(inside))
+
+
+def _is_looked_into(module: nn.Module) -> bool:
+    return not any(module_name(base).startswith(_NOT_COMPARED) for base in bases_of(type(module)))
+
+
+def _is_read_elsewhere(value: Any) -> bool:
+    """Return whether attributes of a closed object are looked at by themselves, or never change."""
+    return issubclass(type(value), (nn.Module, ModuleType, type))
+
+
+def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:
+    return lambda table: (name in table,)
+
+
+def _noted(value: Any, *, of_module: bool) -> Any:
+    """Return what is compared of a value: of one that is looked into, only its class.
+
+    The type of an object, and not `isinstance`, tells what it is, since weak proxies may be of objects that are gone.
+    """
+    if is_plain(value):
+        return noted(value)
+    looked_into = holds_others(value)
+    if not of_module:
+        looked_into = _is_table(value) or (looked_into and (is_array(value) or not _is_of_package(value)))
+    return type(value) if looked_into else reference(value)
+
+
+def _is_of_package(value: Any) -> bool:
+    """Return whether code that is not looked at may read attributes of this object, or keeps its values elsewhere."""
+    module = sys.modules.get(module_name(type(value)))
+    return type(value) is functools.partial or (module is not None and "-packages" in file_of_module(module))
+
+
+def _is_table(value: Any) -> bool:
+    return issubclass(type(value), (dict, list))

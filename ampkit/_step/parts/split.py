@@ -89,7 +89,13 @@ class StepSplitter:
         """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
         if self._why_never == "unwanted" or not layout.problem:
             return False
-        reason = self._why_never or self._why_not_now(layout)
+        hindrances = {
+            "it cannot be told what the modules read": layout.unreadable,
+            "the code is told that it is being captured (capturing=True)": layout.answer.sees_capture,
+            "autocast is on around the step. Pass a policy instead": torch.is_autocast_enabled(self._device.type),
+            "torch.compile has compiled a part of the step, or is at work in it": not layout.rehearsal.numbers,
+        }
+        reason = self._why_never or next((why for why, is_so in hindrances.items() if is_so), "")
         kind = key.spec, key.settings, key.phase.others
         split = self._splits.get(kind)
         if split is None and not reason and len(self._splits) >= self._options.max_graphs:
@@ -110,17 +116,6 @@ class StepSplitter:
     def has_parts(self) -> bool:
         """Whether some layout is done in parts, or may be."""
         return any(not split.refusal for split in self._splits.values())
-
-    def _why_not_now(self, layout: Layout) -> str:
-        if layout.unreadable:
-            return "it cannot be told what the modules read"
-        if layout.answer.sees_capture:
-            return "the code is told that it is being captured (capturing=True)"
-        if torch.is_autocast_enabled(self._device.type):
-            return "autocast is on around the step. Pass a policy instead"
-        if not layout.rehearsal.numbers:
-            return "torch.compile has compiled a part of the step, or is at work in it"
-        return ""
 
     def call(self, engine: Engine, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call of a layout that is done in parts."""

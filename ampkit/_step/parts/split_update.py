@@ -54,8 +54,19 @@ class CapturedUpdate:
         device: torch.device,
         owner: str,
     ) -> None:
-        self._step, self._state, self._ranks, self._device, self._owner = step, state, ranks, device, owner
-        self._options = replace(options, on_failure="eager", verify=0, capturing=False)
+        def update(phase: Phase) -> Any:
+            return step.finish(phase.accumulated, phase.observed)
+
+        self._step = step
+        self._session = Session(
+            fn=update,
+            captured=update,
+            state=state,
+            device=device,
+            options=replace(options, on_failure="eager", verify=0, capturing=False),
+            ranks=ranks,
+            name=f"{owner}, {UPDATE}",
+        )
         self._engine: Engine | None = None  # made when a step is first done in parts
 
     def done(self, phase: Phase, outputs: PartOfStep) -> PartOfStep:
@@ -63,26 +74,9 @@ class CapturedUpdate:
         accumulated = outputs.accumulated
         if accumulated is None or not phase.last or self._step.place.behind:
             return outputs
-        engine = self._engine = self._engine or self._made()
+        engine = self._engine = self._engine or Engine(self._session)
         norm, skipped = engine((), {}, Phase(last=True, accumulated=accumulated))
         return PartOfStep(outputs.output._replace(grad_norm=norm, skipped=skipped), None)
-
-    def _made(self) -> Engine:
-        step = self._step
-
-        def update(phase: Phase) -> Any:
-            return step.finish(phase.accumulated, phase.observed)
-
-        session = Session(
-            fn=update,
-            captured=update,
-            state=self._state,
-            device=self._device,
-            options=self._options,
-            ranks=self._ranks,
-            name=f"{self._owner}, {UPDATE}",
-        )
-        return Engine(session)
 
     @property
     def is_settled(self) -> bool:

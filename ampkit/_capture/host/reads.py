@@ -121,9 +121,10 @@ class _Source(NamedTuple):
         return found
 
     def listed(self) -> Iterator[tuple[str, Any]]:
-        """Yield the same for a user: of what is looked into only what is in it."""
+        """Yield the same for a user: of an object that is looked into only what is in it."""
         found = self.found()
-        return ((text, value) for text, value in found.items() if text or len(found) == 1 or not self.holders)
+        is_value = len(found) == 1 or not self.holders or is_plain(self.value)
+        return ((text, value) for text, value in found.items() if text or is_value)
 
 
 class Reading(NamedTuple):

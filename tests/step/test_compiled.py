@@ -618,6 +618,7 @@ class Weights:
 @pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.sampled(2)
 def test_what_the_compiled_loss_reads(fused: bool) -> None:
     """R7: a change is noticed, also if all that earlier calls have shown was forgotten.
 

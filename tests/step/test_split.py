@@ -328,7 +328,7 @@ def compared(engine: Engine, make: Callable[[], nn.Module], calls: int = 13, **o
         for j, (name, options) in enumerate(OPTIONS.items())
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, Any]) -> None:
     """R4: losses, parameters, state, scale, average and random numbers are those of eager steps after each call."""
     calls = 36 if "accumulate" in options else 13

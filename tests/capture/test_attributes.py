@@ -139,6 +139,7 @@ def test_what_is_not_a_change(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["seed", "index", "outputs", "pattern", "name", "lines"])
+@pytest.mark.quick(3)
 def test_only_what_the_step_itself_calls_reads(engine: Engine, name: str) -> None:
     """W2: functions of Python's library that torch and ampkit call read these names, but of no object of the step's."""
     device, graph = engine

@@ -193,6 +193,7 @@ def power_sgd() -> DistributedDataParallel:
         pytest.param(with_mixed_precision, "pass policy='bfloat16'", id="mixed precision"),
     ],
 )
+@pytest.mark.quick(3)
 def test_what_a_graph_cannot_hold_is_refused(made: Callable[[], DistributedDataParallel], words: str) -> None:
     """L4: the message names what cannot be captured, and what to write instead."""
     step = step_of(made(), on_failure="raise")

@@ -484,6 +484,7 @@ def loop(scaler: torch.amp.GradScaler, device: str, *, late: bool = False, accum
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampkit.GradScaler])
+@pytest.mark.quick(2)
 def test_a_loop_of_ones_own(device: str, late: bool, kind: type[torch.amp.GradScaler]) -> None:
     """Every step observed, gradients as they are before unscale_, the scale of the step, eval mode left out."""
     report = loop(kind(device, init_scale=256.0), device, late=late)

@@ -138,6 +138,7 @@ def test_a_gradient_that_is_not_there(
 @pytest.mark.filterwarnings("ignore:.*will be called after the optimizer")
 @pytest.mark.parametrize("on_failure", ["eager", "raise"])
 @pytest.mark.parametrize("graph", ["emulate", "off"])
+@pytest.mark.quick(2)
 def test_where_lightning_refuses_to_clip(tmp_path: Path, graph: str, on_failure: str) -> None:
     """Item 6: Lightning by itself would not do the first step here. The hook is ended with a message, not with None."""
     options: dict[str, Any] = {"make": lambda: ByObject(fused), "kind": "bf16-mixed", "gradient_clip_val": 0.1}

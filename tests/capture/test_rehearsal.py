@@ -354,6 +354,7 @@ def test_a_step_that_takes_columns_of_rows_of_a_data_set(
     assert (report.replays if how == "step" else report.launches) > 2, report
 
 
+@pytest.mark.slow
 def test_an_operation_across_two_records_does_not_crash() -> None:
     """A thread loads data in a `record_function`, as DataLoader does, from one record to the next: no segmentation
     fault, as on 595f9e4, and each record has what ran in it.

@@ -726,6 +726,7 @@ class WeightedByConfig(Net):
         ),
     ],
 )
+@pytest.mark.slow
 def test_numbers_of_the_module_are_part_of_the_key(engine: Engine, make: type[Net], says: str, tmp_path: Path) -> None:
     """A graph is of one value of each number that training_step reads; another value has its own."""
     device, graph = engine
@@ -873,6 +874,7 @@ def test_policy_and_precision_must_agree(tmp_path: Path) -> None:
         fit(tmp_path, "cpu", "emulate", kind="bf16-mixed", options={"policy": "float16"})
 
 
+@pytest.mark.slow
 def test_rules_for_operations_hold_in_training_and_validation(tmp_path: Path) -> None:
     """A policy with a rule computes otherwise than one without, and leaves nothing behind."""
     seen: dict[str, torch.dtype] = {}
@@ -1042,6 +1044,7 @@ def test_on_a_cpu_it_says_that_it_captures_nothing(tmp_path: Path) -> None:
     assert_same_runs(plain, ours)
 
 
+@pytest.mark.slow
 def test_import_without_lightning() -> None:
     """`import ampkit` does not need it; `import ampkit.lightning` says what to install."""
     code = """

@@ -184,6 +184,7 @@ class Behind(Reads):
 
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_what_is_not_read_keeps_nothing_from_being_captured(engine: Engine, tmp_path: Path) -> None:
     """R7: whole steps are replayed, until a condition becomes true. Then calls are watched anew."""
     _, ours = runs_of(engine, tmp_path, Behind, max_epochs=4)

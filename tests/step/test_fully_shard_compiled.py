@@ -221,6 +221,7 @@ def test_what_a_failing_compilation_has_begun_is_undone(mesh: Any, monkeypatch: 
     assert step.report().compiled[0].startswith("not compiled: 0, the loss")
 
 
+@pytest.mark.slow
 def test_a_step_that_is_dropped_is_freed(mesh: Any) -> None:
     """R11, R12: neither compiled code nor the model's modules keep a step alive."""
     net = sharded(mesh)

@@ -324,6 +324,7 @@ class FitsTwice(Callback):
             raise RuntimeError("stop")
 
 
+@pytest.mark.slow
 def test_an_error_gives_the_steps_back(tmp_path: Path) -> None:
     """After an error the strategy has Lightning's steps again."""
     callback = FitsTwice()

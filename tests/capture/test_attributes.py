@@ -293,6 +293,7 @@ class Reads(nn.Module):
 
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_step_in_parts(engine: Engine) -> None:
     """R4: an attribute that a captured part reads has changed: the parts are captured again, and have the new value."""
     device, graph = engine
@@ -336,6 +337,7 @@ def test_the_warning_names_it() -> None:
     step(x)
 
 
+@pytest.mark.slow
 def test_a_number_that_changes_in_each_call_ends_the_capture() -> None:
     """R9: no graph is captured any more, and a warning says so."""
     model = Net("cpu")

@@ -145,11 +145,10 @@ def runs_of(engine: Engine, folder: Path, kind: Callable[[Any], pl.LightningModu
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulate", few([1, 3], (1,)))
-@pytest.mark.quick(3)
 def test_modules_around_a_read_are_captured(engine: Engine, tmp_path: Path, kind: type[Reads], accumulate: int) -> None:
     """L1, R4: what is read is right in each step; the warning names the line, and what to write instead."""
     line = f"reads {KINDS[kind]} of the Trainer, and a graph would freeze its value."

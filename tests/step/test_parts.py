@@ -484,6 +484,7 @@ def half_scale(optimizer: Any, i: int) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", [half_rate, rougher, half_scale])
+@pytest.mark.slow
 def test_a_number_that_changes_is_never_frozen(engine: Engine, change: Callable[[Any, int], object]) -> None:
     """R5: it steps behind the graph from then on, with the new number, and one warning says which it was."""
     with warnings.catch_warnings(record=True) as caught, deterministic():

@@ -404,6 +404,7 @@ def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @allow_inductor_warnings
+@pytest.mark.slow
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with `compile=`, scans have the bits of single calls of that compiled step, with a schedule too."""
     if engine[0] == "cpu":
@@ -441,6 +442,7 @@ def test_ranks(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_settings_that_change(engine: Engine) -> None:
     """Graphs of another mode, or of memory that was replaced, are not launched. The old mode finds its graphs again."""
     batches = make_batches(engine[0], [4] * 20)

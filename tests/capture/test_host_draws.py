@@ -136,7 +136,7 @@ def test_each_outcome_is_a_graph_or_an_eager_step(engine: Engine, rate: float, l
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decide", DECISIONS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_ways_to_draw_and_to_compare(engine: Engine, decide: str) -> None:
     """R3: draws of any kind and their comparisons on the CPU, as long as the host learns a truth or a whole number."""
     twins = Twins(engine, lambda: Layers(0.2, 2, DECISIONS[decide]))

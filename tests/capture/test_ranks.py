@@ -209,6 +209,7 @@ rank_script.rows_of(["early", "late"], row)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forked", [False, True], ids=["processes", "forks"])
+@pytest.mark.sampled(2)
 def test_where_ranks_are_late_their_stacks_are_shown(tmp_path: Path, forked: bool) -> None:
     """R10: where one waits and where the other sleeps; the case before has its rows, and a later one is not tried."""
     script = tmp_path / "late.py"

@@ -303,7 +303,7 @@ def test_schedulers(engine: Engine, tmp_path: Path, name: str) -> None:
     ],
     ids=["limit", "overfit", "max_steps", "window longer than an epoch", "accumulation changes"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 def test_parts_of_epochs(tmp_path: Path, options: dict[str, Any]) -> None:
     """Lightning says which batches there are, and which of them ends a window."""

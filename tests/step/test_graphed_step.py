@@ -81,7 +81,7 @@ def trajectory(engine: Engine, policy: str, optimizer: str, max_norm: float | No
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", [False, True])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_bitwise_equal_to_eager(
     engine: Engine, policy: str, max_norm: float | None, optimizer: str, schedule: bool
 ) -> None:
@@ -96,7 +96,7 @@ def test_bitwise_equal_to_eager(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("policy", "max_norm"), [("float32", None), ("float16", 0.5)])
 @pytest.mark.parametrize("optimizer", every(3, UNFUSED))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_optimizers_without_a_fused_kernel(engine: Engine, policy: str, max_norm: float | None, optimizer: str) -> None:
     """S1, G7: optimizers with torch's defaults are captured too, with eager's bits, skips and schedule included."""
     with deterministic():
@@ -348,7 +348,7 @@ def test_scheduler_runs_on_the_host(engine: Engine) -> None:
         ("packed tensors", "saved_tensors_hooks around the step changed"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_stale_graphs_are_dropped(engine: Engine, change: str, says: str) -> None:
     """G10: a change of what a graph has frozen leads to one warning, a warm-up and a new capture, with eager's bits."""
     device = engine[0]

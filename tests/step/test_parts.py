@@ -98,7 +98,7 @@ def trajectory(engine: Engine, name: str, options: dict[str, Any], overflows: bo
     ],
     ids=["plain", "scaled", "accumulated", "all"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_the_bits_of_eager_steps(engine: Engine, name: str, options: dict[str, Any]) -> None:
     """R4: forward and backward are replayed, under a rate that changes in each step and with skipped steps."""
     overflows = options.get("policy") == "float16"

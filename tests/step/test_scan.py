@@ -94,7 +94,7 @@ QUICK = ("bfloat16, clip", "schedule: step", "float16, all", "accumulate", "veri
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", few(CASES, QUICK))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_equals_single_calls(engine: Engine, case: str) -> None:
     """R11: K steps per launch have the bits of K calls: state, outputs, random numbers; with overflows, if scaled."""
     options = CASES[case]
@@ -172,6 +172,7 @@ def test_a_rate_that_the_user_changes(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("accumulate", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_launches(engine: Engine, accumulate: int) -> None:
     """R11: ceil(K / 16) launches and no capture for any K once two short lengths were seen, with whole windows."""
     run = Run(engine, accumulate=accumulate, schedule=SCHEDULES["step"])

@@ -455,7 +455,7 @@ def change_neighbours(name: str, run: Run) -> None:
 @pytest.mark.parametrize(
     "name", few(["hook", "hook on the whole", "forward", "another layer", "one more", "mode"], ("hook", "one more"))
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 def test_neighbours_that_change(engine: Engine, name: str) -> None:
     """R4: the bits are those of eager steps after each change of the layers, and of the `nn.Sequential`."""

@@ -26,6 +26,7 @@ from ..._text import CONSTANTS, dtype_name, grid, value_text
 _bases = type.__dict__["__mro__"].__get__
 _module = type.__dict__["__module__"].__get__
 _table = type.__dict__["__dict__"].__get__
+_qualname = type.__dict__["__qualname__"].__get__
 
 
 def bases_of(kind: type) -> tuple[type, ...]:
@@ -365,9 +366,12 @@ def constant(path: str, value: Any, line: tuple[str, int] | None, not_compared: 
     if issubclass(kind, Tensor):
         text = f"a tensor, {dtype_name(value.dtype)} {list(value.shape)}"
     elif is_code:
-        text = getattr(value, "__qualname__", None) or getattr(value, "__name__", "") or kind.__name__
+        called = value.__func__ if kind is types.MethodType else value
+        is_class, is_module = issubclass(type(called), type), issubclass(type(called), ModuleType)
+        found = _qualname(called) if is_class else (own_table(called) or {}).get("__name__") if is_module else None
+        text = found or (called.__qualname__ if type(called) in _FUNCTIONS else f"of class {_qualname(type(called))}")
     else:
-        text = "" if value is ABSENT else value_text(value) or f"of class {kind.__qualname__}"
+        text = "" if value is ABSENT else value_text(value) or f"of class {_qualname(kind)}"
     place = "" if line is None or not line[0] else f"{line[0]}:{line[1]}"
     return HostConstant(path, text, place, not_compared, is_code)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..._text import CONSTANTS, value_text
 from ..._torch.autograd.gradient_nodes import renew_gradient_nodes
 from ..._torch.optimizers import step_hooks
-from ..._torch.tensors.modes import DeviceContext, function_modes
+from ..._torch.tensors.modes import DeviceContext, function_modes, without_torch_function
 from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
 from ..host.constants import HostConstants, ReadValues
@@ -257,7 +257,8 @@ class TrainingState:
     def constants(self) -> HostConstants:
         """Return the values of the host that the step reads, as they are now."""
         walk = Walk(self.modules)
-        found = [*self.reads.constants(walk.modules, walk.paths()), *self.host_tensors.constants()]
+        with without_torch_function():
+            found = [*self.reads.constants(walk.modules, walk.paths()), *self.host_tensors.constants()]
         return HostConstants(dict.fromkeys(found))
 
     def tensors(self) -> Bound:

@@ -68,6 +68,7 @@ def case(name, optimizer="sgd"):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.quick(3)
 def test_equals_the_recorded_step(name, optimizer):
     """P2: on a CPU, the forecast is what the same step takes when it is recorded, category by category, at its peak.
 

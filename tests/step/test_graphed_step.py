@@ -134,6 +134,7 @@ def test_equals_a_loop_written_with_torch(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("rate", [0.1 / 3, 2.0**-6])
+@pytest.mark.quick(2)
 def test_the_bits_of_a_loop_written_with_torch(engine: Engine, optimizer: str, rate: float) -> None:
     """Without clipping, and with the rate that the documentation names, the step has the bits of torch's own loop."""
     device, graph = engine
@@ -218,6 +219,7 @@ def test_batches_may_be_trees(engine: Engine) -> None:
 @pytest.mark.parametrize("api", ["graphed_step", "graphed"])
 @pytest.mark.parametrize("graph", ["off", "replayed", "told"])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.quick(3)
 def test_what_the_loss_does_to_containers_stays_inside(engine: Engine, graph: str, api: str) -> None:
     """A replay cannot take an entry out of the user's batch, so no call does. A call that is made twice finds it."""
     device, told = engine[0], graph == "told"
@@ -270,6 +272,7 @@ class Pair(NamedTuple):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["float", "tensor on the host", "tensor on the device", "one element"])
+@pytest.mark.quick(2)
 def test_learning_rate_takes_effect_in_the_next_step(engine: Engine, kind: str) -> None:
     """A rate that the user assigns is not frozen in the graph, and stays what the user assigned."""
     step, model, optimizer = make(engine, "sgd")

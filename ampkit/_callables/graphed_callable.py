@@ -197,15 +197,13 @@ class GraphedCallable:
         self.eager[reason] += 1
         with Undo() as undo:
             make_graphs_here(undo)
-            return self._told_call(args, kwargs) if self.told else self._original(*args, **kwargs)
-
-    def _told_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call eagerly, and tell the code that it is being captured."""
-        with noting_questions(True):
-            result = self._original(*args, **kwargs)
-            if captures.asked_in_checkpoint and torch.is_grad_enabled():
-                raise NotImplementedError(_CHECKPOINTED)
-        return result
+            if not self.told:
+                return self._original(*args, **kwargs)
+            with noting_questions(True):
+                results = self._original(*args, **kwargs)
+                if captures.asked_in_checkpoint and torch.is_grad_enabled():
+                    raise NotImplementedError(_CHECKPOINTED)
+            return results
 
     def close(self) -> None:
         """Free the graphs and restore the module's `forward`. Later calls are eager.

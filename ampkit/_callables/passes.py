@@ -17,6 +17,7 @@ from .._capture.keys.containers import own_batch
 from .._capture.keys.inputs import Constant, StaticInputs
 from .._capture.preflight.host_values import refuse_reads
 from .._errors import CaptureError, CaptureWarning
+from .._text import CONSTANTS
 from .._torch.autograd.autograd import graph_nodes
 from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.tensors.modules import module_tables
@@ -26,7 +27,7 @@ from .._undo import Undo, keep_warning_filters
 from .input_leaves import Wants, as_input
 from .shared_memory import SharedMemory
 
-CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+CAPTURED_AS_THEY_ARE = (*CONSTANTS, torch.dtype, torch.device, torch.Size)
 
 
 class UnusedError(CaptureError):
@@ -48,7 +49,7 @@ class Passes:
         inputs: the static inputs, filled with a sample.
         wants_grad: what each leaf of the input wants.
         device: where all of these are.
-        told: whether user code is told that it is being captured, in the calls before the capture, too.
+        sees_capture: whether user code is told that it is being captured, in the calls before the capture, too.
 
     Attributes:
         grad_inputs: which leaves of the input require grad, by number.
@@ -74,10 +75,10 @@ class Passes:
         inputs: StaticInputs,
         wants_grad: tuple[Wants, ...],
         device: torch.device,
-        told: bool,
+        sees_capture: bool,
     ) -> None:
         self.inputs = inputs
-        self._told = told
+        self._sees_capture = sees_capture
         self.grad_inputs = [i for i, wanted in enumerate(wants_grad) if wanted]
         self.params = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
         self.grads: Sequence[Tensor | None] = ()
@@ -236,7 +237,7 @@ class Passes:
                 torch.clear_autocast_cache()
             Passes.recording.add(run)
             exchange(self._places)
-            with answering(True) if self._told else nullcontext():
+            with answering(True) if self._sees_capture else nullcontext():
                 yield
 
     # --------------------------------------------------------------------------------------------------------- checks
@@ -251,8 +252,8 @@ class Passes:
                 plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided
                 fits = plain and output.device == self._device
             else:
-                parts.append(Constant.of(output))
-                shown, fits = type(output).__name__, type(output) in CONSTANTS
+                parts.append(Constant.for_value(output))
+                shown, fits = type(output).__name__, type(output) in CAPTURED_AS_THEY_ARE
             if not fits:
                 raise CaptureError(
                     f"it returned a {shown}, which a replay cannot compute anew. Return strided "

@@ -31,6 +31,7 @@ _VARIABLES = (
     *("NCCL_LAUNCH_MODE", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE",
 )
+_IN_JSON = (bool, int, float, str, type(None))
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -44,16 +45,27 @@ class Environment:
     """
 
     def __init__(self, ampkit: str) -> None:
+        has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
         self.facts: dict[str, Any] = {
             "ampkit": ampkit,
-            "torch": _torch_build(),
+            "torch": {  # its version, and those of the libraries it was built with, None for one that it lacks
+                "version": str(torch.__version__),
+                "git": torch.version.git_version,
+                "cuda": torch.version.cuda,
+                "hip": torch.version.hip,
+                "cudnn": torch.backends.cudnn.version(),
+                "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+            },
             "python": platform.python_version(),
             "os": platform.platform(),
             "cpu": {"cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()},
             "cuda": _cuda(),
             "packages": {name: _version(name) for name in _PACKAGES},
             "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-            "settings": {name: _plain(value) for name, value in zip(SETTINGS, settings(), strict=True)},
+            "settings": {
+                name: value if isinstance(value, _IN_JSON) else str(value)
+                for name, value in zip(SETTINGS, settings(), strict=True)
+            },
         }
 
     def to_json(self) -> str:
@@ -64,7 +76,12 @@ class Environment:
         facts = self.facts
         torch_, cpu, cuda = facts["torch"], facts["cpu"], facts["cuda"]
         built = ", ".join(f"{name} {torch_[key] or 'none'}" for key, name in _BUILT.items())
-        gpus = cuda["gpus"] or [None]
+        gpus = [
+            f"{gpu['name']}, compute capability {gpu['capability']}, {size_text(gpu['memory_bytes'])}, "
+            f"{gpu['multiprocessors']} multiprocessors"
+            for gpu in cuda["gpus"]
+        ]
+        gpus = gpus or [f"none: {cuda['why_not'] or 'no device is visible'}"]
         lines = [
             ("ampkit", facts["ampkit"]),
             ("torch", f"{torch_['version']} (git {torch_['git']}), built with {built}"),
@@ -72,7 +89,7 @@ class Environment:
             ("os", facts["os"]),
             ("cpu", f"{cpu['cores']} cores, {cpu['capability']}"),
             ("driver", cuda["driver"] or "unknown"),
-            *(("gpu" if i == 0 else "", _gpu_text(gpu, cuda["why_not"])) for i, gpu in enumerate(gpus)),
+            *(("gpu" if i == 0 else "", gpu) for i, gpu in enumerate(gpus)),
             ("packages", ", ".join(f"{name} {version or '-'}" for name, version in facts["packages"].items())),
             ("environment", " ".join(f"{key}={value}" for key, value in facts["environment"].items()) or "-"),
         ]
@@ -84,63 +101,26 @@ class Environment:
 _BUILT = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
 
 
-def _torch_build() -> dict[str, Any]:
-    """Return the version of torch and of the libraries it was built with, None for a library that it lacks."""
-    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return {
-        "version": str(torch.__version__),
-        "git": torch.version.git_version,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
-    }
-
-
 def _cuda() -> dict[str, Any]:
-    """Return the devices, or why there are none. No fault of theirs ends the report."""
-    gpus, why_not = [], None
+    """Return the devices, or why there are none. No fault of theirs ends the report. Starts no process."""
+    gpus, why_not, driver = [], None, None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error repeats torch's warning of an old driver
         try:
             torch.cuda.init()
-            gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
+            for found in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
+                capability = f"{found.major}.{found.minor}"
+                facts = {"name": found.name, "capability": capability, "memory_bytes": found.total_memory}
+                gpus.append({**facts, "multiprocessors": found.multi_processor_count})
         except (AssertionError, RuntimeError) as error:  # AssertionError: this torch was built without CUDA
             why_not = (str(error).splitlines() or [type(error).__name__])[0]
-    return {"available": bool(gpus), "why_not": why_not, "driver": _driver(), "gpus": gpus}
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(index)
-    return {
-        "name": found.name,
-        "capability": f"{found.major}.{found.minor}",
-        "memory_bytes": found.total_memory,
-        "multiprocessors": found.multi_processor_count,
-    }
-
-
-def _gpu_text(gpu: dict[str, Any] | None, why_not: str | None) -> str:
-    if gpu is None:
-        return f"none: {why_not or 'no device is visible'}"
-    memory, parts = size_text(gpu["memory_bytes"]), gpu["multiprocessors"]
-    return f"{gpu['name']}, compute capability {gpu['capability']}, {memory}, {parts} multiprocessors"
-
-
-def _driver() -> str | None:
-    """Return the version of NVIDIA's driver from a file of Linux, None without that file. Starts no process."""
-    with suppress(OSError):
+    with suppress(OSError):  # a file of Linux
         if match := re.search(r"\d+\.\d[\d.]*", _DRIVER.read_text()):
-            return match[0]
-    return None
+            driver = match[0]
+    return {"available": bool(gpus), "why_not": why_not, "driver": driver, "gpus": gpus}
 
 
 def _version(package: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None
-
-
-def _plain(value: Any) -> Any:
-    """Return the value if JSON can express it, otherwise its text."""
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

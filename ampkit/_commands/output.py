@@ -92,19 +92,6 @@ def _part(path: Path) -> Path:
     return target.with_name(f"{target.name}.{os.getpid()}.part")
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file. If the process ends meanwhile, the file has all of its old text or all of the new one."""
-    if _is_special(path):
-        path.write_text(text)
-        return
-    part = _part(path)
-    try:
-        part.write_text(text)
-        part.replace(path.resolve())
-    finally:
-        part.unlink(missing_ok=True)
-
-
 class Output:
     """Context that writes the results of a command: text to standard output, JSON to the file that `--json` names.
 
@@ -136,12 +123,22 @@ class Output:
                 raise
 
     def save(self, json: str) -> None:
-        """Write the JSON to the file, or keep it for standard output. It replaces what was saved before."""
+        """Write the JSON to the file, or keep it for standard output. It replaces what was saved before.
+
+        If the process ends meanwhile, the file has all of its old text or all of the new one.
+        """
         json = json.rstrip() + "\n"
         if self._json == STDOUT:
             self._json_text = json
+        elif self._json is not None and _is_special(path := Path(self._json)):
+            path.write_text(json)
         elif self._json is not None:
-            _write(Path(self._json), json)
+            part = _part(path := Path(self._json))
+            try:
+                part.write_text(json)
+                part.replace(path.resolve())
+            finally:
+                part.unlink(missing_ok=True)
 
     def show(self, text: str, json: str) -> None:
         """Save the JSON, and print the text unless standard output gets the JSON."""

@@ -11,7 +11,7 @@ import torch
 
 from .._capture.graph.profiled_trace import read_trace
 from .._errors import AmpkitError
-from .._step.graphed_step import GraphedStep, graphed_step
+from .._step.graphed_step import graphed_step
 from .._text import ProgressBar
 from ..debug._kernels.name_kernels import name_kernels
 from ..debug._kernels.named_trace import NamedTrace
@@ -102,20 +102,19 @@ def traced(subject: Subject, replays: int, bar: bool = True) -> NamedTrace:
                     step(*args, **kwargs)
 
             progress.show("warm-up and capture")
-            _train_until_replayed(step, optimizer_step, micro_batches)
+            for _ in range(_MOST_STEPS):
+                before = step.captures, step.replays + micro_batches
+                optimizer_step()
+                if (step.captures, step.replays) == before:
+                    break
+            else:
+                raise TraceError(
+                    f"after {_MOST_STEPS} steps on one batch there is no step that is a replay:\n{step.report()}"
+                )
             progress.show("the profile")
             return name_kernels(_profiled(optimizer_step, replays, on_cuda), step)
     finally:
         progress.clear()
-
-
-def _train_until_replayed(step: GraphedStep, optimizer_step: Callable[[], None], micro_batches: int) -> None:
-    for _ in range(_MOST_STEPS):
-        captures, replays = step.captures, step.replays
-        optimizer_step()
-        if step.captures == captures and step.replays == replays + micro_batches:
-            return
-    raise TraceError(f"after {_MOST_STEPS} steps on one batch there is no step that is a replay:\n{step.report()}")
 
 
 def _profiled(optimizer_step: Callable[[], None], steps: int, on_cuda: bool) -> dict[str, Any]:

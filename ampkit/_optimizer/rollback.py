@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._text import CONSTANTS
 from .._torch.tensors.modes import TorchDispatchMode
 from .._torch.tensors.operators import written_arguments
 from .._torch.tensors.tensors import is_wrapper, storage_address
@@ -97,7 +98,6 @@ _OF_TORCH = frozenset(
     }
 )
 _RATES = ("lr", "initial_lr")  # schedulers change them between steps
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _OPAQUE = (Tensor, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType, type)
 _DEPTH = 8  # how long a path may be to look into a container
 _DEPTH_OF_OBJECTS = 2  # or into an object; a few attributes further, everything in the program can be reached
@@ -129,7 +129,7 @@ class _Reachable:
             return
         below = _children(value, len(path))
         if below is None:
-            self.numbers[path] = repr(value) if type(value) in _NUMBERS else _SameObject(value)
+            self.numbers[path] = repr(value) if type(value) in CONSTANTS else _SameObject(value)
         elif id(value) not in self._seen:
             self._seen.add(id(value))
             self.numbers[path] = type(value)

@@ -213,7 +213,7 @@ class GraphedFunction:
         if engine is None:
             with self._making:
                 engine = self._engine = self._engine or self._make_engine(_device_of(args, kwargs))
-        return engine.turn.take(self._call, engine, args, kwargs)
+        return engine.turn.call(self._call, engine, args, kwargs)
 
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ranks is not None and self._ranks.sharded:

@@ -29,7 +29,7 @@ from .many.slices import Slices
 from .many.whole_window import SHORT, WholeWindow
 from .metrics import StepMetrics
 from .observer import Observer
-from .optimizer_place import place_of
+from .optimizer_place import OptimizerPlace, place_of
 from .parts.split import StepSplitter, why_not_compiled_in_parts
 from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
@@ -183,21 +183,7 @@ def graphed_step(
         observer=numerics,
     )
     state = step.state({"model": model, **followers})
-    session = Session(
-        fn=step,
-        captured=step.captured,
-        state=state,
-        device=device,
-        options=options,
-        ranks=ranks,
-        name="graphed_step",
-        blocker=blocker,
-        whole=step.whole,
-        optimizer=place,
-        watching=step.watching,
-        untimed=1 if compile is None else 2,
-        splitter=_splitter(step, state, model, options, compile),
-    )
+    session = _session(step, state, model, options, blocker, place, compile)
     return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
 
 
@@ -254,7 +240,7 @@ class GraphedStep:
         """
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
-        return self._turn.take(self._window.run, args, kwargs)
+        return self._turn.call(self._window.run, args, kwargs)
 
     def scan(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do K calls with one call: `loss_fn` gets the slices 0 to K - 1 of each tensor along its dimension 0.
@@ -297,7 +283,7 @@ class GraphedStep:
         Sync: only the calls that capture wait for the device. Aliasing: as for `__call__`. Memory: buffers for 16
         batches, beside those of the single calls.
         """
-        return self._turn.take(self._scan.run, args, kwargs)
+        return self._turn.call(self._scan.run, args, kwargs)
 
     def window(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one optimizer step with one call: `loss_fn` gets the N slices of each tensor along its dimension 0.
@@ -338,7 +324,7 @@ class GraphedStep:
         Sync: only the calls that capture wait for the device, and votes of several ranks. Aliasing: as for `__call__`.
         Memory: buffers for N micro-batches, beside those of the single calls.
         """
-        return self._turn.take(self._whole_window.run, args, kwargs)
+        return self._turn.call(self._whole_window.run, args, kwargs)
 
     def flush(self) -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
@@ -347,7 +333,7 @@ class GraphedStep:
         accumulate).backward()`. The step is eager, and counted as such. Nothing is done if the window is empty. Sync:
         none.
         """
-        self._turn.take(self._window.flush, SHORT)
+        self._turn.call(self._window.flush, SHORT)
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
@@ -384,7 +370,7 @@ class GraphedStep:
 
         Sync: none. Aliasing: the tensors are copies, which later steps do not change.
         """
-        return self._turn.take(self._metrics.read)
+        return self._turn.call(self._metrics.figures)
 
     @property
     def scaler(self) -> GradScaler:
@@ -428,13 +414,33 @@ class GraphedStep:
         self.close()
 
 
-def _splitter(
-    step: TrainingStep, state: TrainingState, model: nn.Module, options: Options, compile: str | None
-) -> StepSplitter:
-    """Return what does the step in parts where it cannot be captured as a whole."""
-    ranks, device, why_never = step.ranks, step.device, why_not_compiled_in_parts(compile)
-    update = CapturedUpdate(step, state, options, ranks, device, "graphed_step")
-    return StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never)
+def _session(
+    step: TrainingStep,
+    state: TrainingState,
+    model: nn.Module,
+    options: Options,
+    blocker: str,
+    place: OptimizerPlace,
+    compile: str | None,
+) -> Session:
+    ranks, device, name = step.ranks, step.device, "graphed_step"
+    update = CapturedUpdate(step, state, options, ranks, device, name)
+    why_never = why_not_compiled_in_parts(compile)
+    return Session(
+        fn=step,
+        captured=step.captured,
+        state=state,
+        device=device,
+        options=options,
+        ranks=ranks,
+        name=name,
+        blocker=blocker,
+        whole=step.whole,
+        optimizer=place,
+        watching=step.watching,
+        untimed=1 if compile is None else 2,
+        splitter=StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never),
+    )
 
 
 def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:

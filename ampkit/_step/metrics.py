@@ -28,7 +28,7 @@ class StepMetrics:
         self._ahead: deque[tuple[Any, int]] = deque()  # the later ones
         self._ms: float | None = None
 
-    def read(self) -> dict[str, Tensor | float]:
+    def figures(self) -> dict[str, Tensor | float]:
         """Return the figures by name, see `GraphedStep.metrics`. To be called in the step's turn. Sync: none."""
         figures: dict[str, Tensor | float] = {}
         known = self._scaler.tensors() if self._scaler.is_enabled() else {}

@@ -121,14 +121,26 @@ class Trace:
         """
         if self._listens:
             raise ValueError("trace: it listens already; make another one with ampkit.debug.trace().")
-        registries = _registries()
+        built = torch.backends.cuda.is_built()
+        registries = gpu_trace_registries() if built else None
+        if registries is None:
+            why = "has no GPU trace callbacks" if built else "was built without CUDA, and has no GPU trace"
+            raise AmpkitError(
+                f"trace: torch {torch.__version__} {why}. Install a CUDA build of torch that ampkit was checked on. "
+                "ampkit.debug.find_syncs finds the lines at which the host waits without it."
+            )
         if not torch.cuda.is_available():
             warnings.warn(
                 "trace: there is no CUDA device, so there will be no events.", AmpkitWarning, stacklevel=users_level()
             )
         self._listens = True
         with _listening_lock:
-            _register_callbacks(registries)
+            # `_dispatch` stays in torch's lists of callbacks for good, since it could not be removed safely. Another
+            # thread that goes through such a list at that moment would skip somebody else's callback; and if the list
+            # were replaced, a callback that is added at that moment would be lost.
+            for kind, registry in registries.items():
+                if _CALLBACKS[kind] not in registry.callback_list:
+                    registry.add_callback(_CALLBACKS[kind])
             for kind in self._kinds:
                 _listening[kind] = (*_listening[kind], self)
             activate_gpu_trace()
@@ -161,7 +173,9 @@ class Trace:
         with _listening_lock:
             for kind in self._kinds:
                 _listening[kind] = tuple(trace for trace in _listening[kind] if trace is not self)
-            if not any(_listening.values()) and not _others_listen():
+            lists = {kind: registry.callback_list for kind, registry in (gpu_trace_registries() or {}).items()}
+            others = any(callback is not _CALLBACKS[kind] for kind, found in lists.items() for callback in found)
+            if not any(_listening.values()) and not others:
                 deactivate_gpu_trace()
 
     # -------------------------------------------------------------------------------------------------------- an event
@@ -179,19 +193,15 @@ class Trace:
             self._uncounted.append(event)
             if self._counting.acquire(blocking=False):
                 self._count_and_release()
-            self._call_listener(event)
+            # It is not called for what it does on the GPU itself: that would never end.
+            if self._listener is not None and self._error is None and not getattr(self._in_listener, "now", False):
+                self._in_listener.now = True
+                try:
+                    self._listener(event)
+                finally:
+                    self._in_listener.now = False
         except BaseException as error:
             self._error = self._error or error
-
-    def _call_listener(self, event: TraceEvent) -> None:
-        # It is not called for what it does on the GPU itself: that would never end.
-        if self._listener is None or self._error is not None or getattr(self._in_listener, "now", False):
-            return
-        self._in_listener.now = True
-        try:
-            self._listener(event)
-        finally:
-            self._in_listener.now = False
 
     def _count(self) -> None:
         self._counting.acquire()
@@ -277,32 +287,3 @@ def _dispatch(listening: dict[str, tuple[Trace, ...]], kind: str, *handles: int)
 
 # Each has `_listening` as an argument: torch still calls them at exit, when Python has emptied this module.
 _CALLBACKS = {kind: functools.partial(_dispatch, _listening, kind) for kind in KINDS}
-
-
-def _registries() -> dict[str, Any]:
-    built = torch.backends.cuda.is_built()
-    registries = gpu_trace_registries() if built else None
-    if registries is None:
-        why = "has no GPU trace callbacks" if built else "was built without CUDA, and has no GPU trace"
-        raise AmpkitError(
-            f"trace: torch {torch.__version__} {why}. Install a CUDA build of torch that ampkit was checked on. "
-            "ampkit.debug.find_syncs finds the lines at which the host waits without it."
-        )
-    return registries
-
-
-def _register_callbacks(registries: dict[str, Any]) -> None:
-    """Have torch call `_dispatch`, which stays in torch's lists of callbacks for good.
-
-    It could not be removed safely. Another thread that goes through such a list at that moment would skip somebody
-    else's callback; and if the list were replaced, a callback that is added at that moment would be lost.
-    """
-    for kind, registry in registries.items():
-        if _CALLBACKS[kind] not in registry.callback_list:
-            registry.add_callback(_CALLBACKS[kind])
-
-
-def _others_listen() -> bool:
-    """Return whether callbacks are registered that are not ampkit's."""
-    lists = {kind: registry.callback_list for kind, registry in (gpu_trace_registries() or {}).items()}
-    return any(callback is not _CALLBACKS[kind] for kind, callbacks in lists.items() for callback in callbacks)

@@ -118,7 +118,7 @@ class EvaluationStep:
         self._further_args, self._problem = further_args, ""
         replays = self._engine.replays
         try:
-            outputs = self._engine.turn.take(self._called, phase, batch)
+            outputs = self._engine.turn.call(self._called, phase, batch)
         except InputMismatch as error:
             self._stay_eager(not_comparable(batch) or str(error))
             return self._forward(batch, *further_args)

@@ -36,7 +36,7 @@ class Template:
 
     def __init__(self, tree: Any) -> None:
         self._rebuilt = Rebuilt(tree)
-        self.filled = self._rebuilt.of
+        self.filled = self._rebuilt.with_tensors
 
     def take_tensors(self) -> list[Tensor]:
         """Return the tensors and forget them: they are memory of a graph, which the template may outlive."""

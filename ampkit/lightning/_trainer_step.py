@@ -212,12 +212,12 @@ class TrainerStep:
         in_window = Place(place.first, place.last, parts)
         try:
             try:
-                out = self._turn.take(self._window.run, (batch,), {}, in_window)
+                out = self._turn.call(self._window.run, (batch,), {}, in_window)
             except InputMismatch as error:
                 self._stay_eager(not_comparable(batch) or str(error))
-                out = self._turn.take(self._window.run, (batch,), {}, in_window)
+                out = self._turn.call(self._window.run, (batch,), {}, in_window)
         except NoLossError as none:
-            return self._turn.take(self._without_loss, none, place.last)
+            return self._turn.call(self._without_loss, none, place.last)
         if place.last:
             self.grad_norm = out.grad_norm
         self.backward_done = True

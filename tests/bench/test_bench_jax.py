@@ -1,4 +1,4 @@
-"""python -m ampkit bench beside JAX: the same training in a process of its own, or a message that says why not."""
+"""tests/benchmarks/beside_jax.py: the same training in a process of its own, or a message that says why not."""
 
 import json
 import math
@@ -6,19 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import beside_jax
+import jax_worker
 import pytest
 import torch
-from test_bench import figures_of
+from beside_jax import CASES, JaxError, Plan, Policy, Setting, ready
+from loss_curves import BATCH, BATCHES
+from test_bench import figures_of, saved
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-
-from ampkit._commands.bench import jax_process, jax_worker
-from ampkit._commands.bench import measure as _bench
-from ampkit._commands.bench.cases import BATCH, BATCHES, CASES, ready
-from ampkit._commands.bench.jax_process import JaxError, measure_jax
-from ampkit._commands.bench.session import Plan
-from ampkit._commands.bench.variants import VARIANTS
-from ampkit._precision.policy import Policy
 
 CPU, PLAN = torch.device("cpu"), Plan(repeats=2, seconds=0.01)
 MLPS = {"mlp-tiny": (32, 64, 64, 10), "mlp-small": (64, 256, 256, 256, 10), "mlp-deep": (512,) * 18}
@@ -31,8 +27,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measure(case: Any, policy: Policy = BF16, steps_per_call: int = 0, source: str = "device") -> Any:
-    options = {"policy": policy, "device": CPU, "source": source, "schedule": 20, "max_norm": 1.0}
-    return measure_jax(case, PLAN, **options, steps_per_call=steps_per_call)
+    return beside_jax.measure(case, Setting(policy, CPU, source), PLAN, steps_per_call)
 
 
 def worker(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
@@ -47,7 +42,7 @@ def test_the_mlps_of_the_comparison(model: str) -> None:
     """Widths, batch size and optimizer are those of the table."""
     case = CASES[model](BATCHES.get(model, BATCH))
     layers = [module for module in case.model.modules() if isinstance(module, nn.Linear)]
-    assert tuple([layers[0].in_features, *(layer.out_features for layer in layers)]) == case.widths == MLPS[model]
+    assert (layers[0].in_features, *(layer.out_features for layer in layers)) == MLPS[model]
     assert case.batch_size == (256 if model == "mlp-small" else 64)
     (group,) = case.optimizer(case.model.parameters()).param_groups
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-3, (0.9, 0.999), 1e-8, 0.01)
@@ -97,7 +92,8 @@ def test_the_schedule_is_that_of_torch() -> None:
 @pytest.mark.parametrize(
     ("model", "policy", "text"),
     [
-        ("mlp", "bfloat16", "only the MLPs are written: --model mlp-tiny, mlp-small or mlp-deep"),
+        ("resnet18-cifar", "bfloat16", "only MLPs are written: mlp-tiny, mlp-small and mlp-deep"),
+        ("mlp", "bfloat16", "trained with AdamW, not with SGD"),
         ("mlp-tiny", "float16", "compute in bfloat16 or float32, with float32 weights"),
         ("mlp-tiny", "bf16-true", "compute in bfloat16 or float32, with float32 weights"),
     ],
@@ -116,18 +112,48 @@ def test_a_worker_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
         measure(CASES["mlp-tiny"](4))
 
 
-def test_without_jax_the_variants_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A note says what to install."""
-    monkeypatch.setattr(_bench, "has_jax", lambda: False)
-    wanted, notes = _bench.select(["amp", "jax-jit", "jax-scan"], CPU)
-    assert wanted == ["amp"]
-    assert "Left out: jax-jit, jax-scan, which need jax and optax: pip install jax optax." in notes
+@pytest.mark.usefixtures("on_cpu")
+def test_rows_are_added_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of each kind for the MLPs, with the settings of the file, judged by the losses of torch. Others stay."""
+    pytest.importorskip("numpy")
+    monkeypatch.setattr(beside_jax, "has_jax", lambda: True)
+    result = {"losses": [9.0] * 20, "ms": [3.0, 2.0], "setup_s": 4.0, "peak_mib": None, "jax": "0", "optax": "1"}
+    worker(
+        monkeypatch,
+        tmp_path,
+        "given = json.loads((folder / 'given.json').read_text())\n"
+        "assert (given['repeats'], given['seconds'], given['checked'], given['on_device']) == (2, 0.01, 20, True)\n"
+        f"(folder / '{jax_worker.RESULT}').write_text({json.dumps(result)!r})",
+    )
+    figures_of(tmp_path, "--policy", "bfloat16", "--variants", "amp", "--input", "device", "--model", "mlp-tiny")
+    beside_jax.main([str(tmp_path / "bench.json")])
+    (found,) = json.loads((tmp_path / "bench.json").read_text())["results"]
+    amp, jit, scan = found["rows"]
+    assert [row["variant"] for row in (amp, jit, scan)] == ["amp", "jax-jit", "jax-scan"]
+    for row in (jit, scan):
+        assert (row["ms"], row["fastest"], row["slowest"], row["setup_s"], row["loss"]) == (2.5, 2.0, 3.0, 4.0, 9.0)
+        assert row["off"], "another loss than torch's"
+        assert row["expected"] == amp["expected"]
+        assert row["report"] == {"jax": "0", "optax": "1"}
+    assert "JAX, lax.scan of 100" in capsys.readouterr().out
 
 
-def test_they_are_measured_only_if_named() -> None:
-    """Most users have no JAX."""
-    assert not {"jax-jit", "jax-scan"} & set(_bench.select(None, CPU)[0])
-    assert {"jax-jit", "jax-scan"} <= set(VARIANTS)
+def test_what_cannot_be_beside_jax_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without JAX, a file that is not there, and figures of another device: one line each."""
+    file = tmp_path / "bench.json"
+    monkeypatch.setattr(beside_jax, "has_jax", lambda: False)
+    with pytest.raises(SystemExit, match="pip install jax optax"):
+        beside_jax.main([str(file)])
+    monkeypatch.setattr(beside_jax, "has_jax", lambda: True)
+    with pytest.raises(SystemExit, match="No such file"):
+        beside_jax.main([str(file)])
+    figures = saved()
+    figures.setting["seconds_per_repeat"] = 0.1
+    file.write_text(figures.to_json())
+    with pytest.raises(SystemExit, match="the files differ in device"):
+        beside_jax.main([str(file)])
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -135,8 +161,8 @@ def test_the_module_is_asked_for_without_an_import(found: bool, monkeypatch: pyt
     """To import JAX would take memory of the GPU that the other variants are measured with."""
     asked: list[str] = []
     spec = SimpleNamespace() if found else None
-    monkeypatch.setattr(jax_process.importlib.util, "find_spec", lambda name: asked.append(name) or spec)  # type: ignore[func-returns-value]
-    assert jax_process.has_jax() is found
+    monkeypatch.setattr(beside_jax.importlib.util, "find_spec", lambda name: asked.append(name) or spec)  # type: ignore[func-returns-value]
+    assert beside_jax.has_jax() is found
     assert asked[0] == "jax"
 
 
@@ -175,7 +201,7 @@ def test_jax_trains_to_the_same_losses(tmp_path: Path) -> None:
     """After 20 steps in bfloat16 both come to the losses of torch, within the tolerance that rounding explains."""
     pytest.importorskip("jax")
     pytest.importorskip("optax")
-    check(figures_of(tmp_path, *ARGS, "--model", "mlp-tiny"))
+    check(tmp_path, "--model", "mlp-tiny")
 
 
 @pytest.mark.cuda
@@ -184,14 +210,13 @@ def test_jax_trains_to_the_same_losses_on_a_gpu(source: str, tmp_path: Path) -> 
     """The same, for all three MLPs."""
     pytest.importorskip("jax")
     pytest.importorskip("optax")
-    check(figures_of(tmp_path, *ARGS, "--model", *MLPS, "--input", source))
+    check(tmp_path, "--model", *MLPS, "--input", source)
 
 
-ARGS = ["--policy", "bfloat16", "--variants", "amp", "graphed", "jax-jit", "jax-scan", "--no-profile"]
-
-
-def check(figures: dict[str, Any]) -> None:
-    for result in figures["results"]:
+def check(tmp_path: Path, *argv: str) -> None:
+    figures_of(tmp_path, "--policy", "bfloat16", "--variants", "amp", "graphed", "--no-profile", *argv)
+    beside_jax.main([str(tmp_path / "bench.json")])
+    for result in json.loads((tmp_path / "bench.json").read_text())["results"]:
         rows = {row["variant"]: row for row in result["rows"]}
         assert list(rows) == ["amp", "graphed", "jax-jit", "jax-scan"]
         for row in rows.values():

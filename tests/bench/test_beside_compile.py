@@ -1,23 +1,20 @@
-"""python -m ampkit bench --beside-compile: what is measured of each model, what the last lines say, when a run ends."""
+"""tests/benchmarks/beside_compile.py: what is measured of each model, and what its lines say; when a bench ends."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import beside_compile
+import beside_jax
 import pytest
 import torch
+from beside_compile import CASES, Figures, Result, Row, compared, lines
+from loss_curves import VARIANTS
 
 from ampkit.__main__ import main
-from ampkit._commands.bench import measure
-from ampkit._commands.bench.beside_compile import best, compared, lines, worth_profiling
-from ampkit._commands.bench.cases import CASES
-from ampkit._commands.bench.process import Caches
-from ampkit._commands.bench.report import Figures, Result, Row
-from ampkit._commands.bench.variants import VARIANTS
 
 
 def row(variant: str, ms: float | None, **rest: Any) -> Row:
@@ -66,19 +63,13 @@ def test_no_line_where_nothing_can_be_compared() -> None:
     assert lines(figures(result(), cuda=None)) == []
 
 
-def test_what_the_lines_tell_of_is_profiled() -> None:
-    found = [best.variant for best in worth_profiling(result())]
-    assert found == ["amp", "reduce-overhead", "graphed-default", "scan"]
-    assert best(Result("mlp", 64), ("amp",)) is None
-
-
 @pytest.mark.parametrize("model", CASES)
 def test_both_sides_are_measured_of_every_model(model: str) -> None:
-    """And torch AMP, for kernels and memory before; JAX where the model can be trained in it."""
+    """And torch AMP, for kernels and memory before; scans where JAX has them too."""
     found = set(compared(model))
     assert found <= set(VARIANTS)
     assert {"amp", "graphed", "graphed-default", "graphed-max", "reduce-overhead", "max-autotune"} <= found
-    assert ("jax-scan" in found) == (model.startswith("mlp") and CASES[model](2).widths != ())
+    assert ("scan" in found) == (model in ("mlp-tiny", "mlp-small", "mlp-deep"))
 
 
 @pytest.fixture
@@ -96,24 +87,40 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[s
         return code, json.loads(out.read_text())
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measure, "measure", instead)
-    monkeypatch.setattr(measure, "Expectations", lambda *_: ())
-    monkeypatch.setattr(measure, "pay_one_time_costs", lambda *_, **__: None)
+    monkeypatch.setattr("ampkit._commands.bench.measure.measure", instead)
+    monkeypatch.setattr("ampkit._commands.bench.measure.Expectations", lambda *_: ())
+    monkeypatch.setattr("ampkit._commands.bench.measure.pay_one_time_costs", lambda *_, **__: None)
     clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr("ampkit._commands.bench.measure.time", clock)
     return run
 
 
 Measured = Callable[..., tuple[int, dict[str, Any]]]
 
 
-def test_each_model_has_variants_of_its_own(measured: Measured, tmp_path: Path) -> None:
-    argv = ["--beside-compile", "--model", "mlp-tiny", "mlp", "-b", "2"]
-    code, found = measured(tmp_path / "out.json", *argv)
-    tiny, deep = ({row["variant"] for row in result["rows"]} for result in found["results"])
-    assert code == 0
+def test_each_model_has_variants_of_its_own(
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options of the bench are passed on, JAX is asked where it can train the model, and --read shows the lines."""
+    asked: list[str] = []
+    monkeypatch.setattr(beside_jax, "has_jax", lambda: True)
+    monkeypatch.setattr(beside_jax, "add", lambda figures: asked.append(figures.results[0].model))
+    file = tmp_path / "out.json"
+    beside_compile.main(["--model", "mlp-tiny", "mlp", "-b", "2", "--json", str(file)])
+    found = json.loads(file.read_text())["results"]
+    assert [(each["model"], each["batch"]) for each in found] == [("mlp-tiny", 2), ("mlp", 2)]
+    tiny, deep = ({row["variant"] for row in each["rows"]} for each in found)
     assert deep == {"amp", "graphed", "graphed-default", "compile"}  # all that runs without a GPU
-    assert tiny - {"jax-jit", "jax-scan"} == {"amp", "graphed", "graphed-default", "compile", "scan"}
+    assert tiny == {*deep, "scan"}
+    assert asked == ["mlp-tiny"]
+    setting = {"device": "a GPU", "torch": "2", "cuda": "13.0", "date": "2026-11-26", "policy": "bfloat16"}
+    setting |= {"repeats": 3, "checked_steps": 20, "tolerance": 0.05}
+    file.write_text(Figures(setting, [], [result()]).to_json())
+    capsys.readouterr()
+    beside_compile.main(["--read", str(file)])
+    assert "resnet50, batch 64: graphed_step(" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        beside_compile.main(["--model", "mlp", "--frobnicate"])
 
 
 def test_a_run_ends_in_time(measured: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,20 +135,6 @@ def test_a_run_ends_in_time(measured: Measured, tmp_path: Path, capsys: pytest.C
 
 
 def test_compiled_code_is_kept_if_asked_for(measured: Measured, tmp_path: Path) -> None:
-    """A folder for each variant of each model; the table says that set-up times are not those of a first run."""
+    """The table says that set-up times are not those of a first run."""
     _, found = measured(tmp_path / "out.json", "--model", "mlp", "--variants", "amp", "--compiled-code", str(tmp_path))
     assert any("--compiled-code" in note for note in found["notes"])
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with Caches(tmp_path / "kept") as caches:
-        for _ in range(2):
-            with caches.of("mlp", 64, "compile"):
-                folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-                folder.mkdir(parents=True, exist_ok=True)
-    assert folder == tmp_path / "kept" / "mlp-64-compile"
-    assert folder.is_dir()
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
-
-
-def test_variants_are_chosen_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--beside-compile", "--variants", "amp"]) == 2
-    assert "not allowed with argument" in capsys.readouterr().err

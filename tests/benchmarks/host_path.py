@@ -153,7 +153,7 @@ def parts_of(setup: Setup) -> Part:
     """Return what a replaying call does, part by part. The names in brackets are files of ampkit."""
     engine, captured, step, batch = setup.engine, setup.captured, setup.step, setup.batch
     key, _ = next(iter(engine._cache))
-    spec, leaves = engine._reader.read(batch, {})
+    spec, leaves = engine._reader.spec_and_leaves(batch, {})
     watch, inputs, outputs = engine._watch, captured.inputs, captured._graph.replay()
     look, number = watch._seen[0], engine._settings_history.number
 
@@ -175,7 +175,7 @@ def parts_of(setup: Setup) -> Part:
                     Part("training", lambda: list(look.walk.training())),
                 ),
             ),
-            Part("layouts of tensors", lambda: look._layouts_are_same(look.walk.local())),
+            Part("layouts of tensors", lambda: look._has_layouts(*look.walk.local())),
             Part("settings of torch", look._read_settings),
         ),
     )
@@ -195,7 +195,7 @@ def parts_of(setup: Setup) -> Part:
         "key and graph [engine]",
         lambda: engine(batch, {}, key.phase),
         (
-            Part("layout of the batch [inputs]", lambda: engine._reader.read(batch, {})),
+            Part("layout of the batch [inputs]", lambda: engine._reader.spec_and_leaves(batch, {})),
             state,
             Part("graph of the key [cache]", lambda: engine._cache.get(spec, key.phase, number)),
             replay,
@@ -239,7 +239,7 @@ def floors_of(setup: Setup) -> dict[str, Callable[[], object]]:
 
 
 def show(name: str, setup: Setup, args: argparse.Namespace) -> None:
-    device, blocks = setup.engine._device, args.blocks
+    device, blocks = setup.engine._session.device, args.blocks
 
     def call() -> object:
         return setup.step(*setup.batch)

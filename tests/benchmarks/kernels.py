@@ -263,23 +263,24 @@ def written_by_inductor() -> dict[str, str]:
 
 def jaxs(model: str, batch: int) -> None:
     """Start the process with JAX, and print what it has found."""
+    import beside_jax
+    import jax_worker
     import torch
 
-    from ampkit._commands.bench import jax_process, jax_worker
     from ampkit._commands.bench.cases import CASES
     from ampkit._precision.policy import Policy
 
-    if not jax_process.has_jax():
+    if not beside_jax.has_jax():
         print("\nJAX: jax, optax or numpy is not installed")
         return
     case = CASES[model](batch, seed=0, count=4)
-    given = {**jax_process._options(case, Policy.parse("bfloat16")), "layers": len(case.widths) - 1, "schedule": 10_000}
+    given = {**beside_jax.options(case, Policy.parse("bfloat16")), "schedule": 10_000}
     given |= {"max_norm": 1.0, "batches": 4, "steps_per_call": SCAN, "on_device": True}
     with tempfile.TemporaryDirectory(prefix="ampkit-kernels-") as folder:
         Path(folder, jax_worker.GIVEN).write_text(json.dumps(given))
-        jax_process._save_arrays(case, Path(folder, jax_worker.ARRAYS))
+        beside_jax.save_arrays(case, Path(folder, jax_worker.ARRAYS))
         command = [sys.executable, __file__, "--jax-in", folder, "--worker", str(jax_worker.__file__)]
-        environment = jax_process._environment(torch.device("cuda", 0))
+        environment = beside_jax.environment(torch.device("cuda", 0))
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             print(f"\nJAX failed:\n{done.stderr[-2000:]}")

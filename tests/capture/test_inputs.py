@@ -186,7 +186,7 @@ def test_a_reader_knows_the_layout_of_the_batch_before(kind: str) -> None:
     for step in range(5):
         x, y = torch.full((2, 3), float(step)), torch.tensor([1, 2])
         args, kwargs = batches_like(x, y)[kind]
-        spec, leaves = reader.read(args, kwargs)
+        spec, leaves = reader.spec_and_leaves(args, kwargs)
         assert spec == read_batch(args, kwargs, CPU)[0]
         assert [leaf is given for leaf, given in zip(leaves, (x, y), strict=True)] == [True, True]
         specs.append(spec)
@@ -215,7 +215,7 @@ def test_a_reader_sees_every_change_of_a_layout(change: str) -> None:
     reader, usual = BatchReader(CPU), ((torch.zeros(2, 3), torch.tensor([1, 2])), {})
     other = changed_batches()[change]
     for args, kwargs in (usual, usual, usual, other, usual, other, other, other, usual):
-        spec, leaves = reader.read(args, kwargs)
+        spec, leaves = reader.spec_and_leaves(args, kwargs)
         expected, found = read_batch(args, kwargs, CPU)
         assert spec == expected
         assert all(map(operator.is_, leaves, found))
@@ -225,7 +225,7 @@ def test_a_reader_refuses_what_cannot_be_an_input() -> None:
     """The quick way accepts no tensor that the long way refuses; the next batch is read as before."""
     reader, y = BatchReader(CPU), torch.tensor([1, 2])
     for _ in range(3):
-        reader.read((torch.zeros(2, 3), y), {})
+        reader.spec_and_leaves((torch.zeros(2, 3), y), {})
     for wrong in (
         torch.zeros(2, 3, requires_grad=True),
         torch.zeros(2, 3, device="meta"),
@@ -233,8 +233,8 @@ def test_a_reader_refuses_what_cannot_be_an_input() -> None:
         torch.zeros(2, 3).to_sparse(),
     ):
         with pytest.raises(InputMismatch):
-            reader.read((wrong, y), {})
-        assert reader.read((torch.zeros(2, 3), y), {})[0] == spec_of(torch.zeros(2, 3), y)
+            reader.spec_and_leaves((wrong, y), {})
+        assert reader.spec_and_leaves((torch.zeros(2, 3), y), {})[0] == spec_of(torch.zeros(2, 3), y)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float16, torch.bool, torch.uint8])

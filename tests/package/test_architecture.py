@@ -60,13 +60,12 @@ ROOMS = {
         "graphed_step.py": ". many compile parts",
     },
 }
-SAME_NAMES = {"Holder", "Part", "Place", "Scan"}  # of _capture/host/, which is being written anew
 MOST_ENTRIES = 18  # of the package: more is no map
 MOST_FILES = 14  # of a folder, beside its __init__.py
 MOST_LEVELS = 22  # of imports, from a file that needs no other to the one at the top
 GRAPH = "_capture/graph/graph.py"
 MODULE = re.compile(r"ampkit(\.\w+)+")
-OPTIONAL = {"jax", "lightning", "matplotlib", "numpy", "optax", "rich", "sklearn", "torchvision", "tqdm", "triton"}
+OPTIONAL = {"lightning", "matplotlib", "numpy", "rich", "sklearn", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
 
 TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]
@@ -282,7 +281,7 @@ def test_no_class_has_the_name_of_another():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef):
                 classes[node.name.lstrip("_")].append(f"{file}:{node.lineno}")
-    assert not {name: places for name, places in classes.items() if len(places) > 1 and name not in SAME_NAMES}
+    assert not {name: places for name, places in classes.items() if len(places) > 1}
 
 
 def test_the_package_is_a_map():

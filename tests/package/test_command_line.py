@@ -216,7 +216,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["explain", "mine:example", "--device", "cpu"],
         ["doctor", "mine:training"],
         ["bench", "--model", "mine:training", "-b", "2", *SHORT],
-        ["bench", "--model", "mine:training", "-b", "2", "--curves", "3"],
         ["env"],
     ],
     ids=" ".join,
@@ -421,7 +420,7 @@ def test_trouble_is_no_difference(folder: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_bench_in_which_all_failed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its exit code is 1, and it says so; the table, with the user's line in each row, is printed and written."""
-    argv = ["bench", "--model", "mine:raises_in_the_step", *SHORT, "--json", "out.json", "--plot", "out.png"]
+    argv = ["bench", "--model", "mine:raises_in_the_step", *SHORT, "--json", "out.json"]
     assert main(argv) == 1
     printed = capsys.readouterr()
     assert printed.err.endswith(
@@ -430,7 +429,6 @@ def test_a_bench_in_which_all_failed(folder: Path, capsys: pytest.CaptureFixture
     assert "KeyError: 'of the user' (" in printed.out
     (row,) = json.loads((folder / "out.json").read_text())["results"][0]["rows"]
     assert "mine.py:" in row["error"]
-    assert not (folder / "out.png").exists()
 
 
 def test_a_bench_in_which_some_failed(
@@ -488,7 +486,7 @@ def group_lives(group: int) -> bool:
 def test_ctrl_c_in_a_bench(tmp_path: Path) -> None:
     """A signal in the second table: the row of the first is printed and written, without a traceback; code 130."""
     file = tmp_path / "out.json"
-    argv = ["bench", "--model", "mine:slow", "-b", "1", "2", *SHORT, "--json", "out.json", "--plot", "out.png"]
+    argv = ["bench", "--model", "mine:slow", "-b", "1", "2", *SHORT, "--json", "out.json"]
     code, out, err = interrupted(argv, tmp_path, file.exists)
     assert code == 130
     assert "Traceback" not in err
@@ -498,7 +496,6 @@ def test_ctrl_c_in_a_bench(tmp_path: Path) -> None:
     assert figures["notes"][-1].startswith("Not complete: KeyboardInterrupt")
     assert figures["notes"][-1] in out
     assert f"{figures['results'][0]['rows'][0]['ms']:.3f}" in out
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

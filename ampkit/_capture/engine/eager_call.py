@@ -156,19 +156,16 @@ def call_aligned(
     args, kwargs = tree_unflatten(own, spec.tree)
     outputs = call(args, kwargs, own)
     for i, copy, old, new in zip(places, copies, before, versions(copies), strict=True):
-        if new != old:
-            given[i].copy_(copy, non_blocking=True)
-            _refuse_shared(spec, given, i)
+        if new == old:
+            continue
+        given[i].copy_(copy, non_blocking=True)
+        start, stop = span(given[i])
+        for j, leaf in enumerate(given):
+            if j != i and isinstance(leaf, Tensor) and span(leaf)[0] < stop and start < span(leaf)[1]:
+                one, other = path(spec.tree, i), path(spec.tree, j)
+                raise InputMismatch(
+                    f"{one}, which the step has changed in place, lies in the same memory as {other}, which has not "
+                    f"seen the change: kernels read {one} in another way than memory that torch allocates, so the step "
+                    f"got a copy of it. Pass {one}.clone()."
+                )
     return outputs
-
-
-def _refuse_shared(spec: Spec, leaves: Sequence[Any], changed: int) -> None:
-    start, stop = span(leaves[changed])
-    for i, leaf in enumerate(leaves):
-        if i != changed and isinstance(leaf, Tensor) and span(leaf)[0] < stop and start < span(leaf)[1]:
-            one, other = path(spec.tree, changed), path(spec.tree, i)
-            raise InputMismatch(
-                f"{one}, which the step has changed in place, lies in the same memory as {other}, which has not seen "
-                f"the change: kernels read {one} in another way than memory that torch allocates, so the step got a "
-                f"copy of it. Pass {one}.clone()."
-            )

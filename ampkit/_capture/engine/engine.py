@@ -82,7 +82,7 @@ class Engine:
         if self._starts_to_mark:
             self._starts_to_mark -= 1
             start = self._session.clock.now()
-        spec, leaves = self._reader.read(args, kwargs)  # raises the same errors with and without graphs
+        spec, leaves = self._reader.spec_and_leaves(args, kwargs)  # raises the same errors with and without graphs
         if self._fallback.refused or captures.recorded:
             changing = partial(may_change, self._state, None)
             return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves, changing)
@@ -94,7 +94,10 @@ class Engine:
             captured = captured or self._cache.find(key)
         if captured is not None:
             if self._ranks.several:
-                start = self._vote_before_replay(start)
+                _, all_can = self._ranks.decide(wants=False, can=True, settled=not self._unverified, replays=True)
+                if not all_can and self._fallback.raises:  # the other ranks would wait for the one that raises
+                    raise self._fallback.error(self._ranks.other_found)
+                start = None if start is None else self._session.clock.now()  # a vote waits for the device
             self.replays += 1
             captured.timing.replays += 1
             if self._unverified or captured.timing.replay.wanted:
@@ -137,13 +140,6 @@ class Engine:
         return self._eager.run(reason, lambda: fn(phase, *args, **kwargs), own=own)
 
     # ----------------------------------------------------------------------------------------------- with a graph
-
-    def _vote_before_replay(self, start: Any) -> Any:
-        """Vote on this call with all other ranks. Return its start, taken anew, since a vote waits for the device."""
-        _, all_can = self._ranks.decide(wants=False, can=True, settled=not self._unverified, replays=True)
-        if not all_can and self._fallback.raises:  # the other ranks would wait for the one that raises
-            raise self._fallback.error(self._ranks.other_found)
-        return None if start is None else self._session.clock.now()
 
     def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
         """Replay. Compare the first `verify` replays with eager calls. Time the others whose start is given."""
@@ -237,13 +233,14 @@ class Engine:
         self._state.renew_gradient_nodes()
         few = len(self._layouts) <= _EARLY_PREFLIGHTS
         left = self._session.warmup if key.outcomes is NEW else 3 if few else 2
-        outputs = self._warm_up_call(layout, cold, call, preflight_left=left)
+        outputs, drawn = self._warm_up_call(layout, cold, call, preflight_left=left)
         number = self.replays + sum(self._eager.counts.values())
         if news := layout.answer.take_news(f"call {number}"):
             self._told_since = self._told_since or number
             self._layouts.show_capture(key)
             self._fallback.warn_once("answer", news)
-        self._draws.learn(key, layout)
+        if drawn is not None:
+            self._draws.learn(key, drawn)
         return outputs
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -152,7 +152,7 @@ class Variation:
         return Cause(
             names=tuple(known[0].name for known in named),
             reason=" and ".join(map(_reason, named)) + more,
-            examples=" and ".join(f"{_reason(known)}{_examples(known)}" for known in named) + more,
+            examples=" and ".join(map(_example, named)) + more,
             advice=" ".join(dict.fromkeys(known[-1].advice or self._leaf_advice(known) for known in named)),
             of_layouts=all(isinstance(known[-1].value, (TensorSpec, TreeSpec)) for known in named),
         )
@@ -226,15 +226,16 @@ def _reason(known: Sequence[Part]) -> str:
     return known[-1].statement or f"{known[-1].name} kept changing"
 
 
-def _examples(known: Sequence[Part]) -> str:
-    """Return some of the values in words, "" if they say nothing."""
-    values = [_value_text(part.value) for part in known[-3:]]
-    return f" (it was {', then '.join(values)})" if all(values) and not known[-1].statement else ""
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, TreeSpec):
-        return f"one of {value.num_leaves} leaves"
-    if isinstance(value, Constant):
-        return value_text(value.value) or f"a {value.kind.__name__}"
-    return str(value) if isinstance(value, TensorSpec) else value_text(value)
+def _example(known: Sequence[Part]) -> str:
+    """Return the same with some of the values in words, unless these say nothing."""
+    values = [
+        f"one of {value.num_leaves} leaves"
+        if isinstance(value, TreeSpec)
+        else value_text(value.value) or f"a {value.kind.__name__}"
+        if isinstance(value, Constant)
+        else str(value)
+        if isinstance(value, TensorSpec)
+        else value_text(value)
+        for value in (part.value for part in known[-3:])
+    ]
+    return _reason(known) + (f" (it was {', then '.join(values)})" if all(values) and not known[-1].statement else "")

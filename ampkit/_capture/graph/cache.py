@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._text import CONSTANTS
 from ..._torch.device.streams import is_capturing, raw_stream
 from ..._torch.tensors.tensors import untracked
 from ..._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
@@ -128,7 +129,7 @@ class GraphOutputs:
         counter.
         """
         if self._block is None:
-            return self._tree.of(map(Tensor.clone, self._tensors))
+            return self._tree.with_tensors(map(Tensor.clone, self._tensors))
         # Torch's allocator takes freed memory to be in use on the stream that it was allocated on.
         if self._index is not None and raw_stream(self._index) != self._stream:
             self._rows, self._count = [], 1
@@ -139,7 +140,7 @@ class GraphOutputs:
         if self._gathers_all:
             return numbers
         pairs = zip(numbers, self._tensors, strict=True)
-        return self._tree.of(tensor.clone() if number is None else number for number, tensor in pairs)
+        return self._tree.with_tensors(tensor.clone() if number is None else number for number, tensor in pairs)
 
     def _gathered(self) -> Tensor | None:
         """Return the block of bytes of the numbers, and note where they are. None if there are not two of them."""
@@ -170,7 +171,7 @@ class GraphOutputs:
                 repeat(None, count) if place is None else rows.view(place[0])[:, place[1]].unbind()
                 for place in self._places
             ]
-            numbers = self._tree.of_columns(columns) if self._gathers_all else zip(*columns, strict=True)
+            numbers = self._tree.with_columns(columns) if self._gathers_all else zip(*columns, strict=True)
             return list(zip(rows.unbind(), numbers, strict=True))
 
 
@@ -211,14 +212,14 @@ class Rebuilt:
             (make, _getter([begin[kind] + number for kind, number in children])) for make, children in containers
         ]
 
-    def of(self, tensors: Iterable[Tensor]) -> Any:
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Any:
         """Return the tree with these tensors."""
         made = [*tensors, *self._constants]
         for make, children in self._containers:
             made.append(make(children(made)))
         return made[-1]
 
-    def of_columns(self, columns: Iterable[Iterable[Any]]) -> Iterator[Any]:
+    def with_columns(self, columns: Iterable[Iterable[Any]]) -> Iterator[Any]:
         """Yield trees, each with the next tensor of each column. Functions of C make them all."""
         made: list[Iterator[Any]] = [*map(iter, columns), *map(repeat, self._constants)]
         for make, children in self._containers:
@@ -231,7 +232,9 @@ class Rebuilt:
         if isinstance(node, Tensor):
             self.tensors.append(node)
             return _TreePlace(_TENSOR, len(self.tensors) - 1)
-        make, children = (None, ()) if _is_constant(node) else _parts(node)
+        # A tuple of constants is one constant, which every replay returns as the same object.
+        constant = type(node) in _CONSTANTS or (type(node) is tuple and _CONSTANTS.issuperset(map(type, node)))
+        make, children = (None, ()) if constant else _parts(node)
         if make is None:
             self._constants.append(node)
             return _TreePlace(_CONSTANT, len(self._constants) - 1)
@@ -272,18 +275,13 @@ def _getter(places: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
     return operator.itemgetter(*places)
 
 
-def _is_constant(node: Any) -> bool:
-    """Return whether a node is a constant, or a tuple of them, which every replay returns as the same object."""
-    return type(node) in _CONSTANTS or (type(node) is tuple and _CONSTANTS.issuperset(map(type, node)))
-
-
 def copied(tree: Any) -> Any:
     """Return a tree with a copy of each tensor."""
     rebuilt = Rebuilt(tree)
-    return rebuilt.of(map(Tensor.clone, rebuilt.tensors))
+    return rebuilt.with_tensors(map(Tensor.clone, rebuilt.tensors))
 
 
-_CONSTANTS = frozenset((bool, int, float, str, type(None)))
+_CONSTANTS = frozenset(CONSTANTS)
 
 
 class Cache:

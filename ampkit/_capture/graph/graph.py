@@ -139,7 +139,11 @@ class CudaGraph:
                         outputs = fn()
                     self._outputs = then(outputs)
                     del outputs
-                    _end(graph)
+                    with warnings.catch_warnings(record=True) as caught:
+                        warnings.simplefilter("always")
+                        graph.capture_end()
+                if any("is empty" in str(warning.message) for warning in caught):
+                    warnings.warn(_EMPTY, CaptureWarning, stacklevel=1)
             except BaseException as error:
                 self._outputs = None
                 self._recover(graph, handle)
@@ -179,22 +183,17 @@ class CudaGraph:
             # The capture was invalid (a host sync), so capture_end gave up half-way. It leaves two things to do.
             with contextlib.suppress(RuntimeError):  # raised where capture_end got as far as doing it itself
                 drop_capture_from_allocator(self._stream.device, handle)
-            self._end_generators()
+            # The generators are still in capture mode, in which every later `torch.rand` and replay raises. The end of
+            # any valid capture takes them out of it. A new generator state would, too, but graphs that were captured
+            # earlier would then draw from the old one.
+            valid = self._new_graph()
+            valid.capture_begin(capture_error_mode="thread_local")
+            torch.zeros((), device=self._stream.device)
+            valid.capture_end()
+            valid.reset()
         graph.reset()
         self._pool.leave(self)
         torch.cuda.empty_cache()
-
-    def _end_generators(self) -> None:
-        """Take the generators out of capture mode, in which every later `torch.rand` and replay raises.
-
-        The end of any valid capture does that. A new generator state would, too, but graphs that were captured earlier
-        would then draw from the old one.
-        """
-        graph = self._new_graph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        torch.zeros((), device=self._stream.device)
-        graph.capture_end()
-        graph.reset()
 
 
 class EmulatedGraph:
@@ -226,15 +225,7 @@ class EmulatedGraph:
         self._fn = None
 
 
-def _end(graph: torch.cuda.CUDAGraph) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        graph.capture_end()
-    if any("is empty" in str(warning.message) for warning in caught):
-        message = "The captured step launched no CUDA kernel: a replay does nothing. Is the model on the device?"
-        warnings.warn(message, CaptureWarning, stacklevel=2)
-
-
+_EMPTY = "The captured step launched no CUDA kernel: a replay does nothing. Is the model on the device?"
 _KEPT_GRAPH = (
     "Delete what keeps the autograd graph of an earlier step alive (`del loss`), and make DistributedDataParallel "
     "under a side stream: with torch.cuda.stream(torch.cuda.Stream()): ..."

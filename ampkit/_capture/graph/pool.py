@@ -85,8 +85,13 @@ class _Growth:
         Not where processes talk to each other: NCCL registers the memory that it finds in a capture, takes it for one
         allocation, and hangs (pytorch#158029).
         """
-        settings = None if self._possible is False or _excluded() else _changeable_settings()
-        if settings is None:
+        talks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        # On systems other than Linux, torch warns that it cannot (c10/cuda/CUDAAllocatorConfig.h).
+        if self._possible is False or talks or sys.platform != "linux":
+            return
+        settings, expandable = allocator_settings()
+        chosen = expandable or "expandable_segments" in settings or "backend" in settings
+        if chosen or torch.cuda.get_allocator_backend() != "native":
             return
         rest = settings.strip(" ,")
         rest = f"{rest}," if rest else ""
@@ -116,18 +121,6 @@ def _can_map_memory() -> bool:
     except RuntimeError as error:
         return "CUDA driver error" not in str(error) or "out of memory" in str(error)
     return True
-
-
-def _excluded() -> bool:
-    talks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    # On systems other than Linux, torch warns that it cannot (c10/cuda/CUDAAllocatorConfig.h).
-    return talks or sys.platform != "linux" or torch.cuda.get_allocator_backend() != "native"
-
-
-def _changeable_settings() -> str | None:
-    """Return the settings of the allocator, None if they say which segments to take."""
-    settings, expandable = allocator_settings()
-    return None if expandable or "expandable_segments" in settings or "backend" in settings else settings
 
 
 growing_segments = _SharedChange(_Growth().begin)

@@ -129,25 +129,19 @@ class ProfiledCalls:
         found = {kernel.event for kernel in kernels}
         # Not every call that launches a kernel is in the trace, but the operation around it is.
         others = [place for places in self._on_device.values() for place in places if place not in found]
-        kernels += [k for place in others if (k := self._kernel(place, None)).launch >= 0 and self._is_during(k, mark)]
+        for kernel in (self._kernel(place, None) for place in others):
+            if kernel.launch >= 0 and _during(self._events[kernel.launch], mark):
+                kernels.append(kernel)
         # What other threads launch meanwhile, such as a loader's, is no part of the call.
-        kernels = [kernel for kernel in kernels if self._thread(kernel) in threads]
-        if not kernels:
-            kernels = list(self._operations(mark, threads))
-        return Call(mark["name"], _in_order(kernels), False)
-
-    def _is_during(self, kernel: Kernel, mark: Any) -> bool:
-        return _during(self._events[kernel.launch], mark)
-
-    def _thread(self, kernel: Kernel) -> Any:
-        return _thread_of(self._events[kernel.launch]) if kernel.launch >= 0 else None
+        kernels = [k for k in kernels if k.launch >= 0 and _thread_of(self._events[k.launch]) in threads]
+        return Call(mark["name"], _in_order(kernels or list(self._operations(mark, threads))), False)
 
     def _of_graphs(self, launches: Sequence[int]) -> tuple[Kernel, ...]:
         return _in_order([kernel for i in launches for kernel in self._launched(i)])
 
     def _launched(self, i: int) -> Iterator[Kernel]:
         """Yield what a launch ran on the GPU."""
-        for place in self._on_device.get(_correlation(self._events[i]), ()):
+        for place in self._on_device.get(self._events[i].get("args", {}).get("correlation", _NONE), ()):
             yield self._kernel(place, self._events[i])
 
     def _kernel(self, place: int, launched: Any) -> Kernel:
@@ -168,12 +162,14 @@ class ProfiledCalls:
             inside: set[int] = set()
             for i in self._threads[thread].places:
                 event = self._events[i]
+                name = event["name"]
+                # Autograd nodes and compiled regions are around operations.
+                operation = event["cat"] == "cpu_op" and "::" in name and not name.startswith(_AROUND_OPERATIONS)
                 if self._parents[i] in inside:
                     inside.add(i)
-                elif _is_operation(event) and _during(event, mark):
+                elif operation and _during(event, mark):
                     inside.add(i)
-                    start = float(event["ts"])
-                    yield Kernel(event["name"], f"thread {thread[1]}", start, float(event["dur"]), i, i)
+                    yield Kernel(name, f"thread {thread[1]}", float(event["ts"]), float(event["dur"]), i, i)
 
     # ---------------------------------------------------------------------------------------------------- owners
 
@@ -289,17 +285,7 @@ def _thread_of(event: Any) -> tuple[Any, Any]:
     return event["pid"], event["tid"]
 
 
-def _correlation(event: Any) -> Any:
-    return event.get("args", {}).get("correlation", _NONE)
-
-
 _NONE = object()
-
-
-def _is_operation(event: Any) -> bool:
-    """Return whether an event is an operation. Autograd nodes and compiled regions are around operations."""
-    name = event["name"]
-    return event["cat"] == "cpu_op" and "::" in name and not name.startswith(_AROUND_OPERATIONS)
 
 
 def _end(event: Any) -> float:

@@ -95,7 +95,7 @@ class Turn:
         """Return the stream of the last launch on this step's device, None if there was none."""
         return None if self._turns.order is None else self._turns.order.last
 
-    def take(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return what `fn` returns, called when no other thread is in a call.
 
         Raises:

@@ -24,7 +24,7 @@ from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is
 from .code import functions_of, line_of, names, names_looked_up
 from .constants import CLOSED_PACKAGES, is_plain
 from .executed import Executed
-from .objects import Holder, any_name, holders
+from .objects import HeldTable, any_name, holders
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
@@ -283,7 +283,7 @@ class _Before:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [(vars(module), dict(vars(module))) for module in modules]
-        self._inside: list[tuple[Holder, str, Any]] = []
+        self._inside: list[tuple[HeldTable, str, Any]] = []
         seen: dict[str, set[int]] = {}  # what lies under several names is kept for each of them
         for module in modules:
             for name, value in list(vars(module).items()):

@@ -29,7 +29,7 @@ class Scope(Enum):
     ARGUMENT = "in the function itself, which was given its value"
 
 
-class Part(NamedTuple):
+class PathStep(NamedTuple):
     """An attribute of a value (`.loss`), or an entry (`["l1"]`).
 
     Attributes:
@@ -44,7 +44,7 @@ class Part(NamedTuple):
         return f".{self.key}" if self.is_attribute else f"[{self.key!r}]"
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """An instruction in the code of a function.
 
     Attributes:
@@ -69,14 +69,14 @@ class Read(NamedTuple):
 
     scope: Scope
     variable: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PathStep, ...] = ()
 
-    def of(self, part: Part) -> "Read":
+    def then(self, part: PathStep) -> "Read":
         """Return the expression that reads a part of this one."""
         return self._replace(parts=(*self.parts, part))
 
 
-def reads(code: CodeType) -> dict[Read, list[Place]]:
+def reads(code: CodeType) -> dict[Read, list[CodePlace]]:
     """Return the longest expressions of this kind, with those of the functions that are defined in the code.
 
     A local variable that is assigned once stands for the expression that it was assigned.
@@ -84,13 +84,13 @@ def reads(code: CodeType) -> dict[Read, list[Place]]:
     Returns:
         By expression, the last instruction of each place in the code that has it.
     """
-    scan = _Scan(code)
+    scan = _BytecodeScan(code)
     found = scan.expressions()
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             seen = ((scan.seen_from_outside(read), places) for read, places in reads(inner).items())
             found += [(read, place) for read, places in seen if read is not None for place in places]
-    table: dict[Read, list[Place]] = {}
+    table: dict[Read, list[CodePlace]] = {}
     for read, place in found:
         table.setdefault(read, []).append(place)
     return table
@@ -114,17 +114,17 @@ def names_looked_up(code: CodeType) -> set[str]:
     return found
 
 
-def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, Place]]:
+def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, CodePlace]]:
     """Yield the instructions of some code, but not of functions that are defined in it."""
     first = None
     for each in dis.get_instructions(code):
         first = each.offset if first is None else first
         if each.opname != "EXTENDED_ARG":
-            yield each, Place(code, first, each.offset)
+            yield each, CodePlace(code, first, each.offset)
             first = None
 
 
-def line_of(place: Place) -> tuple[str, int]:
+def line_of(place: CodePlace) -> tuple[str, int]:
     """Return the file and the number of the line that an instruction is made from."""
     starts = [line for offset, line in dis.findlinestarts(place.code) if offset <= place.first and line is not None]
     return place.code.co_filename, starts[-1] if starts else place.code.co_firstlineno
@@ -138,7 +138,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(inner)
 
 
-class _Scan:
+class _BytecodeScan:
     """Reads the instructions of a function in their order.
 
     Instructions that belong to one expression follow each other: one loads the variable, each further one a part. Their
@@ -154,23 +154,23 @@ class _Scan:
         self._once = {name for name, times in stored.items() if times == 1}
         self._locals = {name: Read(Scope.ARGUMENT, name) for name in given if name not in stored}
 
-    def expressions(self) -> list[tuple[Read, Place]]:
+    def expressions(self) -> list[tuple[Read, CodePlace]]:
         """Return the expressions in their order, with the last instruction of each one."""
-        found: list[tuple[Read, Place]] = []
+        found: list[tuple[Read, CodePlace]] = []
         now: Read | None = None  # the expression that the last instructions have loaded
         key: Any = None  # the constant that was loaded behind it, if it may be one
         keyed: Read | None = None  # the expression in front of that
-        behind = place = Place(self._code, 0, 0)  # the last instructions of these two expressions
+        behind = place = CodePlace(self._code, 0, 0)  # the last instructions of these two expressions
         following = [each.opname for each, _ in self._instructions[1:]]
         for (each, at), then in zip(self._instructions, [*following, ""], strict=True):
             if keyed is not None and _is_subscript(each):
-                now, keyed, place = keyed.of(Part(False, key)), None, at
+                now, keyed, place = keyed.then(PathStep(False, key)), None, at
                 continue
             if keyed is not None and each.opname in _WRITE:
                 keyed = None
                 continue
             if now is not None and each.opname in _ATTRIBUTE:
-                now, place = now.of(Part(True, each.argval)), at
+                now, place = now.then(PathStep(True, each.argval)), at
                 continue
             if now is not None and each.opname in _COPY and then in _ATTRIBUTE:
                 continue  # x.count += 1, which loads x for what it reads and for what it writes
@@ -258,9 +258,9 @@ class Functions:
         self._seen: dict[int, Any] = {}
         self._by_code: dict[CodeType, list[FunctionType]] = {}
         for value in known:
-            self.take(value)
+            self.note(value)
 
-    def take(self, value: Any) -> None:
+    def note(self, value: Any) -> None:
         """Take note of a value, if it is a function, a method, or made by `functools.partial`."""
         left = [value]
         while left:
@@ -276,22 +276,22 @@ class Functions:
                 self._by_code.setdefault(found.__code__, []).append(found)
                 left += chain.from_iterable(map(gc.get_referents, found.__closure__ or ()))
 
-    def of(self, code: CodeType) -> list[FunctionType]:
+    def with_code(self, code: CodeType) -> list[FunctionType]:
         """Return the functions with this code."""
         for found in gc.get_referrers(code):
             if type(found) is FunctionType and found.__code__ is code:
-                self.take(found)
+                self.note(found)
         return self._by_code.get(code, [])
 
     def bound(self, code: CodeType) -> list[Any]:
         """Return the arguments that functions with this code have by default, or by `functools.partial`."""
-        functions = self.of(code)
+        functions = self.with_code(code)
         for found in gc.get_referrers(*functions) if functions else ():
             if type(found) in _CALLED:
-                self.take(found)
+                self.note(found)
         methods = [found for found in self._seen.values() if type(found) is MethodType and found.__func__ in functions]
         for found in gc.get_referrers(*methods) if methods else ():
-            self.take(found)
+            self.note(found)
         called = {id(found) for found in (*functions, *methods)}
         partials = [found for found in self._seen.values() if type(found) is functools.partial]
         arguments = [(*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()) for each in functions]

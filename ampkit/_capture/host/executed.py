@@ -9,7 +9,7 @@ from typing import Any
 
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._undo import Undo, replace
-from .code import SET_ATTRIBUTE, Place, codes_in, instructions
+from .code import SET_ATTRIBUTE, CodePlace, codes_in, instructions
 
 # Python's own: `sys` may have others in their place.
 _set_trace, _trace_function = sys.settrace, sys.gettrace
@@ -62,14 +62,14 @@ class Executed:
         self._see_whether_it_was_ended()
         return self._watch is not None and code in self._seen and code not in self.compiled
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: CodePlace) -> bool:
         """Return whether an instruction has been executed."""
         executed = self._seen.get(place.code, set()) if self.knows(place.code) else None
         return executed is None or not executed.isdisjoint(range(place.first, place.last + 1))
 
-    def names(self, code: CodeType, candidates: set[str]) -> dict[str, Place]:
+    def names(self, code: CodeType, candidates: set[str]) -> dict[str, CodePlace]:
         """Return those of some names and texts that code has read attributes by, or loaded, and where it did so."""
-        found = {} if self.knows(code) else dict.fromkeys(candidates, Place(code, 0, 0))
+        found = {} if self.knows(code) else dict.fromkeys(candidates, CodePlace(code, 0, 0))
         seen = set[str]()
         for each, place in instructions(code):
             name, loads = each.argval, each.opname not in SET_ATTRIBUTE

@@ -133,7 +133,7 @@ _MOST_TABLES = 1000  # in all
 _CACHED = type(functools.cache(lambda: None))
 
 
-class Holder(NamedTuple):
+class HeldTable(NamedTuple):
     """A table with values.
 
     Attributes:
@@ -178,7 +178,7 @@ class Holder(NamedTuple):
 
 def holders(
     value: Any, is_read: Callable[[str], bool], seen: set[int], *, all_entries: bool = False
-) -> Iterator[Holder]:
+) -> Iterator[HeldTable]:
     """Yield the tables in a value that is not plain, and in those inside of it.
 
     Args:
@@ -203,7 +203,7 @@ def holders(
             texts = {key: _written(path, key, table, is_object) for key, _ in pairs}
             keys = [key for key, entry in pairs if is_plain(entry) or is_closed(entry)]
             inner = [(key, entry) for key, entry in pairs if depth < _DEEPEST and holds_others(entry)]
-            yield Holder(path, table, keys, [key for key, _ in inner], [texts[key] for key in keys])
+            yield HeldTable(path, table, keys, [key for key, _ in inner], [texts[key] for key in keys])
             left += [(texts[key], entry, depth + 1) for key, entry in inner]
 
 

@@ -86,7 +86,7 @@ from .constants import (
     size,
 )
 from .executed import Executed
-from .objects import Holder, any_name, holders, holds_others
+from .objects import HeldTable, any_name, holders, holds_others
 from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
 
 # DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
@@ -110,7 +110,7 @@ class _Source(NamedTuple):
     text: str
     way: list[tuple[Any, Any]]
     value: Any
-    holders: list[Holder]
+    holders: list[HeldTable]
 
     def found(self) -> dict[str, Any]:
         """Return what is noted of the values, by what is written behind the text: numbers, texts and functions

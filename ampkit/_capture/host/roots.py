@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import chain
 from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from ..._text import error_line
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._torch.tensors.modules import MODULE_CALL, hook_tables, is_module, parts_of
 from ..._user_line import is_ampkits, is_in_users_file, is_users_call, is_users_file, line_text
-from .code import Functions, Part, Place, Read, Scope, codes_in, given_before, line_of, reads, unbound
+from .code import CodePlace, Functions, PathStep, Read, Scope, codes_in, given_before, line_of, reads, unbound
 from .constants import (
     ABSENT,
     CLOSED_CLASSES,
@@ -30,7 +31,7 @@ from .constants import (
 from .executed import Executed
 from .objects import Reach, Slots
 
-PathKey = tuple[int, str, tuple[Part, ...]]
+PathKey = tuple[int, str, tuple[PathStep, ...]]
 _WRITING = frozenset(("add", "append", "clear", "discard", "extend", "insert", "remove", "setdefault", "update"))
 
 
@@ -68,7 +69,7 @@ class Path(NamedTuple):
     """
 
     root: Root
-    parts: tuple[Part, ...]
+    parts: tuple[PathStep, ...]
 
     @property
     def key(self) -> PathKey:
@@ -105,7 +106,7 @@ def is_left_alone(value: Any) -> bool:
     return is_plain(value) or is_closed(value)
 
 
-def _table(value: Any, part: Part) -> Any:
+def _table(value: Any, part: PathStep) -> Any:
     """Return the table that has this part of a value; None if there is none, or if it is looked at by other means."""
     if not part.is_attribute:
         return value if _has_entry(value, part.key) else None
@@ -176,10 +177,10 @@ class Notes:
         self.compiled: set[PathKey] = set()
         self.problem: str = ""
         self.readers: dict[PathKey, set[Reader]] = {}
-        self._places: dict[PathKey, dict[Place, None]] = {}  # where each path is read
+        self._places: dict[PathKey, dict[CodePlace, None]] = {}  # where each path is read
         # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
         self._codes: dict[int, CodeType] = {}
-        self._reads: dict[int, dict[Read, list[Place]] | None] = {}  # None: not of the user's code
+        self._reads: dict[int, dict[Read, list[CodePlace]] | None] = {}  # None: not of the user's code
         self._fixed: dict[int, list[tuple[Path, Read]]] = {}  # those that are the same in each call of a function
         self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
         # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
@@ -227,25 +228,26 @@ class Notes:
                 found[key] = ("", 0) if executed is None else line_of(executed)
         return found
 
-    def _begin(self, frame: FrameType) -> dict[Read, list[Place]] | None:
+    def _begin(self, frame: FrameType) -> dict[Read, list[CodePlace]] | None:
         """Return what the code of a function reads that is called for the first time; None if that is no matter."""
         code = frame.f_code
         original = original_code(code)
         if original is not None and is_ampkits(frame):  # which compiles what it is given to call
             compiled = [value for value in self._called if any(value is each for each in frame.f_locals.values())]
-            self._take_what_is_given(compiled)
+            for name, value in chain.from_iterable(map(given_before, compiled)):
+                self._take_object(name, value)
             self._take_compiled(frame, compiled)
         if not is_in_users_file(frame):
             return None
         if original is not None:
             self._take_what_is_bound(frame, original)
-            self._take_compiled(frame, self._functions.of(original))
+            self._take_compiled(frame, self._functions.with_code(original))
             return None
         found = reads(code)
         if found and not is_users_call(frame.f_back):
             self._take_what_is_bound(frame, code)
         is_around = code not in self._inner and any(read.scope is Scope.ENCLOSING for read in found)
-        own = self._functions.of(code) if is_around else []  # looks at all objects
+        own = self._functions.with_code(code) if is_around else []  # looks at all objects
         fixed = [(_path(frame.f_globals, None, read), read) for read in found]
         fixed += [(_path({}, function, read), read) for function in own for read in found]
         self._fixed[id(code)] = [(path, read) for path, read in fixed if path is not None]
@@ -278,7 +280,7 @@ class Notes:
             if path.root.scope is Scope.ARGUMENT:
                 self._add_compiled(path, reader, [])
 
-    def _add_compiled(self, path: Path, reader: Reader, places: list[Place]) -> None:
+    def _add_compiled(self, path: Path, reader: Reader, places: list[CodePlace]) -> None:
         self.compiled.add(path.key)
         self._add(path, reader, places)
 
@@ -288,7 +290,8 @@ class Notes:
         if id(value) not in self._known:
             is_class = issubclass(type(value), type) and package_name(value) not in CLOSED_CLASSES
             # An object that a package calls, as torch calls a hook that is one.
-            is_bound = read.variable == "self" and not is_left_alone(value) and not _is_in_users_file(frame.f_back)
+            by_user = frame.f_back is not None and is_in_users_file(frame.f_back)
+            is_bound = read.variable == "self" and not is_left_alone(value) and not by_user
             if not is_class and not is_bound:
                 return None
             self._known[id(value)] = value, Path(Root(Scope.ARGUMENT, value, read.variable), ())
@@ -305,17 +308,11 @@ class Notes:
             if name == "self" or id(value) in bound:
                 self._take_object(name, value)
 
-    def _take_what_is_given(self, functions: Iterable[Any]) -> None:
-        """Take note of what functions are given, and not by a call."""
-        for function in functions:
-            for name, value in given_before(function):
-                self._take_object(name, value)
-
     def _take_object(self, name: str, value: Any) -> None:
         if not is_left_alone(value):
             self._known.setdefault(id(value), (value, Path(Root(Scope.ARGUMENT, value, name), ())))
 
-    def _add(self, path: Path, reader: Reader, places: list[Place]) -> None:
+    def _add(self, path: Path, reader: Reader, places: list[CodePlace]) -> None:
         self._places.setdefault(path.key, {}).update(dict.fromkeys(places))
         if path.key in self._owners:
             self._add(self._owners[path.key], reader, places)
@@ -331,7 +328,7 @@ class Notes:
             self._owners[path.key] = owner = path._replace(parts=path.parts[: len(values) - 2])
             self._add(owner, reader, places)
         for depth, value in enumerate(values):
-            self._functions.take(value)
+            self._functions.note(value)
             if is_module(value) and id(value) not in self._known:
                 self._found += parts_of(value)
             if type(value) is MethodType:
@@ -355,10 +352,6 @@ def _reads_unseen(value: Any) -> bool:
     if type(function) is FunctionType:
         return not is_users_file(function.__code__.co_filename)
     return type(function) in (MethodDescriptorType, GetSetDescriptorType)  # written in C
-
-
-def _is_in_users_file(frame: FrameType | None) -> bool:
-    return frame is not None and is_in_users_file(frame)
 
 
 def _path(variables: dict[str, Any], function: FunctionType | None, read: Read) -> Path | None:

@@ -1,4 +1,4 @@
-"""A rank that waits for one that is gone: how long it has waited, and how another thread ends its wait."""
+"""A rank that waits for one that is gone: whether it waits, and how its wait is ended. `heartbeat` decides when."""
 
 import ctypes
 import faulthandler
@@ -41,19 +41,16 @@ class Waiting:
     def seconds(self) -> float:
         """Return for how long this rank has been in one call, or the device in what was launched before."""
         now = time.monotonic()
-        if not self._waits() or self._since is None:
+        seen, self._seen = self._seen, self.calls
+        turns = list(self.turns)
+        in_one_call = seen == self.calls and any(turn.running for turn in turns)
+        if not (self.ending or in_one_call or self._device_waits(turns)) or self._since is None:
             self._since = now
         return now - self._since
 
     def forget(self) -> None:
         """Begin anew: there is nobody to wait for in vain."""
         self._since = None
-
-    def _waits(self) -> bool:
-        seen, self._seen = self._seen, self.calls
-        turns = list(self.turns)
-        in_one_call = seen == self.calls and any(turn.running for turn in turns)
-        return self.ending or in_one_call or self._device_waits(turns)
 
     def _device_waits(self, turns: list[Turn]) -> bool:
         """Return whether the device has not done since an earlier look what it had to do then."""
@@ -109,12 +106,10 @@ class EndedWait:
 
 def raise_in(thread: int, text: str) -> None:
     """Have a thread raise an `AmpkitError` before its next instruction of Python."""
-
-    def __init__(self: AmpkitError) -> None:  # noqa: N807 - of the class below
-        AmpkitError.__init__(self, text)
-
-    # Python makes the exception in that thread, without arguments.
-    kind = type(AmpkitError.__name__, (AmpkitError,), {"__init__": __init__, "__module__": AmpkitError.__module__})
+    # The interpreter takes a class, and makes the exception of it in that thread, without arguments. So the text has to
+    # be in a class of this error's own, which tracebacks show under the name of the public one.
+    made = {"__init__": lambda error: AmpkitError.__init__(error, text), "__module__": AmpkitError.__module__}
+    kind = type(AmpkitError.__name__, (AmpkitError,), made)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 

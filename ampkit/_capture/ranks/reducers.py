@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -103,12 +102,16 @@ class Reducers:
         with torch.inference_mode(False), torch.enable_grad():  # an evaluation may be the first call
             for ddp in self._wrappers:
                 if not is_rebuilt(ddp):  # or graphs of another step may refer to its buckets
-                    left = _why_left(ddp) or self._rebuild(ddp)
+                    left = self._rebuild(ddp)
                     self._left = self._left or left
                 self.moved = not self._left
 
     def _rebuild(self, ddp: DistributedDataParallel) -> str:
-        """Make a module's Reducer anew, on the stream of the captures. Return why that did not help, "" if it did."""
+        """Make a module's Reducer anew, on the stream of the captures. Return why that is not done, "" if it is."""
+        if not is_registrable(ddp):
+            return "its communication hook was registered with the Reducer itself, and not by register_comm_hook"
+        if not manages_all(ddp):
+            return "other parameters require gradients than when it was made"
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             kept = rebuild(ddp)
         if not kept:
@@ -209,13 +212,6 @@ def _deliver(ddp: DistributedDataParallel, call: Callable[[], None], give: Calla
         call()
 
 
-def _why_left(ddp: DistributedDataParallel) -> str:
-    """Return why a module is left as it is; "" if its Reducer can be made anew."""
-    if not is_registrable(ddp):
-        return "its communication hook was registered with the Reducer itself, and not by register_comm_hook"
-    return "" if manages_all(ddp) else "other parameters require gradients than when it was made"
-
-
 def _why_not_hook(ddp: DistributedDataParallel) -> str:
     """Return why a graph cannot hold the communication hook of a module, "" if it can."""
     name, hook, state = communication_hook(ddp)
@@ -227,13 +223,9 @@ def _why_not_hook(ddp: DistributedDataParallel) -> str:
             f"the communication hook {name} counts steps on the host, or steps an optimizer there. Use "
             f"{_HOOKS}default_hooks.bf16_compress_hook."
         )
-    if not _has_no_numbers(state):
+    if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
         return (
             f"the communication hook {name} has a state of type {type(state).__name__}, and a graph would freeze what "
             "the hook reads from that. Register it with state=None, or with a process group."
         )
     return ""
-
-
-def _has_no_numbers(state: Any) -> bool:
-    return state is None or isinstance(state, torch.distributed.ProcessGroup)

@@ -12,12 +12,9 @@ import torch
 
 from ..._errors import UsageError
 from ..._precision.policy import Policy
-from ..output import DONE, FOUND, Output, complain, exit_codes, json_file, output_file, policy, say
+from ..output import DONE, FOUND, Output, complain, exit_codes, json_file, policy, say
 from ..users_function import users_function
-from . import beside_compile as _beside
-from . import curves as _bench_curves
 from . import measure as _bench
-from . import plot as _bench_plot
 from . import report as _bench_report
 from .cases import BATCH, BATCHES, CASES, INPUTS, RETURNED, takes_batch_size, user_case
 from .session import Plan
@@ -71,15 +68,8 @@ def _add_subject(what: Any) -> None:
 
 
 def _add_measurement(how: Any) -> None:
-    which = how.add_mutually_exclusive_group()
-    which.add_argument(
+    how.add_argument(
         "--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"some of {', '.join(VARIANTS)}"
-    )
-    which.add_argument(
-        "--beside-compile",
-        action="store_true",
-        help="of each model the variants of ampkit and torch.compile whose best ones the last lines compare; every "
-        "built-in model if --model names none",
     )
     how.add_argument("--quick", action="store_true", help="small models, few variants and repeats; takes at most 90 s")
     how.add_argument("--repeats", type=_positive, metavar="N", help="number of timed blocks per variant; default: 7")
@@ -99,12 +89,6 @@ def _add_measurement(how: Any) -> None:
         metavar="FOLDER",
         help="keep compiled code there, for later runs; set-up times are then no longer those of a first run",
     )
-    how.add_argument(
-        "--curves",
-        type=_positive,
-        metavar="STEPS",
-        help="measure no times; compare the losses of this many steps, eager and captured",
-    )
 
 
 def _add_results(out: Any) -> None:
@@ -114,7 +98,6 @@ def _add_results(out: Any) -> None:
         metavar="FILE",
         help="write the figures to this file; -: print them instead of the table",
     )
-    out.add_argument("--plot", type=output_file, metavar="FILE", help="draw the figures into this image file")
     out.add_argument(
         "--read",
         nargs="+",
@@ -138,101 +121,55 @@ def _seconds(text: str) -> float:
 
 
 def _run_bench(args: argparse.Namespace, output: Output) -> int:
-    if args.plot is not None:
-        _bench_plot.figure_class(args.plot)  # check before measuring that it can be drawn
     if args.read:
         figures = _bench_report.joined([_bench_report.read(path) for path in args.read])
-        _show(_bench_report.chosen(figures, args.model, args.batch, args.variants), args.plot, output)
+        figures = _bench_report.chosen(figures, args.model, args.batch, args.variants)
+        output.show(_bench_report.table(figures), figures.to_json())
         return DONE
-    return _measure(args, output)
-
-
-def _measure(args: argparse.Namespace, output: Output) -> int:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    # A CPU computes float16 many times slower than bfloat16.
-    dtypes = args.policy or Policy.parse("float16" if cuda else "bfloat16")
-    plan, jobs = _plan(args, cuda), _jobs(args, cuda)
-    setting = Setting(dtypes, device, args.input or "prefetch", args.curves or plan.checked)
-    described = _bench.describe(setting, plan, shlex.join(["python", "-m", "ampkit", *args.argv]))
-    if args.curves is None:
-        wanted = [key for key in VARIANTS if any(key in job.of([key]) for job in jobs)] if args.beside_compile else None
-        keys, notes = _bench.select(args.variants or wanted, device, args.quick, args.sweep)
-        if args.compiled_code is not None:
-            notes.append("Set-up times depend on what earlier runs have compiled, which --compiled-code has kept.")
-        if not keys:
-            raise UsageError(f"--variants {' '.join(args.variants)}: none can be measured here. {' '.join(notes)}")
-        figures = _bench_report.Figures(described, notes)
-        _measure_times(figures, jobs, keys, setting, plan, args.plot, output)
-        return _exit_code(figures, args.parser.prog)
-    if len(jobs) != 1:
-        raise UsageError(f"--curves takes one model and one batch size, not {len(jobs)} combinations.")
-    (job,) = jobs
-    curves = _bench_curves.run(job.model, job.make, setting, described)
-    output.show(str(curves), curves.to_json())
-    if args.plot is not None:
-        _bench_curves.draw(curves, args.plot)
-    return DONE
-
-
-def _measure_times(
-    figures: _bench_report.Figures,
-    jobs: list[_bench.Job],
-    keys: list[str],
-    setting: Setting,
-    plan: Plan,
-    plot: Path | None,
-    output: Output,
-) -> None:
-    """Measure and show the figures. If Ctrl-C or an error ends the run early, show those measured so far."""
-    try:
-        worth = _beside.worth_profiling if all(job.keys for job in jobs) else lambda result: result.rows
-        _bench.run(figures, jobs, keys, setting, plan, lambda: output.save(figures.to_json()), worth)
-    except BaseException as error:
-        figures.results = [result for result in figures.results if result.rows]
-        figures.notes.append(f"Not complete: {type(error).__name__} ended the run early.")
-        raise
-    finally:
-        if figures.results:
-            _show(figures, plot if _measured(figures) else None, output)
-
-
-def _measured(figures: _bench_report.Figures) -> int:
-    """Return how many rows have a time."""
-    return sum(row.ms is not None for _, row in _bench_report.cases(figures.results))
-
-
-def _exit_code(figures: _bench_report.Figures, command: str) -> int:
-    """Return the exit code of a complete run, and print to standard error how many rows failed."""
-    rows, measured = len(_bench_report.cases(figures.results)), _measured(figures)
-    if not measured:
-        complain(command, "no variant could be measured. Each row of the table, or of the JSON, says why.")
-        return FOUND
-    if measured < rows:
-        say(command, f"{rows - measured} of {rows} rows failed. Each of them says why.")
-    return DONE
-
-
-def _plan(args: argparse.Namespace, cuda: bool) -> Plan:
     repeats, seconds = (3, 0.1) if args.quick else (7, 0.3)
-    checked = 8 if args.quick and not cuda else 20
-    limit = args.time_limit or math.inf
-    folder = None if args.compiled_code is None else args.compiled_code.absolute()
-    return Plan(args.repeats or repeats, args.seconds or seconds, checked, not args.no_profile, limit, folder)
+    plan = Plan(
+        repeats=args.repeats or repeats,
+        seconds=args.seconds or seconds,
+        checked=8 if args.quick and not cuda else 20,
+        profile=not args.no_profile,
+        limit=args.time_limit or math.inf,
+        compiled_code=None if args.compiled_code is None else args.compiled_code.absolute(),
+    )
+    setting = Setting(args.policy or usual_policy(device), device, args.input or "prefetch", plan.checked)
+    keys, notes = _bench.select(args.variants, device, args.quick, args.sweep)
+    if plan.compiled_code is not None:
+        notes.append("Set-up times depend on what earlier runs have compiled, which --compiled-code has kept.")
+    if not keys:
+        raise UsageError(f"--variants {' '.join(args.variants)}: none can be measured here. {' '.join(notes)}")
+    command = shlex.join(["python", "-m", "ampkit", *args.argv])
+    figures = _bench_report.Figures(_bench.describe(setting, plan, command), notes)
+    _measure(figures, _jobs(args, cuda), keys, setting, plan, output)
+    rows = _bench_report.cases(figures.results)
+    if (failed := sum(row.ms is None for _, row in rows)) == len(rows):
+        complain(args.parser.prog, "no variant could be measured. Each row of the table, or of the JSON, says why.")
+        return FOUND
+    if failed:
+        say(args.parser.prog, f"{failed} of {len(rows)} rows failed. Each of them says why.")
+    return DONE
+
+
+def usual_policy(device: torch.device) -> Policy:
+    """Return the policy if none is given. A CPU computes float16 many times slower than bfloat16."""
+    return Policy.parse("float16" if device.type == "cuda" else "bfloat16")
 
 
 def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:
     """Return a job for each model and batch size."""
-    quick = ["mlp", "resnet18-cifar"] if cuda else ["mlp"]
-    quick = ["resnet18-cifar"] if args.input == "uint8" else quick
-    usual = list(CASES) if args.beside_compile else ["resnet18-cifar"]
-    models = args.model or (quick if args.quick else usual)
+    models = ["resnet18-cifar"]
+    if args.quick and args.input != "uint8":  # which only images can be
+        models = ["mlp", "resnet18-cifar"] if cuda else ["mlp"]
     given = _SWEEP if args.sweep else sorted(args.batch or [])
-    jobs = [job for model in models for job in _jobs_of(model, given or [BATCHES.get(model, BATCH)])]
-    return [job._replace(keys=_beside.compared(job.model)) for job in jobs] if args.beside_compile else jobs
+    return [job for model in args.model or models for job in jobs_of(model, given or [BATCHES.get(model, BATCH)])]
 
 
-def _jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:
+def jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:
     """Return a job for each batch size, but only one for a user's function that takes no batch size."""
     if model in CASES:
         return [_bench.Job(model, partial(CASES[model], batch), batch) for batch in batches]
@@ -244,7 +181,21 @@ def _jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:
     return [_bench.Job(model, partial(user_case, model, function, batch), batch) for batch in batches]
 
 
-def _show(figures: _bench_report.Figures, plot: Path | None, output: Output) -> None:
-    output.show("\n".join([_bench_report.table(figures), *_beside.lines(figures)]), figures.to_json())
-    if plot is not None:
-        _bench_plot.draw(figures, plot)
+def _measure(
+    figures: _bench_report.Figures,
+    jobs: list[_bench.Job],
+    keys: list[str],
+    setting: Setting,
+    plan: Plan,
+    output: Output,
+) -> None:
+    """Measure and show the figures. If Ctrl-C or an error ends the run early, show those measured so far."""
+    try:
+        _bench.run(figures, jobs, keys, setting, plan, lambda: output.save(figures.to_json()))
+    except BaseException as error:
+        figures.results = [result for result in figures.results if result.rows]
+        figures.notes.append(f"Not complete: {type(error).__name__} ended the run early.")
+        raise
+    finally:
+        if figures.results:
+            output.show(_bench_report.table(figures), figures.to_json())

@@ -43,8 +43,6 @@ class Case:
             one. An example is `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         batches: used in order, again and again.
         decode: turns a batch on the device into the arguments of `loss_fn`; None if it needs no decoding.
-        widths: of an MLP with a ReLU behind each layer but the last, trained on (inputs, targets) with the mean
-            cross-entropy, from the input's to the output's. Then it can be trained in JAX too. () for other cases.
     """
 
     loss_fn: Callable[..., Tensor]
@@ -52,7 +50,6 @@ class Case:
     optimizer: Callable[..., torch.optim.Optimizer]
     batches: Sequence[Batch]
     decode: Callable[[Batch], Batch] | None = None
-    widths: tuple[int, ...] = ()
 
     @property
     def batch_size(self) -> int:
@@ -74,14 +71,19 @@ def ready(case: Case, dtype: torch.dtype, device: torch.device, source: str = "p
         CaseError: if the source is "uint8" and the case has no images.
     """
     first = tree_flatten(case.batches[0])[0]
-    images = {i for i, leaf in enumerate(first) if source == "uint8" and _is_image(leaf)}
+    floats = {i for i, leaf in enumerate(first) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    images = {i for i in floats if source == "uint8" and first[i].dim() == 4 and first[i].shape[1] == 3}
     if source == "uint8" and not images:
         raise CaseError("--input uint8: the batches contain no images, which are floating tensors (N, 3, H, W).")
 
     def leaf_ready(i: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        leaf = _encoded(leaf) if i in images else leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if i in images:  # in the format of image decoders: (N, H, W, 3), from 0 to 255
+            pixels = leaf.float().permute(0, 2, 3, 1) * torch.tensor(STD) + torch.tensor(MEAN)
+            leaf = (255 * pixels).round().clamp(0, 255).to(torch.uint8).contiguous()
+        elif leaf.is_floating_point():
+            leaf = leaf.to(dtype)
         if source == "device":
             return leaf.to(device)
         return leaf.pin_memory() if device.type == "cuda" else leaf
@@ -94,16 +96,6 @@ def _map_leaves(fn: Callable[[int, Any], Any], batch: Batch) -> Batch:
     leaves, tree = tree_flatten(batch)
     mapped: Batch = tree_unflatten([fn(i, leaf) for i, leaf in enumerate(leaves)], tree)
     return mapped
-
-
-def _is_image(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() == 4 and leaf.shape[1] == 3
-
-
-def _encoded(images: Tensor) -> Tensor:
-    """Return normalised images (N, 3, H, W) in the format of image decoders: uint8, (N, H, W, 3)."""
-    pixels = images.float().permute(0, 2, 3, 1) * torch.tensor(STD) + torch.tensor(MEAN)
-    return (255 * pixels).round().clamp(0, 255).to(torch.uint8).contiguous()
 
 
 class _Decode:
@@ -122,10 +114,13 @@ class _Decode:
 
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch with its images decoded."""
-        return _map_leaves(lambda i, leaf: self._image(leaf) if i in self._leaves else leaf, batch)
 
-    def _image(self, pixels: Tensor) -> Tensor:
-        return torch.addcmul(self._shift, pixels.permute(0, 3, 1, 2), self._scale)
+        def decoded(i: int, leaf: Any) -> Any:
+            if i not in self._leaves:
+                return leaf
+            return torch.addcmul(self._shift, leaf.permute(0, 3, 1, 2), self._scale)
+
+        return _map_leaves(decoded, batch)
 
 
 Maker = Callable[..., Case]  # maker(batch_size, *, seed, count): the seed of weights and data, the number of batches
@@ -173,7 +168,7 @@ def _relu_mlp(widths: tuple[int, ...]) -> nn.Module:
 def _trained_by_adamw(batch: int, *, widths: tuple[int, ...], seed: int = 0, count: int = 4) -> Case:
     """Return a case that people train in JAX: a small MLP, and AdamW."""
     case = _classifier(functools.partial(_relu_mlp, widths), widths[:1], 10, batch, seed=seed, count=count)
-    return replace(case, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), widths=widths)
+    return replace(case, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
 
 
 def _torchvision(name: str, classes: int) -> Any:

@@ -60,7 +60,10 @@ class Expected(NamedTuple):
         """
         losses = runs[0]
         fall = max(max(losses) - min(losses), LEAST_FALL * abs(losses[0])) or 1.0  # not 0, if all losses are 0
-        noise = list(itertools.accumulate((_spread(part) / fall for part in zip(*runs, strict=True)), max))
+        spreads = (
+            math.inf if any(map(math.isnan, part)) else max(part) - min(part) for part in zip(*runs, strict=True)
+        )
+        noise = list(itertools.accumulate((spread / fall for spread in spreads), max))
         return cls(losses, fall, noise, [max(floor, NOISE_FACTOR * part) for part in noise], ends)
 
     def judge(self, losses: Sequence[float], row: Row) -> None:
@@ -73,10 +76,6 @@ class Expected(NamedTuple):
         row.compared = max(
             (end for end, most in zip(self.ends, self.tolerances, strict=True) if most <= LARGEST_TOLERANCE), default=0
         )
-
-
-def _spread(losses: Sequence[float]) -> float:
-    return math.inf if any(map(math.isnan, losses)) else max(losses) - min(losses)
 
 
 class Expectations:
@@ -124,15 +123,14 @@ class Expectations:
         return Expected.of(runs, TOLERANCE[self._setting.policy.compute], self._session(whole).ends)
 
     def _losses(self, whole: bool, nudged: int) -> list[float]:
-        case = replace(self._case, model=nudge(self._case.model, self._rounding(), nudged)) if nudged else self._case
+        case, compute = self._case, self._setting.policy.compute
+        if nudged:
+            # float32 may run as TF32, whose mantissa is as long as that of float16.
+            in_tf32 = compute == torch.float32 and self._setting.device.type == "cuda"
+            case = replace(case, model=nudge(case.model, torch.float16 if in_tf32 else compute, nudged))
         session = self._session(whole)
         torch_amp(case, self._setting, whole=whole).train(session.checked_steps(), session.on_loss)
         return session.losses
-
-    def _rounding(self) -> torch.dtype:
-        compute = self._setting.policy.compute
-        # float32 may run as TF32, whose mantissa is as long as that of float16.
-        return torch.float16 if compute == torch.float32 and self._setting.device.type == "cuda" else compute
 
     def _session(self, whole: bool) -> TimedLoop:
         batches = self._case.batches

@@ -11,8 +11,7 @@ import torch
 
 from ..._text import ProgressBar
 from .cases import Case, CaseError, ready
-from .jax_process import JaxFigures, has_jax
-from .losses import TOLERANCE, Expectations, Expected
+from .losses import TOLERANCE, Expectations
 from .process import Caches, clean_up, fast_kernels, little_garbage, pay_one_time_costs
 from .profile import host_time, profile
 from .report import OUT_OF_MEMORY, Figures, Result, Row, error_text, is_out_of_memory
@@ -27,17 +26,11 @@ class Job(NamedTuple):
         model: its name.
         make: makes its case.
         batch: the requested batch size.
-        keys: the names of the variants to measure, as far as they are measured at all; None for all of them.
     """
 
     model: str
     make: Callable[[], Case]
     batch: int
-    keys: tuple[str, ...] | None = None
-
-    def of(self, keys: Sequence[str]) -> list[str]:
-        """Return those of these variants that are measured of this model."""
-        return [key for key in keys if self.keys is None or key in self.keys]
 
 
 class _Run(NamedTuple):
@@ -64,7 +57,6 @@ def run(
     setting: Setting,
     plan: Plan,
     save: Callable[[], None] = lambda: None,
-    worth_profiling: Callable[[Result], Sequence[Row]] = lambda result: result.rows,
 ) -> None:
     """Measure the variants of each job one after another. Each is built, measured and freed.
 
@@ -78,14 +70,13 @@ def run(
         setting: policy, device and input.
         plan: how thoroughly to measure.
         save: called after each measurement.
-        worth_profiling: returns which rows to profile.
 
     Raises:
         CaseError: if a job's function returned something that cannot be trained, or the case has no such input.
         ImportError: if a job's model needs a package that is not installed.
     """
     profiled = plan.profile and setting.device.type == "cuda"
-    progress = ProgressBar(sum(len(job.of(keys)) for job in jobs) * (2 if profiled else 1))
+    progress = ProgressBar(len(jobs) * len(keys) * (2 if profiled else 1))
     ends = time.monotonic() + plan.limit
     compiles = any(VARIANTS[key].compiles for key in keys)
     with fast_kernels(setting.device), Caches(plan.compiled_code) as caches:
@@ -94,9 +85,9 @@ def run(
         caches.enter_context(little_garbage())
         common = _Run(figures, setting, plan, save, caches, progress, ends)
         for job in jobs:
-            _measure_all(job, job.of(keys), common)
+            _measure_all(job, keys, common)
         for job, result in zip(jobs, figures.results, strict=True) if profiled else ():
-            _profile_all(job, result, worth_profiling(result), common)
+            _profile_all(job, result, common)
 
 
 def _measure_all(job: Job, keys: Sequence[str], run: _Run) -> None:
@@ -144,13 +135,11 @@ def _does_not_fit(key: str, model: str, figures: Figures) -> str:
     return ""
 
 
-def _profile_all(job: Job, result: Result, worth: Sequence[Row], run: _Run) -> None:
-    rows = [row for row in worth if not row.error]
+def _profile_all(job: Job, result: Result, run: _Run) -> None:
+    rows = [row for row in result.rows if not row.error]
     case, problem = _case_of(job, run.setting) if rows and not run.over() else (None, "")
     for row in result.rows:
         run.progress.show(f"{job.model}, batch {result.batch}: profile of {row.variant}")
-        if VARIANTS[row.variant].measure is not None:
-            continue  # the profiler of this process does not see another one
         if row in rows and (over := run.over()):
             problem = over
         elif row in rows and case is not None:
@@ -183,10 +172,6 @@ def select(
     if "lightning" in wanted and not has_lightning():
         wanted.remove("lightning")
         notes.append("Left out: Lightning with ampkit's callback, which needs pip install 'ampkit[lightning]'.")
-    in_jax = [key for key in wanted if VARIANTS[key].measure is not None]
-    if in_jax and not has_jax():
-        wanted = [key for key in wanted if key not in in_jax]
-        notes.append(f"Left out: {', '.join(in_jax)}, which need jax and optax: pip install jax optax.")
     if device.type != "cuda":
         need = [VARIANTS[key].label for key in wanted if VARIANTS[key].needs_cuda]
         wanted = [key for key in wanted if not VARIANTS[key].needs_cuda]
@@ -241,9 +226,6 @@ def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: Expect
 def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:
     known = expected.of(variant.whole)  # before the variant is built, since this may train and frees all memory
     session = TimedLoop(case.batches, setting.device, plan, variant.together)
-    if variant.measure is not None:
-        _fill(row, variant.measure(case, setting, plan), session, known)
-        return ""
     loop = variant.build(case, setting)
     loop.train(session.steps(), session.on_loss)
     row.ms, row.fastest, row.slowest = statistics.median(session.ms), min(session.ms), max(session.ms)
@@ -257,14 +239,3 @@ def _measure(row: Row, variant: Variant, case: Case, setting: Setting, plan: Pla
     except Exception as error:  # it may need more memory than the steps, whose times are valid
         return error_text(error)
     return ""
-
-
-def _fill(row: Row, measured: JaxFigures, session: TimedLoop, known: Expected | None) -> None:
-    """Fill in the row with what another process measured."""
-    row.ms, row.fastest, row.slowest = statistics.median(measured.ms), min(measured.ms), max(measured.ms)
-    row.setup_s, row.peak_mib, row.report = measured.setup_s, measured.peak_mib, {**measured.versions}
-    length = session.ends.step
-    losses = [statistics.fmean(measured.losses[end - length : end]) for end in session.ends]
-    row.loss = losses[-1]
-    if known is not None:
-        known.judge(losses, row)

@@ -138,7 +138,11 @@ def device_work(events: Iterable[Any]) -> DeviceWork:
     computing = [event for event in events if not event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))]
     kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in computing)
     busy, at_work = union(map(_time, computing)), union(map(_time, events))
-    launched = union(_launched(events))
+    # The time on the device of each launch by the host: of one kernel, or of all kernels of a graph.
+    by_call: dict[int, list[Interval]] = {}
+    for event in events:
+        by_call.setdefault(event.id, []).append(_time(event))
+    launched = union((min(start for start, _ in times), max(stop for _, stop in times)) for times in by_call.values())
     if not kernels:
         return DeviceWork(0.0, 0, 0.0, 0.0, 0.0)
     # Events do not say which step they belong to, so the steps are assumed to take equally long.
@@ -152,15 +156,6 @@ def device_work(events: Iterable[Any]) -> DeviceWork:
 
 def _time(event: Any) -> Interval:
     return event.time_range.start, event.time_range.end
-
-
-def _launched(events: Iterable[Any]) -> Iterator[Interval]:
-    """Yield the time on the device of each launch by the host: of one kernel, or of all kernels of a graph."""
-    by_call: dict[int, list[Interval]] = {}
-    for event in events:
-        by_call.setdefault(event.id, []).append(_time(event))
-    for times in by_call.values():
-        yield min(start for start, _ in times), max(stop for _, stop in times)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

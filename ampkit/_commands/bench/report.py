@@ -187,7 +187,13 @@ def joined(parts: Sequence[Figures]) -> Figures:
         if len(values) > 1:
             raise FiguresError(f"the files differ in {key}: {', '.join(sorted(values))}.")
     notes = list(dict.fromkeys(note for part in parts for note in part.notes))
-    setting = {**parts[0].setting, **_ranges([part.setting for part in parts])}
+    setting = {**parts[0].setting}
+    for key in ("repeats", "seconds_per_repeat"):  # in these they may differ: the smallest and the largest value
+        given = [part.setting[key] for part in parts if key in part.setting]
+        # A file that was written with both --json and --read contains ranges already.
+        found = [value for each in given for value in (each if isinstance(each, list) else [each])]
+        if len(set(found)) > 1:
+            setting[key] = [min(found), max(found)]
     return Figures(setting, notes, [result for part in parts for result in part.results])
 
 
@@ -212,18 +218,6 @@ def chosen(
         there = dict.fromkeys(f"{result.model} with batch {result.batch}" for result in figures.results)
         raise FiguresError(f"the files have no such model, batch size or variant. They have {', '.join(there)}.")
     return Figures(figures.setting, figures.notes, found)
-
-
-def _ranges(settings: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the smallest and the largest value of each setting in which these runs differ and may differ."""
-    found = {}
-    for key in ("repeats", "seconds_per_repeat"):
-        given = [setting[key] for setting in settings if key in setting]
-        # A file that was written with both --json and --read contains ranges already.
-        values = [value for part in given for value in (part if isinstance(part, list) else [part])]
-        if len(set(values)) > 1:
-            found[key] = [min(values), max(values)]
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
@@ -402,29 +396,23 @@ def _sweep_table(sweep: Sweep) -> str:
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
     lines = grid([*zip(*columns, strict=True)], texts=0)
     _, eager, graphed = sweep.points[0]
-    verdict = ["Graphs are emulated here: no null region."] if sweep.emulated else _verdict(sweep)
-    return "\n".join([f"\n{sweep.model}: {graphed.label} compared with {eager.label}", *lines, *verdict])
-
-
-def _time(row: Row) -> str:
-    return _number(row.ms, 3) if not row.error else OUT_OF_MEMORY if row.error.startswith(OUT_OF_MEMORY) else "failed"
-
-
-def _verdict(sweep: Sweep) -> list[str]:
-    null, only_eager = sweep.null_region, sweep.only_eager_fits
+    lines.insert(0, f"\n{sweep.model}: {graphed.label} compared with {eager.label}")
     least = f"{NULL_REGION:.0%}"
-    lines = []
-    if null:
-        sizes = ", ".join(map(str, null))
+    if sweep.emulated:
+        lines.append("Graphs are emulated here: no null region.")
+    elif sizes := ", ".join(map(str, sweep.null_region)):
         lines.append(f"~ null region: at batch {sizes} the capture saves less than {least} of a step.")
     elif sweep.has_shares:
         lines.append(
             f"No null region: the capture saves {least} of a step or more at each batch size where both have a time."
         )
-    if only_eager:
-        sizes = ", ".join(map(str, only_eager))
+    if not sweep.emulated and (sizes := ", ".join(map(str, sweep.only_eager_fits))):
         lines.append(f"Memory: at batch {sizes} the eager step fits and the captured one does not.")
-    return lines
+    return "\n".join(lines)
+
+
+def _time(row: Row) -> str:
+    return _number(row.ms, 3) if not row.error else OUT_OF_MEMORY if row.error.startswith(OUT_OF_MEMORY) else "failed"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

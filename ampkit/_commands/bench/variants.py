@@ -19,8 +19,6 @@ from ..._optimizer.scaler import GradScaler
 from ..._precision.policy import Policy
 from ..._step.graphed_step import graphed_step
 from .cases import Batch, Case
-from .jax_process import JaxFigures, measure_jax
-from .session import Plan
 
 MAX_NORM = 1.0
 # The first step must not overflow: torch's fused SGD would leave its momentum uninitialised (see seed_momentum).
@@ -74,7 +72,6 @@ class Variant:
         compiles: whether it uses torch.compile.
         on_cpu: its name in tables without a CUDA device, "" if that is the label.
         together: how many steps its loop does per call, on batches that are stacked.
-        measure: measures the step in a process of its own, in place of `build`; None if it runs in this process.
     """
 
     label: str
@@ -86,7 +83,6 @@ class Variant:
     compiles: bool = False
     on_cpu: str = ""
     together: int = 1
-    measure: Callable[[Case, Setting, Plan], JaxFigures] | None = None
 
     def label_on(self, device: torch.device) -> str:
         """Return its name in tables of this device."""
@@ -162,10 +158,6 @@ def torch_amp(
     return _loop(step, case, setting)
 
 
-def _float32(case: Case, setting: Setting) -> Loop:
-    return torch_amp(case, setting._replace(policy=Policy()))
-
-
 def _compiled(mode: str) -> Callable[[Case, Setting], Loop]:
     return functools.partial(torch_amp, fused=True, mode=mode)
 
@@ -187,20 +179,17 @@ class _CaptureByHand:
         """Do one step, on the batch that is part of the body."""
         if self._graph is None:
             if self._eager_steps < 3:
-                return self._warm_up()
+                self._eager_steps += 1
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    loss = self._body()
+                torch.cuda.current_stream().wait_stream(self._stream)
+                return loss
             self._optimizer.zero_grad()
             graph = CudaGraph(self._stream, Pool())
             graph.capture(self._body)
             self._graph = graph
         return self._graph.replay()  # type: ignore[no-any-return]  # what the body returns
-
-    def _warm_up(self) -> Tensor:
-        self._eager_steps += 1
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            loss = self._body()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return loss
 
 
 def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
@@ -346,27 +335,8 @@ def lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
     return {"precision": name}
 
 
-# ------------------------------------------------------------------------------------------------------------------ JAX
+# ------------------------------------------------------------------------------------------------------------ the table
 
-
-def _in_jax(case: Case, setting: Setting, plan: Plan, steps_per_call: int = 0) -> JaxFigures:
-    return measure_jax(
-        case,
-        plan,
-        policy=setting.policy,
-        device=setting.device,
-        source=setting.source,
-        schedule=setting.schedule,
-        max_norm=MAX_NORM,
-        steps_per_call=steps_per_call,
-    )
-
-
-def _elsewhere(case: Case, setting: Setting) -> Loop:
-    raise ValueError("it is measured in a process of its own")
-
-
-_JAX_SCAN = 100  # steps per call
 _SCAN = 96  # steps per call, in launches of 16
 
 
@@ -383,7 +353,11 @@ def _scan(compile: str | None = None) -> Variant:
 
 
 VARIANTS: dict[str, Variant] = {
-    "float32": Variant("float32 with TF32, eager", _float32, on_cpu="float32, eager"),
+    "float32": Variant(
+        "float32 with TF32, eager",
+        lambda case, setting: torch_amp(case, setting._replace(policy=Policy())),
+        on_cpu="float32, eager",
+    ),
     "amp": Variant("torch AMP, eager", torch_amp, quick=True),
     "amp-fused": Variant("torch AMP, fused optimizer", functools.partial(torch_amp, fused=True), quick=True),
     "compile": Variant("torch.compile", _compiled("default"), compiles=True),
@@ -426,11 +400,4 @@ VARIANTS: dict[str, Variant] = {
     "scan-default": _scan("default"),
     "scan-max": _scan("max"),
     "lightning": Variant("Lightning, AmpkitCallback", _lightning, on_cpu="Lightning, AmpkitCallback, emulated"),
-    "jax-jit": Variant("JAX, jit", _elsewhere, default=False, measure=_in_jax),
-    "jax-scan": Variant(
-        f"JAX, lax.scan of {_JAX_SCAN}",
-        _elsewhere,
-        default=False,
-        measure=functools.partial(_in_jax, steps_per_call=_JAX_SCAN),
-    ),
 }

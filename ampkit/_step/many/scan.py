@@ -11,6 +11,7 @@ from ..._batches.buckets import Buckets
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.fallback import StepDoneError
 from ..._capture.engine.multi_step import Noting, Steps
+from ..._capture.host.constants import are_same
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._optimizer.param_groups import CapturableGroups, RateTable
@@ -228,11 +229,4 @@ def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:
     changed = [
         key for key, same in zip(group, map(operator.is_, before.values(), group.values()), strict=True) if not same
     ]
-    return all(key in _RATE or _is_equal(before[key], group[key]) for key in changed)
-
-
-def _is_equal(value: Any, other: Any) -> bool:
-    """Return whether two values are equal constants. To compare tensors would wait for the device."""
-    if type(value) in (list, tuple) and type(value) is type(other) and len(value) == len(other):
-        return all(map(_is_equal, value, other))
-    return value is other or (not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other))
+    return all(key in _RATE or are_same(before[key], group[key]) for key in changed)

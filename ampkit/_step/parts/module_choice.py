@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..._callables.passes import CONSTANTS
+from ..._callables.passes import CAPTURED_AS_THEY_ARE
 from ..._capture.keys.inputs import Constant
 from .module_survey import ModuleCall, Survey, advice_on
 
@@ -77,7 +77,7 @@ def _new_object(before: ModuleCall | None, call: ModuleCall) -> str:
     if before is None or before.layout is None or call.layout is None:
         return ""
     for old, new in zip(before.layout.spec.leaves, call.layout.spec.leaves, strict=False):
-        if not isinstance(old, Constant) or not isinstance(new, Constant) or new.kind in CONSTANTS:
+        if not isinstance(old, Constant) or not isinstance(new, Constant) or new.kind in CAPTURED_AS_THEY_ARE:
             continue
         if old.kind is new.kind and old != new:
             return f"it gets another {new.kind.__name__} in each step{advice_on(new.value)}"

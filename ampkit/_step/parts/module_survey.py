@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ..._callables.input_leaves import Wants, detached, places_of, wanted_by
-from ..._callables.passes import CONSTANTS, replace_forward
+from ..._callables.passes import CAPTURED_AS_THEY_ARE, replace_forward
 from ..._capture.keys.containers import holds_tensors
 from ..._capture.keys.inputs import Spec, flatten, is_plain, read_batch
 from ..._capture.keys.placement import is_dense, place_of
 from ..._capture.preflight.preflight import Preflight
 from ..._errors import InputMismatch
+from ..._text import CONSTANTS
 from ..._torch.autograd.autograd import (
     ENGINE_ENTRIES,
     current_node,
@@ -242,7 +243,7 @@ class Survey:
             if isinstance(leaf, Tensor):
                 if not is_plain(leaf) or leaf.device != self._device or not is_dense(leaf):
                     call.problems["an output is no dense tensor on the device"] = None
-            elif type(leaf) not in CONSTANTS:
+            elif type(leaf) not in CAPTURED_AS_THEY_ARE:
                 call.problems[f"it returns a {type(leaf).__name__}"] = None
         if not tensors:
             call.problems["it returns no tensor"] = None
@@ -419,12 +420,12 @@ def _entry(op: Any, args: Any, kwargs: Any) -> Any:
 def _entry_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else None
-    return (type(leaf), str(leaf)) if isinstance(leaf, CONSTANTS) else type(leaf)
+    return (type(leaf), str(leaf)) if isinstance(leaf, CAPTURED_AS_THEY_ARE) else type(leaf)
 
 
 def _identity(value: Any) -> Any:
     """Return what stands for an attribute: a number or text by its value, a container by what is in it."""
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if isinstance(value, CONSTANTS):
         return type(value), str(value)
     if isinstance(value, dict):
         return id(value), [(id(key), id(each)) for key, each in value.items()]

@@ -105,7 +105,7 @@ class PartPasses(Passes):
         self.grad_mode = grad_mode
         modules = list(module.modules())
         tensors = list(dict.fromkeys(chain(module.parameters(), module.buffers())))
-        super().__init__(function, modules, tensors, inputs, wants_grad, device, told=False)
+        super().__init__(function, modules, tensors, inputs, wants_grad, device, sees_capture=False)
         self._static_leaves = list(self._leaves)
         self._gradients = gradients
         self.static: list[Tensor | None] = []

@@ -185,7 +185,7 @@ class _GraphedModule:
 
     def _why_eager(self, leaves: list[Any], tree: Any) -> str:
         try:
-            spec, _ = self._reader.read(*detached(leaves, tree))
+            spec, _ = self._reader.spec_and_leaves(*detached(leaves, tree))
         except InputMismatch as error:
             return str(error)
         now = ModuleLayout(spec, wanted_by(leaves), places_of(leaves), torch.is_grad_enabled())

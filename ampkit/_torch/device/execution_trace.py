@@ -1,4 +1,4 @@
-"""torch's execution trace: every operation that runs, in all threads, and marks that a caller adds to it."""
+"""torch's execution trace (every operation that runs, in all threads, and marks of a caller), and its profiler."""
 
 import atexit
 import ctypes
@@ -23,6 +23,9 @@ from torch import Tensor
 from ..._undo import Undo
 from ..guard import private
 from ..tensors.modes import call_each, without_torch_function
+
+# profiler_enabled(): whether torch's profiler records this thread. A second one would end the first.
+profiler_enabled: Callable[[], bool] = private(torch._C._autograd, "_profiler_enabled")
 
 # The observer behind torch.profiler.ExecutionTraceObserver, which would add files and events of its own. A process can
 # have one observer only.

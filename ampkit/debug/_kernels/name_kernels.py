@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..._arguments import check_path, wrong
-from ..._capture.graph.kernel_names import GRAPH_MARK, KernelName, KernelTable
+from ..._capture.graph.kernel_names import GRAPH_MARK, KernelTable
 from ..._capture.graph.profiled_calls import Call, Owner, ProfiledCalls
 from ..._capture.graph.profiled_trace import checked_trace, read_trace
 from .alignment import certain_places
@@ -76,21 +76,19 @@ def name_kernels(trace: str | os.PathLike[str] | dict[str, Any], step: Annotated
     replays, problems = [], []
     for call, table in found:
         problems += [table.problem] if table.problem else []
-        owners = _owners(call, table)
-        replays.append([_named(events, call, i, owner) for i, owner in enumerate(owners)])
+        replay = []
+        for kernel, owner in zip(call.kernels, _owners(call, table), strict=True):
+            phase, module, operation = owner or ("", "", "")
+            replay.append(
+                NamedKernel(kernel.name, kernel.stream, kernel.start, kernel.duration, phase, module, operation)
+            )
+            if owner is not None:  # a copy with the name takes the place of the event
+                event = events[kernel.event]
+                named = {**event.get("args", {}), "module": module, "phase": phase, "operation": operation}
+                events[kernel.event] = {**event, "args": named}
+        replays.append(replay)
     merged = {**content, "traceEvents": [*events, *row_of_modules(replays)]}
     return NamedTrace(merged, replays, list(dict.fromkeys(problems)))
-
-
-def _named(events: list[Any], call: Call, i: int, owner: Owner | None) -> NamedKernel:
-    """Return the kernel with its name. In the events, put a copy that has the name in the place of its event."""
-    kernel = call.kernels[i]
-    phase, module, operation = owner or ("", "", "")
-    if owner is not None:
-        event = events[kernel.event]
-        named = {**event.get("args", {}), "module": module, "phase": phase, "operation": operation}
-        events[kernel.event] = {**event, "args": named}
-    return NamedKernel(kernel.name, kernel.stream, kernel.start, kernel.duration, phase, module, operation)
 
 
 def _table_of(call: Call, tables: Sequence[KernelTable]) -> KernelTable:
@@ -109,26 +107,20 @@ def _owners(call: Call, table: KernelTable) -> list[Owner | None]:
     for i, kernel in enumerate(call.kernels):
         places.setdefault(kernel.stream, []).append(i)
     names = {stream: [call.kernels[i].name for i in rows] for stream, rows in places.items()}
-    for stream, row in _pairs(names, table.streams):
-        known = [entry.kernel for entry in row]
-        for i, candidates in zip(places[stream], certain_places(names[stream], known), strict=True):
-            possible = {row[j].owner for j in candidates}
-            owners[i] = possible.pop() if len(possible) == 1 else None
-    return owners
-
-
-def _pairs(names: dict[str, list[str]], rows: Sequence[Sequence[KernelName]]) -> list[tuple[str, Sequence[KernelName]]]:
-    """Return which stream of the replay has which row of the table: those that have the most names in common.
-
-    The numbers of streams say nothing: a graph runs on the stream that it is launched on, and its side streams are
-    those of the driver.
-    """
-    counted = [Counter(entry.kernel for entry in row) for row in rows]
+    # The numbers of streams say nothing: a graph runs on the stream that it is launched on, and its side streams are
+    # those of the driver. So a stream has the row of the table with which it has the most names in common.
+    counted = [Counter(entry.kernel for entry in row) for row in table.streams]
     common = [
-        ((Counter(found) & counted[j]).total(), stream, j) for stream, found in names.items() for j in range(len(rows))
+        ((Counter(found) & row).total(), stream, j) for stream, found in names.items() for j, row in enumerate(counted)
     ]
     pairs: dict[str, int] = {}
     for number, stream, j in sorted(common, key=lambda each: -each[0]):
         if number and stream not in pairs and j not in pairs.values():
             pairs[stream] = j
-    return [(stream, rows[j]) for stream, j in pairs.items()]
+    for stream, j in pairs.items():
+        row = table.streams[j]
+        known = [entry.kernel for entry in row]
+        for i, candidates in zip(places[stream], certain_places(names[stream], known), strict=True):
+            possible = {row[place].owner for place in candidates}
+            owners[i] = possible.pop() if len(possible) == 1 else None
+    return owners

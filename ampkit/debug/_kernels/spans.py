@@ -42,11 +42,15 @@ def row_of_modules(replays: Sequence[Sequence[NamedKernel]]) -> Iterator[dict[st
 
 
 def _spans(kernels: Sequence[NamedKernel], row: int) -> Iterator[dict[str, Any]]:
-    """Yield the spans of one stream in one replay. A span lasts as long as kernels of the same module follow."""
+    """Yield the spans of one stream in one replay: phase, around modules by their path, around kernels.
+
+    A span lasts as long as kernels of the same module follow.
+    """
     opened: list[tuple[str, float]] = []
     end = 0.0
-    for i, kernel in enumerate(kernels):
-        path = _path(kernel)
+    for place, kernel in enumerate(kernels):
+        parts = kernel.module.split(".") if kernel.module else []
+        path = [kernel.phase, *(".".join(parts[: i + 1]) for i in range(len(parts)))] if kernel.phase else ["unmatched"]
         same = 0
         while same < min(len(path), len(opened)) and opened[same][0] == path[same]:
             same += 1
@@ -55,21 +59,13 @@ def _spans(kernels: Sequence[NamedKernel], row: int) -> Iterator[dict[str, Any]]
             yield _span(name, start, end, row, {})
         opened += [(name, kernel.start) for name in path[same:]]
         # Kernels of one stream may overlap a little. Spans of one row must not.
-        following = kernels[i + 1].start if i + 1 < len(kernels) else kernel.start + kernel.us
+        following = kernels[place + 1].start if place + 1 < len(kernels) else kernel.start + kernel.us
         end = min(kernel.start + kernel.us, max(following, kernel.start))
         shown = {"module": kernel.module, "phase": kernel.phase, "operation": kernel.operation}
         yield _span(kernel.kernel, kernel.start, end, row, shown)
     while opened:
         name, start = opened.pop()
         yield _span(name, start, end, row, {})
-
-
-def _path(kernel: NamedKernel) -> list[str]:
-    """Return what is around a kernel, outwards in: phase, and the path of each module."""
-    if not kernel.phase:
-        return ["unmatched"]
-    parts = kernel.module.split(".") if kernel.module else []
-    return [kernel.phase, *(".".join(parts[: i + 1]) for i in range(len(parts)))]
 
 
 def _span(name: str, start: float, end: float, row: int, args: dict[str, str]) -> dict[str, Any]:

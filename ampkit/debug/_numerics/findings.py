@@ -117,26 +117,17 @@ class ObservedStep:
         self._zeros: list[float] = values[:, 0].tolist()
         self._subnormals: list[float] = values[:, 1 : _F16_NORMAL + BIAS].sum(1).tolist()
         self._nonfinite: list[float] = values[:, NONFINITE].tolist()
-        self._largest = self._largest_finite(values[:, LARGEST].tolist())
-        self._magnitudes: list[float] = values[:, MAGNITUDE].tolist()
-        self._order = [i for i in self._in_time(order) if self._counts[i]]
-
-    def _largest_finite(self, magnitudes: list[float]) -> list[float]:
-        """Return the magnitudes. Where one is not finite, the counts of exponents tell the largest finite one."""
+        self._largest: list[float] = values[:, LARGEST].tolist()
         for i, nonfinite in enumerate(self._nonfinite):
-            if nonfinite:
-                finite = self._values[i, 1:NONFINITE].nonzero()
-                magnitudes[i] = 2.0 ** (int(finite[-1]) + 1 - BIAS) if len(finite) else 0.0
-        return magnitudes
-
-    def _in_time(self, order: Sequence[int]) -> list[int]:
-        """Return the order with the gradient of each parameter moved to the backward of its module."""
+            if nonfinite:  # the counts of exponents tell the largest finite one
+                finite = values[i, 1:NONFINITE].nonzero()
+                self._largest[i] = 2.0 ** (int(finite[-1]) + 1 - BIAS) if len(finite) else 0.0
+        self._magnitudes: list[float] = values[:, MAGNITUDE].tolist()
         place = {row: float(i) for i, row in enumerate(order)}
-        for i in order:
-            tensor = self._tensors[i]
-            if tensor.what == "gradient":
+        for i in order:  # the gradient of a parameter belongs to the backward of its module
+            if (tensor := tensors[i]).what == "gradient":
                 place[i] = place.get(self._row_of.get((tensor.module, "grad_output"), i), place[i]) + 0.5
-        return sorted(place, key=lambda i: place[i])
+        self._order = [i for i in sorted(place, key=place.__getitem__) if self._counts[i]]
 
     def rows(self) -> list[NumericsRow]:
         """Return the statistics in the order of time."""
@@ -186,23 +177,18 @@ class ObservedStep:
         tensor = self._tensors[first]
         direction = "forward" if tensor.what in ("input", "output") else "backward"
         what = tensor.name if tensor.what == "gradient" else tensor.what
-        return NumericsFinding("overflow", tensor.module, direction, self.step, what, self._how_it_overflowed(first))
-
-    def _how_it_overflowed(self, first: int) -> str:
-        tensor, row = self._tensors[first], self._row(first)
-        amount = f"{row.nonfinite} of {row.count} values are not finite"
-        broken = [
-            name for name, i in self._parameters.get(tensor.module, {}).items() if not self._magnitudes[i] < math.inf
-        ]
-        if broken:
-            return f"{amount}; {broken[0]} is not finite itself: it broke in an earlier step"
-        return {
+        amount = f"{int(self._nonfinite[first])} of {int(self._counts[first])} values are not finite"
+        how = {
             "input": f"its input: {amount} already, because of the batch or of code between modules",
             "output": f"its output: {amount}",
             "grad_output": f"its grad_output: {amount} already, because of the loss, its scale or other code",
             "grad_input": f"its grad_input: {amount}",
             "gradient": f"the gradient of {tensor.name}: {amount}",
         }[tensor.what]
+        parameters = self._parameters.get(tensor.module, {})
+        if broken := [name for name, i in parameters.items() if not self._magnitudes[i] < math.inf]:
+            how = f"{amount}; {broken[0]} is not finite itself: it broke in an earlier step"
+        return NumericsFinding("overflow", tensor.module, direction, self.step, what, how)
 
     # ------------------------------------------------------------------------------------------------------ underflow
 
@@ -221,7 +207,10 @@ class ObservedStep:
             if tensor.what == "grad_input":
                 grad_output = self._row_of[tensor.name, "grad_output"]
                 had_values = self._counts[grad_output] > self._zeros[grad_output]
-                vanished = had_values and self._counts[i] == self._zeros[i] and self._has_weights(tensor.module)
+                # Its first parameter is its weight, which may be zero: that of a BatchNorm may start so.
+                weights = list(self._parameters.get(tensor.module, {}).values())[:1]
+                has_weights = any(self._magnitudes[weight] > 0 for weight in weights)
+                vanished = had_values and self._counts[i] == self._zeros[i] and has_weights
                 if vanished or self._fraction_subnormal(i) >= _UNDERFLOWING:
                     before, after = self._zeros_and_subnormals(grad_output), self._zeros_and_subnormals(i)
                     return self._underflow(i, f"its grad_input: {after}; its grad_output: {before}")
@@ -234,10 +223,6 @@ class ObservedStep:
     def _fraction_subnormal(self, i: int) -> float:
         """Return the share of subnormal values among those that are not zero, 0 if all are zero."""
         return self._subnormals[i] / max(self._counts[i] - self._zeros[i], 1.0)
-
-    def _has_weights(self, module: str) -> bool:
-        """Return whether the module's first parameter, its weight, is not zero. That of a BatchNorm may start as 0."""
-        return any(self._magnitudes[i] > 0 for i in list(self._parameters.get(module, {}).values())[:1])
 
     def _zeros_and_subnormals(self, i: int) -> str:
         zeros, subnormal = self._zeros[i] / self._counts[i], self._subnormals[i] / self._counts[i]

@@ -10,12 +10,11 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from ..._arguments import check_at_least, check_instance
 from ..._capture.ranks.shards import free_whole_parameters, is_sharded, shard_groups
 from ..._optimizer.scaler import GradScaler
-from .advice import advice, safe_scale
 from .async_copies import AsyncCopies
 from .findings import NumericsFinding, ObservedStep
 from .hooks import ModelHooks, unwrapped
 from .measurements import DeviceStatistics, Measurements
-from .report import NumericsReport
+from .report import NumericsReport, advice, safe_scale
 
 
 def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | None = None) -> "Numerics":
@@ -248,17 +247,15 @@ class Numerics:
         for step, buffer in self._statistics_copies.take(wait=wait):
             statistics = DeviceStatistics.on_host(step, buffer)
             hooks = self._hooks
-            self._remember(ObservedStep(statistics, hooks.tensors, hooks.parameters, self._order, self._dtypes))
-
-    def _remember(self, step: ObservedStep) -> None:
-        self._observed += 1
-        self._last = step
-        if step.overflowed():
-            self._first_overflowed = self._first_overflowed or step
-        else:
-            self._harmless |= step.nonfinite()
-            self._largest_gradient = max(self._largest_gradient or 0.0, step.largest_unscaled_gradient())
-            self._first_underflow = self._first_underflow or step.first_underflow()
+            seen = ObservedStep(statistics, hooks.tensors, hooks.parameters, self._order, self._dtypes)
+            self._observed += 1
+            self._last = seen
+            if seen.overflowed():
+                self._first_overflowed = self._first_overflowed or seen
+            else:
+                self._harmless |= seen.nonfinite()
+                self._largest_gradient = max(self._largest_gradient or 0.0, seen.largest_unscaled_gradient())
+                self._first_underflow = self._first_underflow or seen.first_underflow()
 
     def figures(self) -> dict[str, float]:
         """Return a few numbers for a logger, of the last observed step that has arrived; {} before that. Sync: none.

@@ -1,12 +1,15 @@
-"""What the user gets of the observed steps: findings, advice, and the statistics as a table."""
+"""What the user gets of the observed steps: findings, what to do about them, and the statistics as a table."""
 
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..._precision.policy import Policy
 from ..._text import size_text
 from .findings import NumericsFinding, NumericsRow
 
+F16_MAX = 65504.0  # torch.finfo(torch.float16).max
+_IN_BFLOAT16 = "Compute in bfloat16: Policy.parse('bfloat16')."
 _SHOWN = 24  # rows of the table in the text of a report: they fit on a screen with the lines above them
 _MODULES_NAMED = 8  # modules that were never called, of those that the text names: they take a line or two
 
@@ -87,3 +90,58 @@ class NumericsReport:
         if self.never_called:
             lines.append(f"never called, or inside compiled code: {', '.join(self.never_called[:_MODULES_NAMED])}")
         return "\n".join([*lines, f"step {self.step}, the worst rows of {len(self.rows)}:", self.table(_SHOWN)])
+
+
+def safe_scale(largest: float) -> float:
+    """Return the largest power of two that keeps a gradient of this magnitude finite in float16; inf for 0."""
+    if largest <= 0.0:
+        return math.inf
+    exponent = math.floor(math.log2(F16_MAX / largest))
+    if largest * 2.0**exponent > F16_MAX:  # log2 was rounded up
+        exponent -= 1
+    return float(2.0**exponent)
+
+
+def advice(
+    overflow: NumericsFinding | None,
+    underflow: NumericsFinding | None,
+    scale: float,
+    safe: float | None,
+    persists: bool,
+    root: str,
+) -> list[str]:
+    """Return what to do, in sentences that contain the code to write.
+
+    Args:
+        overflow: the first overflow, if there was one.
+        underflow: the first underflow, if there was one.
+        scale: the present loss scale.
+        safe: the largest safe loss scale, None if it is not known.
+        persists: whether the last observed step overflowed too.
+        root: the name that stands for the model itself; a policy cannot name it.
+    """
+    lines = []
+    if overflow is not None and overflow.direction == "forward":
+        lines.append(f"No loss scale helps against an overflow in forward. {_in_float32(overflow.name, root)}")
+    elif overflow is not None and safe is not None and safe < scale:
+        lines.append(f"Start with a smaller loss scale: GradScaler(init_scale={safe:g}).")
+    elif overflow is not None and persists:
+        lines.append(f"The overflow persists at a loss scale of {scale:g}. {_in_float32(overflow.name, root)}")
+    elif overflow is not None:
+        lines.append("The loss scale has backed off, and later steps are finite: nothing to do.")
+    if underflow is not None and safe is not None and scale * 2 <= safe < math.inf:
+        lines.append(f"A larger loss scale brings gradients back: GradScaler(init_scale={safe:g}).")
+    elif underflow is not None:
+        # A module in float32 would not help: the gradient that it passes back becomes float16 again if the module
+        # before it computes in float16.
+        between_modules = underflow.what in ("grad_input", "grad_output")
+        remedy = _IN_BFLOAT16 if between_modules else _in_float32(underflow.name, root)
+        lines.append(f"A loss scale of {scale:g} leaves no room for a larger one. {remedy}")
+    return lines
+
+
+def _in_float32(module: str, root: str) -> str:
+    if module == root:
+        return _IN_BFLOAT16
+    rule = Policy(compute="float16", modules={module: "float32"})
+    return f"Compute that module in float32, Policy.parse({str(rule)!r}), or all in bfloat16, Policy.parse('bfloat16')."

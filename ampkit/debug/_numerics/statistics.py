@@ -39,7 +39,9 @@ def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
     Memory: four bytes per element. Sync: none.
     """
     tensor = tensor.resolve_conj().resolve_neg()
-    flat = _in_memory_order(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # In the order of its memory, in which it is not copied if it fills that without gaps, in any layout.
+    flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
     floats = flat.to(torch.float32)
     bits = floats.view(torch.int32)
     if bits.is_cuda:
@@ -61,9 +63,3 @@ def nothing_measured(device: torch.device) -> tuple[Tensor, Tensor]:
     on_cuda = device.type == "cuda"
     counts = torch.zeros(2 * BINS if on_cuda else BINS, dtype=torch.int32 if on_cuda else torch.int64, device=device)
     return counts, torch.zeros((), device=device)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements in one dimension, without a copy if they fill their memory without gaps, in any layout."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).reshape(-1)

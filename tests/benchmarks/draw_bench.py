@@ -1,11 +1,19 @@
-"""Draws measured figures: as bars, or as lines over the batch size."""
+"""Draws the figures of `python -m ampkit bench --json`: as bars, or as lines over the batch size.
 
+    python tests/benchmarks/draw_bench.py figures.json more.json --plot figures.png
+    python tests/benchmarks/draw_bench.py figures.json --plot speed.png --model resnet50 --variants amp graphed
+
+`loss_curves.py` takes `figure_class` from here.
+"""
+
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .report import Figures, FiguresError, Result, Row, by_model, cases
+from ampkit._commands.bench.report import Figures, FiguresError, Result, Row, by_model, cases, chosen, joined, read
 
 _SWEEP = 3  # if a model has this many batch sizes or more, lines are drawn instead of bars
 
@@ -180,3 +188,21 @@ def _legend_entries(grid: Any) -> tuple[list[Any], list[str]]:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(name, handle)
     return list(entries.values()), list(entries)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, help="what --json wrote")
+    parser.add_argument("--plot", required=True, type=Path, metavar="FILE", help="the image")
+    parser.add_argument("--model", nargs="+", help="only these")
+    parser.add_argument("--batch", nargs="+", type=int, help="only these")
+    parser.add_argument("--variants", nargs="+", help="only these")
+    args = parser.parse_args(argv)
+    try:
+        draw(chosen(joined([read(path) for path in args.files]), args.model, args.batch, args.variants), args.plot)
+    except (FiguresError, OSError) as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """The training step of an MLP in JAX, as users of JAX write it. Run in a process of its own, without torch.
 
-It reads what to train from a folder and writes there what it measured. `jax_process` starts it.
+It reads what to train from a folder and writes there what it measured. `beside_jax` starts it.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Training:
     """Trains on the batches in order, again and again.
 
     Args:
-        given: what `jax_process` has written.
+        given: what `beside_jax` has written.
         arrays: weights and batches.
     """
 

@@ -1,22 +1,36 @@
-"""`bench --curves`: the loss curve of a captured step next to eager ones, and how far they are apart."""
+"""The loss curve of a captured step next to eager ones, and how far they are apart.
 
+    python tests/benchmarks/loss_curves.py 500 --plot curves.png
+    python tests/benchmarks/loss_curves.py 500 --model resnet50 -b 32 --policy bfloat16 --json curves.json
+
+It trains a model of `python -m ampkit bench`, or that of a function as `bench --model` takes it.
+"""
+
+import argparse
 import itertools
 import json
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from draw_bench import figure_class
 from torch import Tensor
 
-from .cases import Case, ready
-from .plot import figure_class
-from .process import clean_up, fast_kernels, little_garbage
-from .report import without_nan
-from .variants import VARIANTS, Setting
+from ampkit._commands.bench.arguments import jobs_of, usual_policy
+from ampkit._commands.bench.cases import BATCH, BATCHES, INPUTS, Case, ready
+from ampkit._commands.bench.measure import describe
+from ampkit._commands.bench.process import clean_up, fast_kernels, little_garbage
+from ampkit._commands.bench.report import without_nan
+from ampkit._commands.bench.session import Plan
+from ampkit._commands.bench.variants import VARIANTS, Setting
+from ampkit._commands.output import policy
+from ampkit._errors import UsageError
 
-BATCHES = 64  # number of different batches, used again and again
+COUNT = 64  # number of different batches, used again and again
 WINDOW = 25  # number of steps over which curves are averaged before they are compared
 
 # Name, variant, seed. The second run shows what nondeterministic kernels change, the third what another seed changes.
@@ -91,7 +105,7 @@ def run(model: str, make: Callable[..., Case], setting: Setting, described: dict
     losses = {}
     with fast_kernels(setting.device), little_garbage():
         for name, variant, seed in _RUNS:
-            case = ready(make(seed=seed, count=BATCHES), setting.policy.params, setting.device, setting.source)
+            case = ready(make(seed=seed, count=COUNT), setting.policy.params, setting.device, setting.source)
             losses[name] = _losses(VARIANTS[variant].build(case, setting).train, case, setting.schedule)
             clean_up(setting.device)
     return Curves(described, model, case.batch_size, losses)
@@ -130,3 +144,34 @@ def draw(curves: Curves, path: Path) -> None:
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.savefig(path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", type=int, help="how many steps each run has")
+    parser.add_argument("--model", default="resnet18-cifar", help="as `python -m ampkit bench` takes it")
+    parser.add_argument("-b", "--batch", type=int, help="the batch size")
+    parser.add_argument("--policy", type=policy, help="dtypes; default: float16, on a CPU bfloat16")
+    parser.add_argument("--input", choices=INPUTS, default="prefetch")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the losses to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses into this image file")
+    args = parser.parse_args(argv)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    setting = Setting(args.policy or usual_policy(device), device, args.input, args.steps)
+    command = shlex.join(["python", "tests/benchmarks/loss_curves.py", *(sys.argv[1:] if argv is None else argv)])
+    try:
+        if args.plot is not None:
+            figure_class(args.plot)  # check before training that it can be drawn
+        (job,) = jobs_of(args.model, [args.batch or BATCHES.get(args.model, BATCH)])
+        curves = run(args.model, job.make, setting, describe(setting, Plan(), command))
+    except UsageError as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+    print(curves)
+    if args.json is not None:
+        args.json.write_text(curves.to_json())
+    if args.plot is not None:
+        draw(curves, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1059,3 +1059,16 @@ def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         written = capsys.readouterr().err
         assert ("2/2 two" in written) is terminal
         assert written.endswith("\r\033[K") is terminal
+
+
+def test_compiled_code_that_is_kept(tmp_path: Path) -> None:
+    """A folder for each variant of each model; behind them the environment is as before."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with _bench_process.Caches(tmp_path / "kept") as caches:
+        for _ in range(2):
+            with caches.of("mlp", 64, "compile"):
+                folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+                folder.mkdir(parents=True, exist_ok=True)
+    assert folder == tmp_path / "kept" / "mlp-64-compile"
+    assert folder.is_dir()
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before

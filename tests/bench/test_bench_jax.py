@@ -10,15 +10,11 @@ import beside_jax
 import jax_worker
 import pytest
 import torch
-from beside_jax import JaxError
+from beside_jax import CASES, JaxError, Plan, Policy, Setting, ready
+from loss_curves import BATCH, BATCHES
 from test_bench import figures_of, saved
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-
-from ampkit._commands.bench.cases import BATCH, BATCHES, CASES, ready
-from ampkit._commands.bench.session import Plan
-from ampkit._commands.bench.variants import Setting
-from ampkit._precision.policy import Policy
 
 CPU, PLAN = torch.device("cpu"), Plan(repeats=2, seconds=0.01)
 MLPS = {"mlp-tiny": (32, 64, 64, 10), "mlp-small": (64, 256, 256, 256, 10), "mlp-deep": (512,) * 18}

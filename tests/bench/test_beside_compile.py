@@ -1,7 +1,6 @@
 """tests/benchmarks/beside_compile.py: what is measured of each model, and what its lines say; when a bench ends."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,10 @@ import beside_compile
 import beside_jax
 import pytest
 import torch
-from beside_compile import compared, lines
+from beside_compile import CASES, Figures, Result, Row, compared, lines
+from loss_curves import VARIANTS
 
 from ampkit.__main__ import main
-from ampkit._commands.bench import measure
-from ampkit._commands.bench.cases import CASES
-from ampkit._commands.bench.process import Caches
-from ampkit._commands.bench.report import Figures, Result, Row
-from ampkit._commands.bench.variants import VARIANTS
 
 
 def row(variant: str, ms: float | None, **rest: Any) -> Row:
@@ -92,11 +87,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[s
         return code, json.loads(out.read_text())
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measure, "measure", instead)
-    monkeypatch.setattr(measure, "Expectations", lambda *_: ())
-    monkeypatch.setattr(measure, "pay_one_time_costs", lambda *_, **__: None)
+    monkeypatch.setattr("ampkit._commands.bench.measure.measure", instead)
+    monkeypatch.setattr("ampkit._commands.bench.measure.Expectations", lambda *_: ())
+    monkeypatch.setattr("ampkit._commands.bench.measure.pay_one_time_costs", lambda *_, **__: None)
     clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr("ampkit._commands.bench.measure.time", clock)
     return run
 
 
@@ -140,15 +135,6 @@ def test_a_run_ends_in_time(measured: Measured, tmp_path: Path, capsys: pytest.C
 
 
 def test_compiled_code_is_kept_if_asked_for(measured: Measured, tmp_path: Path) -> None:
-    """A folder for each variant of each model; the table says that set-up times are not those of a first run."""
+    """The table says that set-up times are not those of a first run."""
     _, found = measured(tmp_path / "out.json", "--model", "mlp", "--variants", "amp", "--compiled-code", str(tmp_path))
     assert any("--compiled-code" in note for note in found["notes"])
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with Caches(tmp_path / "kept") as caches:
-        for _ in range(2):
-            with caches.of("mlp", 64, "compile"):
-                folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-                folder.mkdir(parents=True, exist_ok=True)
-    assert folder == tmp_path / "kept" / "mlp-64-compile"
-    assert folder.is_dir()
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before

@@ -4,10 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from draw_bench import main
+from draw_bench import Figures, Row, main
 from test_bench import saved
-
-from ampkit._commands.bench.report import Figures, Row
 
 
 def drawn(tmp_path: Path, name: str, *parts: Figures, options: tuple[str, ...] = ()) -> int:

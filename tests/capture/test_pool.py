@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Compiled
+from torch import nn
 
+from ampkit import debug
 from ampkit._capture.graph import pool as _segments
 from ampkit._capture.graph.graph import CudaGraph, Pool
 from ampkit._capture.graph.pool import _Growth, _SharedChange
@@ -184,3 +187,15 @@ def test_g3_a_pool_knows_which_graphs_live(monkeypatch: pytest.MonkeyPatch) -> N
     assert pool.enter(graphs[0]) == 0
     graphs.clear()
     assert pool.enter(CudaGraph(Any, Pool())) == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_in_a_capture_while_memory_is_recorded() -> None:
+    """P1: nothing compiles while memory is recorded, so a capture then has nothing to refuse; behind it, it has."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    compiled = Compiled(model)
+    with debug.memory(model), _segments.no_recompile():
+        compiled.module(x)
+    assert compiled.compiles == 0
+    with pytest.raises(RuntimeError, match="fail_on_recompile"), _segments.no_recompile():
+        compiled.module(x)

@@ -63,7 +63,7 @@ OVERFLOWS = ["--policy", "float16", "--overflows", "1", "9"]
 def test_ranks_train_the_bits_of_eager(options: list[str], accumulate: int) -> None:
     """L4: over windows and overflows, weights are equal on both ranks, and all state is that of eager DDP."""
     options = ["--graph", "emulate", "off", "--accumulate", str(accumulate), *options]
-    rows = launch(*options, forked=accumulate > 1)  # one with processes as users start them
+    rows = launch(*options)
     for run in assert_equal_runs(rows, "emulate"):
         assert (run["captures"], run["replays"]) == (accumulate, 18 - 3 * accumulate)
         assert run["skipped"] == (2 if "float16" in options else 0)
@@ -162,6 +162,7 @@ def test_a_job_ends(how: str) -> None:
     [("6", gloo_ends.HOW[:3]), ("4", gloo_ends.HOW[3:]), ("5", gloo_ends.HOW_SHARDED)],
     ids=["group destroyed", "group not destroyed", "fully_shard"],
 )
+@pytest.mark.sampled(2)
 def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:
     """R10: jobs end with 0 wherever the model lives, destroyed group or not. (`gloo_ends.py --jobs 200 --busy 2`: 200.)
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.debug import Comparison, compare
-from ampkit.debug._compare.recording import OutputHooks, TensorId
 
 
 class Net(nn.Module):
@@ -551,21 +550,16 @@ def test_inference_mode(around):
     """Inference tensors count no changes: each output is copied, one that a module changed in place too."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     x = torch.linspace(-1.0, 1.0, 8).view(2, 4)
-    with torch.inference_mode():
-        expected = model[0](x)
+    twin = nn.Sequential(copy.deepcopy(model[0]), nn.ReLU(), copy.deepcopy(model[2]))  # changes nothing in place
 
     def run():
         with torch.inference_mode():
             return model(x)
 
     with torch.inference_mode(around):
-        compared = compare(run, partial(model, x), model=model)
+        compared = compare(run, partial(twin, x), model=(model, twin))
     assert compared.first is None
     assert [row.path for row in compared.rows if row.direction == "forward"] == ["0", "1", "2", ""]
-    hooks = OutputHooks()
-    with hooks.on(model), torch.inference_mode():
-        model(x)
-    assert_same(expected, hooks.tensors[TensorId("forward", "0")])
 
 
 # ---------------------------------------------------------------------------------------------------------------- table

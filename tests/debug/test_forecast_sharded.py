@@ -104,8 +104,13 @@ def sorted_frees(found: list[Any]) -> list[Any]:
     return [event for free, group in groups for event in (sorted(group, key=str) if free else group)]
 
 
+FAST = ("float32", "bfloat16, not resharded", "sgd", "adamw by default", "odd", "checkpoints", "transformer", "copies")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", fsdp_memory.CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ranks] * (name not in FAST)) for name in fsdp_memory.CASES]
+)
 def test_equals_the_first_of_two_ranks(on_cpu: Cases, name: str) -> None:
     """P2: what `debug.memory` records with gloo, event by event. What differs is explained, and taken away by name."""
     check(name, on_cpu[name][0], 2)

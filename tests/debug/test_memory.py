@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit
 from ampkit import debug
-from ampkit._capture.graph import pool as _segments
 
 F32 = 4  # bytes
 
@@ -447,18 +446,6 @@ def test_compiled_code_runs_on_behind_it(warm):
     for _ in range(3):
         step(x)
     assert (compiled.calls, compiled.compiles) == (before + 3, 1)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_code_in_a_capture_within():
-    """P1: nothing compiles while memory is recorded, so a capture then has nothing to refuse; behind it, it has."""
-    model, _, x = parts()
-    compiled = Compiled(model)
-    with debug.memory(model), _segments.no_recompile():
-        compiled.module(x)
-    assert compiled.compiles == 0
-    with pytest.raises(RuntimeError, match="fail_on_recompile"), _segments.no_recompile():
-        compiled.module(x)
 
 
 @pytest.mark.parametrize("by_name", [False, True])

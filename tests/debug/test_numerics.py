@@ -289,6 +289,7 @@ def test_planted_overflow_of_a_resnet(engine: Engine, kind: str, build: Callable
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("build", [tiny_resnet, pytest.param(resnet50, marks=[pytest.mark.cuda, pytest.mark.slow])])
+@pytest.mark.slow
 def test_planted_underflow_of_a_resnet(engine: Engine, kind: str, build: Callable[[], nn.Module]) -> None:
     """A BatchNorm with a weight of 1e-7 hands on nothing that float16 can hold: named, and a larger scale advised."""
 

@@ -93,6 +93,7 @@ def test_equals_lightning(
 
 @pytest.mark.parametrize("kind", ["32-true", "bf16-true"])  # Lightning refuses it in bf16-mixed, too
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.sampled(2)
 def test_fused_clipping_that_clips_nothing_equals_lightning(engine: Engine, tmp_path: Path, kind: str) -> None:
     """L1: a limit that no gradient reaches is a division by 1, which is exact."""
     device, graph = engine
@@ -104,6 +105,7 @@ def test_fused_clipping_that_clips_nothing_equals_lightning(engine: Engine, tmp_
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.sampled(2)
 def test_clipping_of_float16_is_that_of_lightning(tmp_path: Path, accumulate: int) -> None:
     """L1: it rounds once where Lightning rounds twice; the steps that are skipped are the same."""
     options: dict[str, Any] = {"kind": "16-mixed", "gradient_clip_val": 0.1, "accumulate_grad_batches": accumulate}
@@ -129,6 +131,7 @@ def test_clipping_by_value_equals_lightning(engine: Engine, tmp_path: Path, kind
 
 @pytest.mark.parametrize("kind", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.sampled(2)
 def test_half_precision_modules(engine: Engine, tmp_path: Path, kind: str) -> None:
     """The module's parameters are of the low dtype, and there is no loss scale."""
     device, graph = engine
@@ -185,7 +188,7 @@ def test_resume(engine: Engine, tmp_path: Path, kind: str) -> None:
     make = lambda: Net(fused if device == "cuda" else adamw, halving, "step", dropout=0.0)  # noqa: E731
     options: dict[str, Any] = {"make": make, "kind": kind, "max_epochs": 4, "logger": False}
     whole = fit(tmp_path / "whole", device, None, data=Batches(loader(device)), **options)
-    for first, second in ((None, None), (graph, None), (None, graph), (graph, graph)):
+    for first, second in ((graph, None), (None, graph), (graph, graph)):
         for stop in ("epoch", "step"):
             folder = tmp_path / f"{first}-{second}-{stop}"
             until: dict[str, Any] = {"max_epochs": 2} if stop == "epoch" else {"max_steps": 15, "max_epochs": 4}
@@ -202,6 +205,8 @@ def test_resume(engine: Engine, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_resume_within_a_window(tmp_path: Path, accumulate: int) -> None:
     """L2: Lightning drops what the window had so far; so do we."""
     ends = []
@@ -215,6 +220,7 @@ def test_resume_within_a_window(tmp_path: Path, accumulate: int) -> None:
     assert_same(ends[0].state(), ends[1].state())
 
 
+@pytest.mark.slow
 def test_a_rule_of_the_loss_scale_is_saved(tmp_path: Path) -> None:
     """What torch's scaler does not have is in the checkpoint, beside what it has, and Lightning can load it."""
     rule = ampkit.GradScaler("cpu", init_scale=2.0**15, growth_interval=2, hysteresis=3, max_scale=2.0**16)
@@ -265,6 +271,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.filterwarnings("ignore:AmpkitCallback. param_groups.0...betas..")
+@pytest.mark.slow
 def test_schedulers(engine: Engine, tmp_path: Path, name: str) -> None:
     """OneCycleLR moves the betas with every step, each of which is another graph; plateaus need a metric."""
     device, graph = engine
@@ -293,6 +300,7 @@ def test_schedulers(engine: Engine, tmp_path: Path, name: str) -> None:
     ids=["limit", "overfit", "max_steps", "window longer than an epoch", "accumulation changes"],
 )
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_parts_of_epochs(tmp_path: Path, options: dict[str, Any]) -> None:
     """Lightning says which batches there are, and which of them ends a window."""
     runs = []
@@ -303,6 +311,7 @@ def test_parts_of_epochs(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_fit_twice_and_test_after(engine: Engine, tmp_path: Path) -> None:
     """L3: the Trainer and the module are left as they were: a second fit, a test, another Trainer without ampkit."""
     device, graph = engine
@@ -346,6 +355,7 @@ class Sized(Net):
 
 @pytest.mark.filterwarnings("ignore:AmpkitCallback. the optimizer's state was replaced")
 @pytest.mark.filterwarnings("ignore:.*Detected call of `lr_scheduler.step")
+@pytest.mark.slow
 def test_batch_size_finder(tmp_path: Path) -> None:
     """L3: a tuned batch size is the same, and training begins from the state before the search."""
     found = []
@@ -409,6 +419,7 @@ def test_readings_have_what_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.sampled(2)
 def test_readings_reach_the_progress_bar(tmp_path: Path, bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Both bars of Lightning show them, beside what the module logs for the bar."""
     shown: list[dict[str, Any]] = []
@@ -707,8 +718,12 @@ class WeightedByConfig(Net):
     ("make", "says"),
     [
         (Weighted, r"the attribute model\.weight changed from 1\.0 to 0\.5"),
-        (WeightedByHparams, ""),
-        (WeightedByConfig, r"the attribute model\.config\.loss\.weight changed from 1\.0 to 0\.5"),
+        pytest.param(WeightedByHparams, "", marks=pytest.mark.slow),
+        pytest.param(
+            WeightedByConfig,
+            r"the attribute model\.config\.loss\.weight changed from 1\.0 to 0\.5",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_numbers_of_the_module_are_part_of_the_key(engine: Engine, make: type[Net], says: str, tmp_path: Path) -> None:
@@ -727,6 +742,7 @@ class WeightedPerBatch(Weighted):
         self.weight = 1.0 / (1 + batch_idx)
 
 
+@pytest.mark.slow
 def test_a_number_that_changes_with_every_batch(tmp_path: Path) -> None:
     """A graph for each batch would never be replayed."""
     plain = fit(tmp_path / "plain", "cpu", None, make=WeightedPerBatch)

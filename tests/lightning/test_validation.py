@@ -196,6 +196,7 @@ class TwoLoaders(Validated):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_several_dataloaders(engine: Engine, tmp_path: Path) -> None:
     """L3: each dataloader has graphs of its own, and metrics under its own index."""
     device, graph = engine
@@ -221,6 +222,7 @@ class MeasuresSlopes(Net):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_gradients_of_gradients(engine: Engine, tmp_path: Path) -> None:
     """The graph of a gradient is made in the calling thread, eagerly and in a capture, see `make_graphs_here`."""
     device, graph = engine
@@ -269,6 +271,7 @@ def test_random_numbers_buffers_and_numbers(engine: Engine, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_averaged_weights(engine: Engine, tmp_path: Path) -> None:
     """L3: EMAWeightAveraging copies its weights into the parameters around validation; graphs are kept."""
     device, graph = engine
@@ -300,6 +303,8 @@ class SwapsMemory(Callback):
 @pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.filterwarnings("ignore:AmpkitCallback, validation_step. a parameter or buffer was moved to other memory")
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_weights_in_other_memory(engine: Engine, tmp_path: Path, new: bool) -> None:
     """G12: a graph reads the memory of its capture. Where parameters are elsewhere now, it is dropped, and the values
     stay right."""
@@ -330,6 +335,7 @@ def test_an_error_gives_the_steps_back(tmp_path: Path) -> None:
     assert ours.report("validation_step").replays == 1
 
 
+@pytest.mark.slow
 def test_verify(tmp_path: Path) -> None:
     """verify compares the first replays of validation with eager steps, too."""
     run, kept = with_outputs(tmp_path / "1", "cpu", "emulate", options={"verify": 2})
@@ -515,6 +521,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "options", "message"), every(3, REFUSED), ids=[case[2][:40] for case in REFUSED])
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], message: str) -> None:
     """L3: what a replay would leave out or freeze is found in the warm-up, and said once; Lightning validates."""
     plain = fit(tmp_path / "plain", "cpu", None, make=make, max_epochs=EPOCHS, **options)

@@ -22,12 +22,14 @@ from harness import (
     scaled_backward,
     training_state,
 )
+from test_scaler_optimizers import OPTIMIZERS, initialised, make
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 import ampkit
+from ampkit._optimizer.device_step import changed_by_step, step_or_undo
 from ampkit._optimizer.step_kind import can_be_undone, scales_in_kernel, torch_class, why_not_capturable
 
 on_the_host = pytest.mark.filterwarnings("ignore:GradScaler.step:ampkit.AmpkitWarning")  # which is said on CUDA
@@ -533,3 +535,22 @@ def test_whether_torch_runs_fused_adagrad_on_cuda(fake: bool) -> None:
     assert fake or not FUSED_ADAGRAD_ON_CUDA or not said
     advice = why_not_capturable(torch.optim.Adagrad([weight]))
     assert ("Write Adagrad(..., fused=True)" in advice) == FUSED_ADAGRAD_ON_CUDA
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith("fused")])
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_a_step_is_undone_on_the_host(name: str, found: float) -> None:
+    """S1: undoing a step restores every bit, after the first step and after nan too. Other steps are unchanged."""
+    model, optimizer = make(name, "cpu")
+    twin, twin_optimizer = make(name, "cpu")
+    for i in range(3):
+        for one in (model, twin):
+            scaled_backward(one, torch.amp.GradScaler("cpu", enabled=False), i, math.nan if found else None)
+        before = copy.deepcopy(model.state_dict())
+        step_or_undo(optimizer, torch.tensor(found), changed_by_step(optimizer))
+        twin_optimizer.step()
+        if found:
+            assert_same(before, model.state_dict())
+    if not found:
+        assert_same(twin.state_dict(), model.state_dict())
+        assert_same(initialised(twin_optimizer), initialised(optimizer))

@@ -13,7 +13,6 @@ from harness import DEVICES, assert_same, no_sync, scaled_backward
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._optimizer.device_step import changed_by_step, step_or_undo
 
 Make = Callable[[Any, bool], torch.optim.Optimizer]
 
@@ -102,25 +101,6 @@ def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad: float) -> 
     scaler.update()
     assert_same(before, (model.state_dict(), initialised(optimizer)))
     assert scaler.stats()[:3] == (3, 1, 4.0)
-
-
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith("fused")])
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_a_step_is_undone_on_the_host(name: str, found: float) -> None:
-    """S1: undoing a step restores every bit, after the first step and after nan too. Other steps are unchanged."""
-    model, optimizer = make(name, "cpu")
-    twin, twin_optimizer = make(name, "cpu")
-    for i in range(3):
-        for one in (model, twin):
-            scaled_backward(one, torch.amp.GradScaler("cpu", enabled=False), i, math.nan if found else None)
-        before = copy.deepcopy(model.state_dict())
-        step_or_undo(optimizer, torch.tensor(found), changed_by_step(optimizer))
-        twin_optimizer.step()
-        if found:
-            assert_same(before, model.state_dict())
-    if not found:
-        assert_same(twin.state_dict(), model.state_dict())
-        assert_same(initialised(twin_optimizer), initialised(optimizer))
 
 
 @pytest.mark.cuda

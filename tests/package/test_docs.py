@@ -67,7 +67,11 @@ RECIPES = [(page, block) for page in FOUND for block in blocks(page.read_text())
 ON_CUDA = [pytest.param(page, id=f"{page.name}-cuda", marks=pytest.mark.cuda) for page in PAGES]
 
 
-@pytest.mark.parametrize("page", [*[pytest.param(page, id=page.name) for page in PAGES], *ON_CUDA])
+SLOW = "capture.md"  # twenty seconds, the others one or two
+ON_CPU = [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name == SLOW)) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", [*ON_CPU, *ON_CUDA])
 @allow_inductor_warnings
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,8 @@ from numbers import Number
 
 import torch
 
+# Values that nothing can change: a graph holds them as constants, and they are written as they are.
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _BAR_WIDTH = 24  # characters; leaves half of a line of 80 for the text behind it
 

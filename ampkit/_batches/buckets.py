@@ -66,7 +66,14 @@ class Buckets:
         object.__setattr__(self, "batch", _read_sizes("batch", self.batch))
         if self.length is not None:
             object.__setattr__(self, "length", _read_sizes("length", self.length))
-        object.__setattr__(self, "pad", _read_pad(self.pad))
+        if not isinstance(self.pad, (int, float)):
+            pairs = listed(self.pad.items() if isinstance(self.pad, Mapping) else self.pad)
+            tuples = [] if pairs is None else [pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]
+            known = all(isinstance(key, str) and isinstance(number, (int, float)) for key, number in tuples)
+            if pairs is None or not known or len(tuples) < len(pairs):
+                expected = "a number, or numbers by path such as {\"batch['labels']\": -100}"
+                raise wrong("Buckets", "pad", self.pad, expected)
+            object.__setattr__(self, "pad", tuple(sorted(dict(tuples).items())))
         if not isinstance(self.mask, str) or not self.mask.isidentifier() or keyword.iskeyword(self.mask):
             raise wrong("Buckets", "mask", self.mask, "the name of a keyword argument of loss_fn")
 
@@ -101,34 +108,29 @@ class Buckets:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 check_plain(leaf, tree, i)
-        first, real = self._sizes_of(leaves)
-        bucket = self._bucket(real)
-        for i, (leaf, fill) in enumerate(zip(leaves, _fill_of_each_leaf(self.pad, tree), strict=True)):
-            leaves[i] = _leaf_in_bucket(leaf, real, bucket, fill, tree, i)
-        args, kwargs = tree_unflatten(leaves, tree)
-        return args, {**kwargs, self.mask: _mask(real, bucket, first.device)}
-
-    def _sizes_of(self, leaves: Sequence[Any]) -> tuple[Tensor, tuple[int, ...]]:
-        """Return the first tensor with a batch size, and the sizes of this batch: (B,) or (B, L)."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        dims = range(1 if self.length is None else 2)
-        firsts = [next((tensor for tensor in tensors if tensor.dim() > dim), None) for dim in dims]
-        for dim, first in enumerate(firsts):
-            if first is None:
+        allowed = (self.batch,) if self.length is None else (self.batch, self.length)
+        real: tuple[int, ...] = ()  # the sizes of this batch: (B,) or (B, L)
+        for dim in range(len(allowed)):
+            size = next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), None)
+            if size is None:
                 raise InputMismatch(
                     f"Buckets({'length' if dim else 'batch'}=...): the batch has no tensor of {dim + 1} or more "
                     f"dimensions to pad. Pass one{', or length=None' if dim else ', or no buckets'}."
                 )
-        assert firsts[0] is not None  # refused above
-        return firsts[0], tuple(first.shape[dim] for dim, first in enumerate(firsts) if first is not None)
-
-    def _bucket(self, real: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the smallest bucket that holds these sizes, or the sizes themselves if none does."""
-        allowed = (self.batch,) if self.length is None else (self.batch, self.length)
+            real += (size,)
         places = [bisect_left(sizes, size) for sizes, size in zip(allowed, real, strict=True)]
-        if any(place == len(sizes) for sizes, place in zip(allowed, places, strict=True)):
-            return real
-        return tuple(sizes[place] for sizes, place in zip(allowed, places, strict=True))
+        fits = all(place < len(sizes) for sizes, place in zip(allowed, places, strict=True))
+        bucket = tuple(sizes[place] for sizes, place in zip(allowed, places, strict=True)) if fits else real
+        for i, (leaf, fill) in enumerate(zip(leaves, _fill_of_each_leaf(self.pad, tree), strict=True)):
+            leaves[i] = _leaf_in_bucket(leaf, real, bucket, fill, tree, i)
+        args, kwargs = tree_unflatten(leaves, tree)
+        device = next(tensor.device for tensor in tensors if tensor.dim())
+        start = mask = torch.zeros(bucket, dtype=torch.bool, device=device)
+        for dim, size in enumerate(real):
+            start = start.narrow(dim, 0, size)
+        start.fill_(True)
+        return args, {**kwargs, self.mask: mask}
 
 
 def pad_stack(
@@ -152,29 +154,29 @@ def pad_stack(
     first, named = buckets.pad_batch(first, named)
     mask = named.pop(buckets.mask)
     fills = _fill_of_each_leaf(buckets.pad, tree)
-    padded = [
-        _stack_in_bucket(leaf, one, fill) if isinstance(leaf, Tensor) else leaf
-        for leaf, one, fill in zip(leaves, flatten(first, named)[0], fills, strict=True)
-    ]
-    args, kwargs = tree_unflatten(padded, tree)
+    for i, (stack, padded, fill) in enumerate(zip(leaves, flatten(first, named)[0], fills, strict=True)):
+        # Each slice gets the layout of `padded`, which is the first one, padded.
+        if not isinstance(stack, Tensor) or (stack.shape[1:], stack.stride()[1:]) == (padded.shape, padded.stride()):
+            continue
+        if stack.stride(0) == 0:  # all slices are one tensor
+            leaves[i] = padded.expand(count, *padded.shape)
+        else:
+            strides = (max(1, padded.numel()), *padded.stride())
+            leaves[i] = _copied_into(stack, (count, *padded.shape), strides, fill)
+    args, kwargs = tree_unflatten(leaves, tree)
     return args, {**kwargs, buckets.mask: mask.expand(count, *mask.shape)}
 
 
 # ------------------------------------------------------------------------------------------------------------ padding
 
 
-def _stack_in_bucket(stack: Tensor, padded: Tensor, fill: float) -> Tensor:
-    """Return a stack whose slices have the layout of `padded`, which is its first slice, padded."""
-    if stack.shape[1:] == padded.shape and stack.stride()[1:] == padded.stride():
-        return stack
-    if stack.stride(0) == 0:  # all slices are one tensor
-        return padded.expand(len(stack), *padded.shape)
-    return _copied_into(stack, (len(stack), *padded.shape), (max(1, padded.numel()), *padded.stride()), fill)
-
-
 def _leaf_in_bucket(
     leaf: Any, real: tuple[int, ...], bucket: tuple[int, ...], fill: float, tree: TreeSpec, i: int
 ) -> Any:
+    """Return a tensor that starts with `leaf` and is `fill` elsewhere; `leaf` as it is if nothing is to be padded.
+
+    It takes a copy, and a fill for each dimension that is padded.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     shape = list(leaf.shape)
@@ -190,19 +192,20 @@ def _leaf_in_bucket(
         )
     for dim in dims:
         shape[dim] = bucket[dim]
-    return _padded(leaf, tuple(shape), fill)
-
-
-def _padded(tensor: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
-    """Return a tensor of this shape that starts with `tensor` and is `fill` elsewhere, as it is if both are the same.
-
-    It takes a copy, and a fill for each dimension that is padded.
-    """
-    strides = _dense_strides(tensor, shape)
     # A batch that needs no padding gets the same strides as padded ones. Otherwise it would need a graph of its own.
-    if tensor.shape == shape and tensor.stride() == strides:
-        return tensor
-    return _copied_into(tensor, shape, strides, fill)
+    order = list(range(leaf.dim()))  # of the dimensions in memory, outermost first
+    old = leaf.stride()
+    if 0 not in old:  # the dimensions of an expanded tensor have no order
+        # Of two dimensions with equal stride in a tensor without gaps, the one of size 1 is the inner one.
+        order.sort(key=lambda dim: (old[dim], leaf.shape[dim] > 1), reverse=True)
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step  # there are no gaps
+        step *= max(shape[dim], 1)
+    if list(leaf.shape) == shape and leaf.stride() == tuple(strides):
+        return leaf
+    return _copied_into(leaf, tuple(shape), tuple(strides), fill)
 
 
 def _copied_into(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], fill: float) -> Tensor:
@@ -215,30 +218,6 @@ def _copied_into(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...
             start = start.narrow(dim, 0, size)
     start.copy_(tensor)
     return padded
-
-
-def _dense_strides(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides for `shape` without gaps, which keep the order that the dimensions of `tensor` have in memory."""
-    order = list(range(tensor.dim()))  # outermost first
-    old = tensor.stride()
-    if 0 not in old:  # the dimensions of an expanded tensor have no order
-        # Of two dimensions with equal stride in a tensor without gaps, the one of size 1 is the inner one.
-        order.sort(key=lambda dim: (old[dim], tensor.shape[dim] > 1), reverse=True)
-    strides = [1] * len(shape)
-    step = 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
-
-
-def _mask(real: tuple[int, ...], bucket: tuple[int, ...], device: torch.device) -> Tensor:
-    mask = torch.zeros(bucket, dtype=torch.bool, device=device)
-    start = mask
-    for dim, size in enumerate(real):
-        start = start.narrow(dim, 0, size)
-    start.fill_(True)
-    return mask
 
 
 # ------------------------------------------------------------------------------------------------------- fill values
@@ -280,17 +259,3 @@ def _read_sizes(name: str, sizes: Any) -> tuple[int, ...]:
         hint = f"({sizes},)" if type(sizes) is int and sizes > 0 else "(16, 32, 64)"
         raise wrong("Buckets", name, sizes, f"sizes, ints of at least 1. Pass {name}={hint}")
     return tuple(sorted(set(found)))
-
-
-def _read_pad(pad: Any) -> float | FillByPath:
-    if isinstance(pad, (int, float)):
-        return pad
-    pairs = listed(pad.items() if isinstance(pad, Mapping) else pad)
-    if pairs is None or not all(map(_is_path_and_number, pairs)):
-        raise wrong("Buckets", "pad", pad, "a number, or numbers by path such as {\"batch['labels']\": -100}")
-    return tuple(sorted(dict(pairs).items()))
-
-
-def _is_path_and_number(pair: Any) -> bool:
-    is_named = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
-    return is_named and isinstance(pair[1], (int, float))

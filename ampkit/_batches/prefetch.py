@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -90,7 +91,12 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise wrong("prefetch", "loader", loader, "an iterable of batches, such as a DataLoader")
         self.loader = loader
-        self.device: torch.device = _indexed(device)
+        self.device: torch.device = read_device("prefetch", "device", device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        if self.device.type not in ("cuda", "cpu"):
+            text = f"prefetch: batches are copied to {self.device} without overlap, which only CUDA devices have here."
+            warnings.warn(text, AmpkitWarning, stacklevel=2)
         self.depth = depth
         self.transform = transform
 
@@ -98,13 +104,10 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         return len(self.loader)  # type: ignore[arg-type]  # a loader without len raises its own TypeError
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._on_side_stream() if self.device.type == "cuda" else self._one_by_one()
-
-    def _one_by_one(self) -> Iterator[Batch]:
-        for i, batch in enumerate(self.loader):
-            yield self._transformed(_Transfer(self.device, i, lambda tensor: tensor.to(self.device))(batch), i)
-
-    def _on_side_stream(self) -> Iterator[Batch]:
+        if self.device.type != "cuda":
+            for i, batch in enumerate(self.loader):
+                yield self._transformed(_Transfer(self.device, i, lambda tensor: tensor.to(self.device))(batch), i)
+            return
         side, consumer = _side_stream(self.device), torch.cuda.current_stream(self.device)
         if self.transform is not None:
             side.wait_stream(consumer)  # the device may still be computing its constants
@@ -119,11 +122,12 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
                 consumer.wait_stream(side)
             # The next copy on the side stream must not reuse this memory while the consumer still reads it. Tensors
             # that `transform` did not return were used on the side stream alone, which reuses their memory in order.
-            for tensor in _tensors_of(on_device):
+            leaves = tree_flatten(on_device)[0] if holds_tensors(on_device) else []
+            for tensor in chain.from_iterable(map(tensors_held, leaves)):
                 if tensor.device == self.device:
                     tensor.record_stream(consumer)
             yield on_device
-            del on_device
+            del on_device, leaves
             steps.append(consumer.record_event())
             if len(steps) > self.depth:
                 steps.popleft().synchronize()
@@ -171,7 +175,14 @@ class _Transfer:
         """Return the batch, or a part of it, on the device."""
         if isinstance(thing, Tensor):
             if id(thing) not in self._by_id:
-                self._by_id[id(thing)] = self._moved(thing)
+                try:
+                    self._by_id[id(thing)] = self._move(thing)
+                except (
+                    NotImplementedError,
+                    ValueError,
+                ) as error:  # no memory or shape yet: on meta, or of a lazy module
+                    message = f"prefetch: batch {self._i}: a {_kind(thing)} cannot be moved: {error}"
+                    raise AmpkitError(message) from error
             return self._by_id[id(thing)]
         if not holds_tensors(thing):
             return thing
@@ -192,12 +203,6 @@ class _Transfer:
         moved = tree_unflatten([self(leaf) for leaf in leaves], spec) if is_tree else self._object(thing)
         self._within.pop()
         return moved
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        try:
-            return self._move(tensor)
-        except (NotImplementedError, ValueError) as error:  # no memory or shape yet: on meta, or of a lazy module
-            raise AmpkitError(f"prefetch: batch {self._i}: a {_kind(tensor)} cannot be moved: {error}") from error
 
     def _object(self, thing: Any) -> Any:
         """Return an object that is no tree with its tensors on the device, or raise an `AmpkitError`."""
@@ -229,22 +234,7 @@ def _kind(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _tensors_of(batch: Any) -> Iterator[Tensor]:
-    for leaf in tree_flatten(batch)[0] if holds_tensors(batch) else ():
-        yield from tensors_held(leaf)
-
-
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for copies to a device. All prefetchers use one, since a stream reuses only its own memory."""
     return torch.cuda.Stream(device)
-
-
-def _indexed(given: "torch.device | str") -> torch.device:
-    device = read_device("prefetch", "device", given)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if device.type not in ("cuda", "cpu"):
-        text = f"prefetch: batches are copied to {device} without overlap, which only CUDA devices have here."
-        warnings.warn(text, AmpkitWarning, stacklevel=3)
-    return device

@@ -180,18 +180,15 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies that belong to the caller, made by one kernel for all tensors of one dtype."""
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
-    copies = [_empty_for_copy(tensor) for tensor in tensors]
+    # Memory that lies as the tensors' does, because later kernels may compute otherwise at another address.
+    places = [place_of(tensor) for tensor in tensors]
+    pairs = zip(tensors, places, strict=True)
+    copies = [empty_like(t, place) if place and is_dense(t) else torch.empty_like(t) for t, place in pairs]
     if len(copies) == 1:
         copies[0].copy_(tensors[0])
     elif copies:
         foreach_copy_(copies, list(tensors))
     return copies
-
-
-def _empty_for_copy(tensor: Tensor) -> Tensor:
-    """Return memory that lies as this tensor's does: later kernels may compute otherwise at another address."""
-    place = place_of(tensor)
-    return empty_like(tensor, place) if place and is_dense(tensor) else torch.empty_like(tensor)
 
 
 _OVERWRITTEN = (

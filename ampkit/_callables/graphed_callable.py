@@ -197,15 +197,13 @@ class GraphedCallable:
         self.eager[reason] += 1
         with Undo() as undo:
             make_graphs_here(undo)
-            return self._told_call(args, kwargs) if self.told else self._original(*args, **kwargs)
-
-    def _told_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call eagerly, and tell the code that it is being captured."""
-        with noting_questions(True):
-            result = self._original(*args, **kwargs)
-            if captures.asked_in_checkpoint and torch.is_grad_enabled():
-                raise NotImplementedError(_CHECKPOINTED)
-        return result
+            if not self.told:
+                return self._original(*args, **kwargs)
+            with noting_questions(True):
+                result = self._original(*args, **kwargs)
+                if captures.asked_in_checkpoint and torch.is_grad_enabled():
+                    raise NotImplementedError(_CHECKPOINTED)
+            return result
 
     def close(self) -> None:
         """Free the graphs and restore the module's `forward`. Later calls are eager.
@@ -260,8 +258,10 @@ class GraphedCallable:
 
     def _graphs_for(self, leaves: list[Any], tree: TreeSpec, is_sample: bool = False) -> GraphedPasses | None:
         """Return the graphs for this input, captured now if need be, or None if there can be none."""
-        if self._generation is None and self._module is not None and _is_lazy(self._module):
-            return None  # the call is eager and creates the parameters
+        if self._generation is None and self._module is not None:
+            tensors = chain(self._module.parameters(), self._module.buffers())
+            if any(map(nn.parameter.is_lazy, tensors)):
+                return None  # the call is eager and creates the parameters
         try:
             key = self._key(leaves, tree, is_sample)
         except InputMismatch as error:
@@ -285,7 +285,8 @@ class GraphedCallable:
         wants_grad = wanted_by(leaves, samples=is_sample)
         spec, _ = read_batch(*detached(leaves, tree), self._shared.device)
         now, before = self._state.generation(), self._generation
-        if before is None or _tensors_of(before) != _tensors_of(now):
+        held = None if before is None else (before.walk, before.addresses, before.layouts)
+        if held != (now.walk, now.addresses, now.layouts):
             if before is not None and any(self._graphs.values()):
                 self._warn(f"{before.replaced_in(now)}. Each such change takes a new capture.")
             self._graphs = {}  # an autograd node keeps the graphs that its backward pass still needs
@@ -352,6 +353,7 @@ class GraphedCallable:
         passes = Passes(self._original, walk.modules, tensors, inputs, key.wants_grad, device, self.told)
         with undone(walk.modules, device) as rebound:
             graphs = passes.capture(self._shared, self._warmup, self._allow_unused)
+            passes.free_autograd_graph()
             if names := rebound():
                 self.blocker = "not captured"  # eager calls may rebind, too, and each would lead to another attempt
                 raise CaptureError(
@@ -359,10 +361,6 @@ class GraphedCallable:
                     "value. Return it, or change the tensor in place (copy_, add_)."
                 )
         return GraphedPasses(self._shared, passes, *graphs)
-
-
-def _tensors_of(generation: Generation) -> tuple[Any, ...]:
-    return generation.walk, generation.addresses, generation.layouts
 
 
 class _GraphKey(NamedTuple):
@@ -394,10 +392,6 @@ _LATE_HOOK = (
     "a hook was registered on a submodule since the capture, or on all modules, or was removed. Calls are eager until "
     "that is undone. Register hooks of submodules before the first capture."
 )
-
-
-def _is_lazy(module: nn.Module) -> bool:
-    return any(map(nn.parameter.is_lazy, chain(module.parameters(), module.buffers())))
 
 
 def _why_never_captured(function: Any, device: torch.device, graph: str) -> str:

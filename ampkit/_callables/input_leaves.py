@@ -31,14 +31,14 @@ def wanted_by(leaves: Sequence[Any], *, samples: bool = False) -> tuple[Wants, .
         leaves: of an input.
         samples: whether other tensors will take their places, which come out of other modules.
     """
-    tensors = (leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves)
-    kept = not samples and torch.is_autocast_cache_enabled()
-    return tuple([Wants.NOTHING if tensor is None else _wants(tensor, kept) for tensor in tensors])
-
-
-def _wants(tensor: Tensor, kept: bool) -> Wants:
-    kept = kept and tensor.is_leaf and tensor.dtype is torch.float32 and not tensor._is_view()
-    return Wants.GRADIENT_AND_CAST if kept and torch.is_autocast_enabled(tensor.device.type) else Wants.GRADIENT
+    keeps_casts = not samples and torch.is_autocast_cache_enabled()
+    wanted = [Wants.NOTHING] * len(leaves)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            kept = keeps_casts and leaf.is_leaf and leaf.dtype is torch.float32 and not leaf._is_view()
+            kept = kept and torch.is_autocast_enabled(leaf.device.type)
+            wanted[i] = Wants.GRADIENT_AND_CAST if kept else Wants.GRADIENT
+    return tuple(wanted)
 
 
 def as_input(tensor: Tensor, wants: Wants) -> Tensor:

@@ -17,6 +17,7 @@ from .._capture.keys.containers import own_batch
 from .._capture.keys.inputs import Constant, StaticInputs
 from .._capture.preflight.host_values import refuse_reads
 from .._errors import CaptureError, CaptureWarning
+from .._text import CONSTANTS
 from .._torch.autograd.autograd import graph_nodes
 from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.tensors.modules import module_tables
@@ -26,7 +27,7 @@ from .._undo import Undo, keep_warning_filters
 from .input_leaves import Wants, as_input
 from .shared_memory import SharedMemory
 
-CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+CAPTURED_AS_THEY_ARE = (*CONSTANTS, torch.dtype, torch.device, torch.Size)
 
 
 class UnusedError(CaptureError):
@@ -48,7 +49,7 @@ class Passes:
         inputs: the static inputs, filled with a sample.
         wants_grad: what each leaf of the input wants.
         device: where all of these are.
-        told: whether user code is told that it is being captured, in the calls before the capture, too.
+        sees_capture: whether user code is told that it is being captured, in the calls before the capture, too.
 
     Attributes:
         grad_inputs: which leaves of the input require grad, by number.
@@ -56,6 +57,7 @@ class Passes:
         grads: the gradients of `grad_inputs`, then those of `params`.
         out_grads: the gradients of the differentiable outputs, which backward starts from.
         differentiable: whether an output requires grad, for each tensor among the outputs.
+        has_backward: whether there is a backward pass.
         used_by: for each gradient, the differentiable outputs that depend on its tensor, by number.
         read: parameters and buffers that autograd saved, so that backward reads them where they are.
     """
@@ -74,15 +76,16 @@ class Passes:
         inputs: StaticInputs,
         wants_grad: tuple[Wants, ...],
         device: torch.device,
-        told: bool,
+        sees_capture: bool,
     ) -> None:
         self.inputs = inputs
-        self._told = told
+        self._sees_capture = sees_capture
         self.grad_inputs = [i for i, wanted in enumerate(wants_grad) if wanted]
         self.params = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
         self.grads: Sequence[Tensor | None] = ()
         self.out_grads: list[Tensor] = []
         self.differentiable: list[bool] = []
+        self.has_backward = False
         self.used_by: list[set[int]] = []
         self.read: list[Tensor] = []
         self._function = function
@@ -98,27 +101,19 @@ class Passes:
         ]
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []  # what modules get for their parameters
         self._wants = wants_grad
-        self._leaves = self._as_inputs(tree_flatten((inputs.args, inputs.kwargs))[0])
-        self._sources = self._make_sources()
+        self._renew_leaves(tree_flatten((inputs.args, inputs.kwargs))[0])
         self._outputs: list[Any] = []
         self._tree: TreeSpec | None = None
 
-    def _as_inputs(self, leaves: list[Any]) -> list[Any]:
+    def _renew_leaves(self, leaves: list[Any]) -> None:
+        """Make autograd's leaves anew: those of these inputs that require grad, and aliases of the parameters."""
         pairs = zip(leaves, self._wants, strict=True)
-        return [as_input(leaf, wants) if isinstance(leaf, Tensor) else leaf for leaf, wants in pairs]
-
-    def _make_sources(self) -> list[Tensor]:
-        """Return autograd's leaves: the inputs that require grad, and new aliases of the parameters."""
+        self._leaves = [as_input(leaf, wants) if isinstance(leaf, Tensor) else leaf for leaf, wants in pairs]
         aliases = {param: nn.Parameter(param.data) for param in self.params}
         for param, alias in aliases.items():
             vars(alias).update(vars(param))
         self._places = [(module, key, aliases[param]) for module, key, param in self._owners]
-        return [*(self._leaves[i].requires_grad_() for i in self.grad_inputs), *aliases.values()]
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether there is a backward pass."""
-        return bool(self.out_grads)
+        self._sources: list[Tensor] = [*(self._leaves[i].requires_grad_() for i in self.grad_inputs), *aliases.values()]
 
     @property
     def results(self) -> list[Tensor]:
@@ -162,13 +157,6 @@ class Passes:
             UnusedError: an input or parameter has no part in any output, and `allow_unused` is False.
             CaptureError: it cannot be captured, or a replay would not do what the callable does.
         """
-        graphs = self._capture_both(shared, warmup, allow_unused)
-        # This frees the autograd graph, and what its hooks and custom functions refer to. Its memory goes back to the
-        # pool, in which nothing is captured any more.
-        self._outputs = [output.detach() if isinstance(output, Tensor) else output for output in self._outputs]
-        return graphs
-
-    def _capture_both(self, shared: SharedMemory, warmup: int, allow_unused: bool) -> tuple[Graph, Graph]:
         forward, backward = shared.graphs()
         with shared.aside(), Undo() as undo:
             keep_warning_filters(undo)
@@ -176,7 +164,7 @@ class Passes:
             warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
             refuse = refuse_reads(undo)
             known = self._warm_up(warmup, allow_unused)
-            self._forget()  # so that no memory is freed during the capture
+            self._outputs, self.grads = [], ()  # so that no memory is freed during the capture
             with no_recompile():
                 forward.capture(self.forward)
                 forward.replay()  # before that, an emulated graph has no outputs
@@ -186,9 +174,12 @@ class Passes:
             refuse()
         return forward, backward
 
-    def _forget(self) -> None:
-        """Free what the last passes have left."""
-        self._outputs, self.grads = [], ()
+    def free_autograd_graph(self) -> None:
+        """Free the autograd graph of the capture, and what its hooks and custom functions refer to.
+
+        Its memory goes back to the pool, in which nothing is captured any more.
+        """
+        self._outputs = [output.detach() if isinstance(output, Tensor) else output for output in self._outputs]
 
     def _first_forward(self) -> tuple[Any, ...]:
         """Run the forward pass. Note what it saves for backward, and return the signature of its outputs."""
@@ -210,6 +201,7 @@ class Passes:
         known = self._first_forward()
         self.used_by = self._find_users()
         self.out_grads = [torch.zeros_like(result) for result in self.results if result.requires_grad]
+        self.has_backward = bool(self.out_grads)
         for i in range(passes):
             if i:
                 self.forward()
@@ -218,8 +210,13 @@ class Passes:
                 self.backward()
         if versions != self.inputs.versions():
             raise CaptureError("it writes into its input, which a replay would not. Clone the input before.")
-        if self.out_grads and not allow_unused:
-            self._check_used()
+        unused = [j for j, grad in enumerate(self.grads) if grad is None]
+        if self.out_grads and unused and not allow_unused:
+            kind = "an input" if unused[0] < len(self.grad_inputs) else "a parameter"
+            raise UnusedError(
+                f"no output depends on {kind} of shape {tuple(self._sources[unused[0]].shape)} that requires grad. "
+                "Pass allow_unused_input=True, or one that does not require grad."
+            )
         return known
 
     @contextmanager
@@ -236,7 +233,7 @@ class Passes:
                 torch.clear_autocast_cache()
             Passes.recording.add(run)
             exchange(self._places)
-            with answering(True) if self._told else nullcontext():
+            with answering(True) if self._sees_capture else nullcontext():
                 yield
 
     # --------------------------------------------------------------------------------------------------------- checks
@@ -252,7 +249,7 @@ class Passes:
                 fits = plain and output.device == self._device
             else:
                 parts.append(Constant.for_value(output))
-                shown, fits = type(output).__name__, type(output) in CONSTANTS
+                shown, fits = type(output).__name__, type(output) in CAPTURED_AS_THEY_ARE
             if not fits:
                 raise CaptureError(
                     f"it returned a {shown}, which a replay cannot compute anew. Return strided "
@@ -268,6 +265,7 @@ class Passes:
             )
 
     def _find_users(self) -> list[set[int]]:
+        """Return what `used_by` is. It keeps no autograd node, so that the next pass frees the graph of this one."""
         numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}
         used_by: list[set[int]] = [set() for _ in self._sources]
         for i, result in enumerate(result for result in self.results if result.requires_grad):
@@ -282,15 +280,6 @@ class Passes:
                     )
                 used_by[numbers[id(node.variable)]].add(i)
         return used_by
-
-    def _check_used(self) -> None:
-        for j, grad in enumerate(self.grads):
-            if grad is None:
-                kind = "an input" if j < len(self.grad_inputs) else "a parameter"
-                raise UnusedError(
-                    f"no output depends on {kind} of shape {tuple(self._sources[j].shape)} that requires grad. Pass "
-                    "allow_unused_input=True, or one that does not require grad."
-                )
 
 
 def exchange(places: Sequence[tuple[nn.Module, str, Any]]) -> None:

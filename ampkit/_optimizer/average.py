@@ -84,7 +84,21 @@ def update_average(averaged: AveragedModel, model: nn.Module) -> None:
     # As in torch, tensors without a counterpart in the other model are left alone.
     pairs = [(ours.detach(), theirs.detach().to(ours.device)) for ours, theirs in zip(mine, its, strict=False)]
     old, new = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
-    _average(averaged, old, new, count.clamp(min=1))  # functions that divide by the count never see 0
+    clamped = count.clamp(min=1)  # functions that divide by the count never see 0
+    # The function is chosen as `AveragedModel.update_parameters` does.
+    if averaged.multi_avg_fn is None and averaged.avg_fn is not None:
+        _average_each(averaged.avg_fn, old, new, clamped)
+    else:
+        code = getattr(inspect.unwrap(averaged.multi_avg_fn), "__code__", None) if averaged.multi_avg_fn else None
+        for ours_group, theirs_group in _grouped(old, new):
+            device = ours_group[0].device
+            here = clamped.to(device)
+            if averaged.multi_avg_fn is not None and code is not _SWA_CODE:
+                averaged.multi_avg_fn(ours_group, theirs_group, here)
+            elif averaged.multi_avg_fn is not None or device.type in devices_with_foreach():
+                _swa(ours_group, theirs_group, here)
+            else:
+                _average_each(get_swa_avg_fn(), ours_group, theirs_group, here)
     first = count == 0
     for ours, theirs in zip(old, new, strict=True):
         torch.where(first.to(ours.device), theirs.to(ours.dtype), ours, out=ours)
@@ -101,31 +115,11 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 
 
-def _average(averaged: AveragedModel, old: list[Tensor], new: list[Tensor], count: Tensor) -> None:
-    """Average `new` into `old`, choosing the function as `AveragedModel.update_parameters` does."""
-    if averaged.multi_avg_fn is None and averaged.avg_fn is not None:
-        _average_each(averaged.avg_fn, old, new, count)
-        return
-    for ours, theirs in _grouped(old, new):
-        device = ours[0].device
-        here = count.to(device)
-        if averaged.multi_avg_fn is not None and not _is_swa(averaged.multi_avg_fn):
-            averaged.multi_avg_fn(ours, theirs, here)
-        elif averaged.multi_avg_fn is not None or device.type in devices_with_foreach():
-            _swa(ours, theirs, here)
-        else:
-            _average_each(get_swa_avg_fn(), ours, theirs, here)
-
-
 def _average_each(
     avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor], old: Tensors, new: Tensors, count: Tensor
 ) -> None:
     for ours, theirs in zip(old, new, strict=True):
         ours.copy_(avg_fn(ours, theirs, count.to(ours.device)))
-
-
-def _is_swa(multi_avg_fn: Callable[..., None]) -> bool:
-    return getattr(inspect.unwrap(multi_avg_fn), "__code__", None) is _SWA_CODE
 
 
 def _swa(old: list[Tensor], new: list[Tensor], count: Tensor) -> None:

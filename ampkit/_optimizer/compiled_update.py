@@ -15,7 +15,6 @@ from .step_kind import parameters, runs_beside_step, torch_class
 from .update_code import Constants, Tensors, update
 
 _KINDS = (Adam, AdamW, SGD)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 # The sums of the norm are alike, and combined at no loss. Inductor of torch 2.11 cannot reorder the loops of foreach
 # operations: reorder_loops_by_dep_pair in torch/_inductor/scheduler.py asserts that it gets none. It got those of SGD
 # with convolutions in channels_last, whose compilation failed.
@@ -38,6 +37,7 @@ class CompiledUpdate:
 
     Attributes:
         used: whether a step was done by compiled code.
+        ready: the keys of the updates that have been compiled.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CompiledUpdate:
         self._max_norm = max_norm
         self._compiler = compiler
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
-        self._ready: set[Hashable] = set()
+        self.ready: set[Hashable] = set()
         self.used = False
 
     def text(self) -> str:
@@ -94,12 +94,8 @@ class CompiledUpdate:
         with torch.no_grad():
             norm, found = self._compiled[prepared.key](prepared.constants, prepared.tensors)
         self._scaler.grad_norm, self._scaler.found_inf = norm, found
-        self._ready.add(prepared.key)
+        self.ready.add(prepared.key)
         self.used = True
-
-    def is_ready(self, key: Hashable) -> bool:
-        """Return whether the update with this key has been compiled."""
-        return key in self._ready
 
     def _read(self, low: Mapping[Tensor, Tensor]) -> tuple[Constants, Tensors] | None:
         is_sgd = torch_class(self._optimizer) is SGD
@@ -110,25 +106,32 @@ class CompiledUpdate:
             with_gradient = [(param, grad) for param, grad in found if grad is not None]
             if not with_gradient:
                 continue
-            options.append(_options(group, is_sgd))
+            if is_sgd:
+                numbers = [group[name] for name in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")]
+                names = ["momentum_buffer"] if group["momentum"] != 0 else []
+            else:
+                numbers = [*group["betas"], group.get("decoupled_weight_decay", False)]
+                numbers += [group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")]
+                names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []), "step"]
+            options.append(tuple(numbers))
             sizes.append(len(with_gradient))
             rates.append(_with_shape(rate))
             for param, grad in with_gradient:
-                kept = [self._optimizer.state[param].get(name) for name in _state_names(group, is_sgd)]
+                kept = [self._optimizer.state[param].get(name) for name in names]
                 if not all(isinstance(value, Tensor) for value in kept):
                     return None
                 params.append(_with_shape(param.detach()))
                 grads.append(_with_shape(grad.detach()))
                 values = [_with_shape(value) for value in kept]
-                counts += [] if is_sgd else [values.pop()]
+                counts += [] if is_sgd else [values.pop()]  # the last one
                 states.append(values)
         if not params:
             return None
         rule, limits, scale = None, None, {}
         if self._scaler.is_enabled():
-            numbers = self._scaler.rule()
-            rule = numbers["growth_factor"], numbers["backoff_factor"], numbers["growth_interval"]
-            limits = ScaleLimits(**{name: numbers[name] for name in ScaleLimits._fields})
+            known = self._scaler.rule()
+            rule = known["growth_factor"], known["backoff_factor"], known["growth_interval"]
+            limits = ScaleLimits(**{name: known[name] for name in ScaleLimits._fields})
             limits = None if limits.is_torchs_rule else limits
             scale = {name: _with_shape(tensor) for name, tensor in self._scaler.tensors().items()}
         constants = Constants(tuple(options), tuple(sizes), is_sgd, self._max_norm, rule, limits)
@@ -170,17 +173,3 @@ def why_not_updated(optimizer: Optimizer) -> str:
         if group.get("differentiable") or any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
             return f"{name} is differentiable, or has betas that are tensors"
     return ""
-
-
-def _options(group: dict[str, Any], is_sgd: bool) -> tuple[Any, ...]:
-    if is_sgd:
-        return tuple(group[name] for name in ("weight_decay", "momentum", "dampening", "nesterov", "maximize"))
-    decoupled = group.get("decoupled_weight_decay", False)
-    rest = tuple(group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize"))
-    return (*group["betas"], decoupled, *rest)
-
-
-def _state_names(group: dict[str, Any], is_sgd: bool) -> tuple[str, ...]:
-    if is_sgd:
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
-    return (*_MOMENTS, *(["max_exp_avg_sq"] if group["amsgrad"] else []), "step")  # the count is the last

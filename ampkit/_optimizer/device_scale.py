@@ -138,33 +138,23 @@ class SkipWatch:
         if self._told or steps.device.type not in ("cpu", "cuda"):
             return 0
         self._calls += 1
-        in_a_row = self._read()
+        in_a_row = 0  # up to the last copy
+        if self._copy is not None and (self._copy.arrived is None or self._copy.arrived.query()):
+            done, left_out = self._copy.counts.tolist()
+            self._copy = None
+            base = self._base
+            if base is None or done < base[0] or done - base[0] != left_out - base[1]:
+                self._base = done, left_out
+            else:
+                in_a_row = int(done - base[0])
         if self._copy is None and self._calls % _EVERY == 1:
             with without_dispatch_modes():  # the copy is no part of the step, which such a mode may be recording
-                self._copy = _copied(steps, skipped)
+                counts = torch.empty(2, dtype=torch.float64, pin_memory=steps.is_cuda)
+                for place, count in zip(counts, (steps, skipped), strict=True):
+                    place.copy_(count, non_blocking=True)
+                arrived = torch.cuda.Event() if steps.is_cuda else None
+                if arrived is not None:
+                    arrived.record(torch.cuda.current_stream(steps.device))
+                self._copy = _CountersCopy(counts, arrived)
         self._told = in_a_row >= _IN_A_ROW
         return in_a_row if self._told else 0
-
-    def _read(self) -> int:
-        """Return how many steps in a row were skipped up to the last copy, 0 if no new copy has arrived."""
-        if self._copy is None or not (self._copy.arrived is None or self._copy.arrived.query()):
-            return 0
-        steps, skipped = self._copy.counts.tolist()
-        self._copy = None
-        base = self._base
-        if base is None or steps < base[0] or steps - base[0] != skipped - base[1]:
-            self._base = steps, skipped
-            return 0
-        return int(steps - base[0])
-
-
-def _copied(steps: Tensor, skipped: Tensor) -> _CountersCopy:
-    on_cuda = steps.is_cuda
-    counts = torch.empty(2, dtype=torch.float64, pin_memory=on_cuda)
-    for place, count in zip(counts, (steps, skipped), strict=True):
-        place.copy_(count, non_blocking=True)
-    if not on_cuda:
-        return _CountersCopy(counts, None)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(steps.device))
-    return _CountersCopy(counts, arrived)

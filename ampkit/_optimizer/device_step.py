@@ -163,7 +163,8 @@ def step_or_undo(
     Sync: none.
     """
     with torch.no_grad():
-        groups = _grouped(map(_as_integers, changed))
+        floats = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in changed]
+        groups = _grouped(tensor.view(_INTEGERS[tensor.element_size()]) for tensor in floats)
         backups = {key: [torch.empty_like(tensor) for tensor in group] for key, group in groups.items()}
         for key, group in groups.items():
             foreach_copy_(backups[key], group)
@@ -196,12 +197,6 @@ def _grouped(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
     for tensor in tensors:
         groups[tensor.device, tensor.dtype].append(tensor)
     return groups
-
-
-def _as_integers(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers. Aliasing: the same memory."""
-    floats = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return floats.view(_INTEGERS[floats.element_size()])
 
 
 @contextmanager

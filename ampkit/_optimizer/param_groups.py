@@ -67,16 +67,22 @@ class RateTable:
         if _FLOATS.issuperset(map(type, rates)):
             self._new += [[*rates]] * steps  # type: ignore[list-item]  # floats
             return
+        numbers = [_NO_NUMBER] * len(rates)
         for j, rate in enumerate(rates):
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self._on_device, self._filled = True, []
                 self._table[done : done + steps, j, 0].copy_(rate.detach().reshape(()).expand(steps))
-        self._new += [[_number(rate) for rate in rates]] * steps
+            elif rate is not None:
+                numbers[j] = float(rate)
+        self._new += [numbers] * steps
 
     def write(self) -> None:
         """Bring the table up to date with the rates that were added: one copy, none if nothing changed. Sync: none."""
-        if self._on_device:
-            self._write_cells()
+        if self._on_device:  # some of the rates are there already
+            for row, numbers in zip(self.rows, self._new, strict=False):
+                for cell, number in zip(row, numbers, strict=True):
+                    if number is not _NO_NUMBER:
+                        cell.fill_(number)
         elif self._filled[: len(self._new)] != self._new:
             rest, self._filled = self._filled[len(self._new) :], []
             on_cuda = self._table.is_cuda
@@ -88,23 +94,9 @@ class RateTable:
                 self._table[: len(self._new)].copy_(rates, non_blocking=True)
             self._filled = self._new + rest  # after the copy, because an interrupt may come between the two
 
-    def _write_cells(self) -> None:
-        """Write the numbers among rates of which others are on the device already."""
-        for row, numbers in zip(self.rows, self._new, strict=False):
-            for cell, number in zip(row, numbers, strict=True):
-                if number is not _NO_NUMBER:
-                    cell.fill_(number)
-
-
-def _number(rate: float | Tensor | None) -> float:
-    """Return a rate on the host as a number, nan for none or one on the device."""
-    if rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu"):
-        return _NO_NUMBER
-    return float(rate)
-
 
 _APART = 16  # bytes from one rate to the next: compiled code copies an input that is less aligned (inductor, ALIGNMENT)
-_NO_NUMBER = float("nan")
+_NO_NUMBER = float("nan")  # stands for a rate that is None, or on the device
 _FLOATS = frozenset((float,))
 
 
@@ -190,8 +182,10 @@ class CapturableGroups:
         on_cuda = self._device.type == "cuda"
         if is_capturing() and step_hooks(self._optimizer):  # registered after `why_not_capturable` was asked
             raise CaptureError(f"{type(self._optimizer).__name__} {STEP_HOOKS}")
-        if on_cuda:
-            self._move_step_counts()
+        for state in self._optimizer.state.values() if on_cuda else ():
+            # Step counts that were made or loaded without the flag are on the host. They are float32 either way.
+            if isinstance(step := state.get("step"), Tensor) and step.device != self._device:
+                state["step"] = step.to(self._device)
         given: list[dict[str, Any]] = [{k: group[k] for k in _REPLACED if k in group} for group in groups]
         with Undo() as undo:
             for group, values in zip(groups, given, strict=True):
@@ -208,9 +202,3 @@ class CapturableGroups:
             for group, values, old in zip(groups, given, put, strict=False):
                 if group.get("lr") is not old:
                     values.pop("lr", None)  # the step itself has set another one, which stays
-
-    def _move_step_counts(self) -> None:
-        """Move step counts to the device that were made or loaded without the flag. They are float32 either way."""
-        for state in self._optimizer.state.values():
-            if isinstance(step := state.get("step"), Tensor) and step.device != self._device:
-                state["step"] = step.to(self._device)

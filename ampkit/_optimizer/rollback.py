@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch.tensors.modes import TorchDispatchMode
+from .._text import CONSTANTS
+from .._torch.tensors.modes import WatchingMode
 from .._torch.tensors.operators import written_arguments
 from .._torch.tensors.tensors import is_wrapper, storage_address
 from .._torch.tensors.tree import tensors_in
@@ -47,11 +48,24 @@ class StepChanges:
         if self.incomplete or self._settled is None:
             return None
         reached = _Reachable(optimizer)
-        if not self._settled.covers(_StepSignature.of(optimizer, reached)):
+        now = _StepSignature.of(optimizer, reached)
+        if not self._settled.covers(now):
             return None
         self._watched = 0
-        with_gradient = _with_gradient(optimizer)
-        return _without_overlap([*reached.changeable(with_gradient, self._seen), *self._others])
+        changed = [*reached.changeable(now.with_gradient, self._seen), *self._others]
+        by_storage: dict[int, list[Tensor]] = {}
+        for tensor in {id(tensor): tensor.detach() for tensor in changed if tensor.numel()}.values():
+            by_storage.setdefault(storage_address(tensor), []).append(tensor)
+        covering: list[Tensor] = []  # the same memory, but no byte twice: a shared one would be restored twice
+        for tensor, *others in by_storage.values():
+            first, last = _range(tensor)
+            if not others and last - first == tensor.numel() * tensor.element_size():  # it has no gaps
+                covering.append(tensor)
+                continue
+            storage = tensor.untyped_storage()  # the whole of it, as integers
+            dtype = torch.int64 if storage.nbytes() % 8 == 0 else torch.int8
+            covering.append(torch.empty(0, dtype=dtype, device=tensor.device).set_(storage))
+        return covering
 
     def watch(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Step the optimizer with these arguments, learn what that changes, and return what it returned."""
@@ -71,7 +85,8 @@ class StepChanges:
             or watch.kept_elsewhere({storage_address(tensor) for tensor in tensors_in(kept)} | in_gradients)
         )
         written = [tensor for tensor in watch.written if storage_address(tensor) not in in_gradients]
-        self._seen |= after.paths_of(written)
+        storages = set(map(storage_address, written))
+        self._seen |= {path for path, tensor in after.tensors.items() if storage_address(tensor) in storages}
         known = {id(tensor) for tensor in (*after.tensors.values(), *self._others)}
         self._others += [tensor for tensor in written if id(tensor) not in known and not after.contain(tensor)]
         grew = before.tensors.keys() != after.tensors.keys() or before.numbers.keys() != after.numbers.keys()
@@ -97,7 +112,6 @@ _OF_TORCH = frozenset(
     }
 )
 _RATES = ("lr", "initial_lr")  # schedulers change them between steps
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _OPAQUE = (Tensor, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType, type)
 _DEPTH = 8  # how long a path may be to look into a container
 _DEPTH_OF_OBJECTS = 2  # or into an object; a few attributes further, everything in the program can be reached
@@ -127,9 +141,15 @@ class _Reachable:
             if value.layout is torch.strided:
                 self.places[path] = (storage_address(value), value.storage_offset(), value.shape, value.stride())
             return
-        below = _children(value, len(path))
+        below: Iterable[tuple[Any, Any]] | None = None  # keys and values of a container, or attributes
+        if isinstance(value, Mapping) and len(path) <= _DEPTH:
+            below = list(value.items())
+        elif isinstance(value, (list, tuple, deque)) and len(path) <= _DEPTH:
+            below = list(enumerate(value))
+        elif not isinstance(value, _OPAQUE) and hasattr(value, "__dict__") and len(path) <= _DEPTH_OF_OBJECTS:
+            below = list(vars(value).items())
         if below is None:
-            self.numbers[path] = repr(value) if type(value) in _NUMBERS else _SameObject(value)
+            self.numbers[path] = repr(value) if type(value) in CONSTANTS else _SameObject(value)
         elif id(value) not in self._seen:
             self._seen.add(id(value))
             self.numbers[path] = type(value)
@@ -170,11 +190,6 @@ class _Reachable:
             if path in seen or (not idle and tensor.device in devices):
                 yield tensor
 
-    def paths_of(self, written: list[Tensor]) -> set[_Path]:
-        """Return the paths of tensors that share memory with one of these."""
-        storages = {storage_address(tensor) for tensor in written}
-        return {path for path, tensor in self.tensors.items() if storage_address(tensor) in storages}
-
     def contain(self, tensor: Tensor) -> bool:
         """Return whether a tensor is part of a tensor that was reached, which is restored as a whole."""
         first, last = _range(tensor)
@@ -199,7 +214,7 @@ class _StepSignature(NamedTuple):
         """Return the signature of the next step."""
         paths = frozenset(path for path in reached.tensors if path[-1] not in _RATES)
         numbers = {path: number for path, number in reached.numbers.items() if path[-1] not in _RATES}
-        return cls(paths, numbers, _with_gradient(optimizer))
+        return cls(paths, numbers, frozenset(id(param) for param in parameters(optimizer) if param.grad is not None))
 
     def covers(self, now: "_StepSignature") -> bool:
         """Return whether a step now does what the watched one did, for some or all of its parameters."""
@@ -218,20 +233,13 @@ class _SameObject:
     __hash__ = None  # type: ignore[assignment]  # never a key
 
 
-class _StepWatch(TorchDispatchMode):
+class _StepWatch(WatchingMode):
     """Context that notes which tensors a step changes, which ones it creates, and what else it does.
 
     Attributes:
         written: tensors from before the step that it changed, or the views of them that it changed.
         beyond: in words, what the step did besides changing tensors on the device; "" if nothing.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run compiled. Otherwise torch.compile would run it eagerly, and compile nothing new."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
@@ -248,8 +256,13 @@ class _StepWatch(TorchDispatchMode):
         self.written += [tensor for tensor in written if storage_address(tensor) not in self._new]
         result = op(*args, **kwargs)
         returned = tensors_in(result)
-        if not self.beyond:
-            self.beyond = _beyond_tensors(op, given, returned)
+        tags = getattr(op, "tags", ())
+        fetches = any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in returned)
+        if not self.beyond and torch.Tag.nondeterministic_seeded in tags:
+            self.beyond = f"draws random numbers ({op}), which later draws would show"
+        elif not self.beyond:
+            reads = fetches or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+            self.beyond = f"reads a tensor on the host ({op})" if reads else ""
         known = {storage_address(tensor) for tensor in given}
         for tensor in returned:
             if (address := storage_address(tensor)) not in known:
@@ -265,32 +278,6 @@ class _StepWatch(TorchDispatchMode):
         return ""
 
 
-def _beyond_tensors(op: Any, given: list[Tensor], returned: list[Tensor]) -> str:
-    """Return in words what an operation does besides computing tensors on the device, "" if nothing."""
-    tags = getattr(op, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return f"draws random numbers ({op}), which later draws would show"
-    fetches = any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in returned)
-    if fetches or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        return f"reads a tensor on the host ({op})"
-    return ""
-
-
-def _children(value: Any, depth: int) -> Iterator[tuple[Any, Any]] | None:
-    """Return the keys and values of a container, or the attributes of an object; None for every other value."""
-    if isinstance(value, Mapping) and depth <= _DEPTH:
-        return iter(list(value.items()))
-    if isinstance(value, (list, tuple, deque)) and depth <= _DEPTH:
-        return iter(list(enumerate(value)))
-    if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__") or depth > _DEPTH_OF_OBJECTS:
-        return None
-    return iter(list(vars(value).items()))
-
-
-def _with_gradient(optimizer: Optimizer) -> frozenset[int]:
-    return frozenset(id(param) for param in parameters(optimizer) if param.grad is not None)
-
-
 def _text(path: _Path) -> str:
     if path[0] == "state" and len(path) > 2:
         return f"state[parameter]{''.join(f'[{key!r}]' for key in path[2:])}"
@@ -303,27 +290,3 @@ def _range(tensor: Tensor) -> tuple[int, int]:
         return tensor.data_ptr(), tensor.data_ptr()
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size()
-
-
-def _without_overlap(tensors: list[Tensor]) -> list[Tensor]:
-    """Return tensors that cover the same memory without sharing a byte, since a shared byte would be restored twice."""
-    by_storage: dict[int, list[Tensor]] = {}
-    for tensor in {id(tensor): tensor.detach() for tensor in tensors if tensor.numel()}.values():
-        by_storage.setdefault(storage_address(tensor), []).append(tensor)
-    return [
-        group[0] if len(group) == 1 and _has_no_gaps(group[0]) else _whole_storage(group[0])
-        for group in by_storage.values()
-    ]
-
-
-def _has_no_gaps(tensor: Tensor) -> bool:
-    """Return whether each byte of a tensor's range belongs to exactly one of its elements."""
-    first, last = _range(tensor)
-    return last - first == tensor.numel() * tensor.element_size()
-
-
-def _whole_storage(tensor: Tensor) -> Tensor:
-    """Return the whole storage of a tensor, as integers."""
-    storage = tensor.untyped_storage()
-    dtype = torch.int64 if storage.nbytes() % 8 == 0 else torch.int8
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)

@@ -58,31 +58,17 @@ class _NumberKind(NamedTuple):
     words: str
 
 
-def _real(value: Any) -> float | None:
-    """Return a number, or the one element of a tensor, as a float. Return None for nan and for everything else."""
-    if isinstance(value, Tensor):
-        try:
-            value = value.item()
-        except (RuntimeError, ValueError):  # several elements, or none that can be read
-            return None
-    number = real_number(value)
-    return None if number is None or math.isnan(number) else number
-
-
-def _between(low: float, high: float, words: str) -> _NumberKind:
+def _between(low: float, high: float, words: str, *, whole: bool = False) -> _NumberKind:
     def read(value: Any) -> float | None:
-        number = _real(value)
-        return number if number is not None and low <= number <= high else None
-
-    return _NumberKind(read, words)
-
-
-def _count(least: int, most: int, words: str) -> _NumberKind:
-    def read(value: Any) -> int | None:
-        number = _real(value)
-        if number is None or not number.is_integer() or not least <= number <= most:
+        if isinstance(value, Tensor):
+            try:
+                value = value.item()
+            except (RuntimeError, ValueError):  # several elements, or none that can be read
+                return None
+        number = real_number(value)
+        if number is None or not low <= number <= high or (whole and not number.is_integer()):  # nan is not between
             return None
-        return int(value)
+        return int(value) if whole else number
 
     return _NumberKind(read, words)
 
@@ -90,24 +76,24 @@ def _count(least: int, most: int, words: str) -> _NumberKind:
 _SCALE = _between(SMALLEST, _LARGEST, f"a number from {SMALLEST:.3g} to {_LARGEST:.3g}, which float32 holds")
 _LOW = _between(math.ulp(0.0), _LARGEST, "a finite number above 0, or None")
 _HIGH = _between(SMALLEST, math.inf, f"a number of at least {SMALLEST:.3g}, or None")
-_INTERVAL = _count(1, 2**62, "an int of at least 1")
-_STEPS = _count(0, 2**53, "an int of at least 0")
+_INTERVAL = _between(1, 2**62, "an int of at least 1", whole=True)
+_STEPS = _between(0, 2**53, "an int of at least 0", whole=True)
 
 _TORCHS_ENTRIES = {
     "scale": _SCALE,
     "growth_factor": _between(1.0, _LARGEST, "a finite number of at least 1"),
     "backoff_factor": _between(math.ulp(0.0), 1.0, "a number above 0 and at most 1"),
     "growth_interval": _INTERVAL,
-    "_growth_tracker": _count(0, 2**31 - 1, "an int of at least 0"),
+    "_growth_tracker": _between(0, 2**31 - 1, "an int of at least 0", whole=True),
 }
 _OUR_ENTRIES = {
-    "hysteresis": _count(1, 2**31 - 1, "an int of at least 1"),
+    "hysteresis": _between(1, 2**31 - 1, "an int of at least 1", whole=True),
     "min_scale": _LOW,
     "max_scale": _HIGH,
     "dynamic": _NumberKind(lambda value: value if isinstance(value, bool) else None, "True or False"),
     "steps": _STEPS,
     "skipped": _STEPS,
-    "_patience": _count(-(2**31), 2**31 - 1, "an int"),
+    "_patience": _between(-(2**31), 2**31 - 1, "an int", whole=True),
 }
 _MAY_BE_NONE = ("min_scale", "max_scale")
 _ARGUMENTS = {

@@ -197,7 +197,11 @@ class GradScaler(DeviceScale):
                 step = partial(self._scaled_step.step_unscaled, optimizer, args, kwargs)
                 result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, step, over_ranks)
                 return result  # type: ignore[no-any-return]  # the optimizer's own type
-            _refuse_closure(optimizer, args, kwargs)
+            first = next(iter(inspect.signature(optimizer.step).parameters), "") if args and callable(args[0]) else ""
+            if "closure" in kwargs or first == "closure":
+                raise RuntimeError(
+                    "GradScaler.step: a closure cannot be used with an enabled scaler. Call backward() first."
+                )
             self._scaled_step.undecided = False
             state = self._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.STEPPED:
@@ -301,38 +305,35 @@ class GradScaler(DeviceScale):
         Raises:
             ValueError: no optimizer that stepped had a gradient, or `new_scale` is no number above 0.
         """
+        if not self._enabled:
+            return
         try:
-            if self._enabled:
-                self._update(new_scale)
+            new_scale = read_new_scale(new_scale, self._device)
+            states = self._per_optimizer_states.values()
+            if new_scale is None and states and all(state.get(_WITHOUT_GRADIENT) for state in states):
+                self._per_optimizer_states.clear()
+                raise ValueError(f"GradScaler.update: {_NO_GRADIENT}")
+            self.watch_skips()
+            if new_scale is not None:
+                super().update(new_scale)
+                return
+            if self._limits.is_torchs_rule:
+                super().update()
+                self._check_scale_growth_tracker("update")[0].clamp_(min=SMALLEST)
+                return
+            scale, tracker = self._check_scale_growth_tracker("update")
+            assert self._patience is not None  # made with the scale
+            found = any_found((t for state in states for t in state["found_inf_per_device"].values()), scale.device)
+            before, count = scale.clone(), tracker.clone()
+            super().update()
+            overflow = found > 0
+            grew = ~overflow & (count + 1 == self._growth_interval)
+            self._limits.apply_(scale, before, self._patience, overflow, grew)
         except Exception:
             raise
         except BaseException:
-            if self._enabled:
-                self._per_optimizer_states.clear()  # an interrupt ends the iteration; else every later `step` raises
+            self._per_optimizer_states.clear()  # an interrupt ends the iteration; else every later `step` raises
             raise
-
-    def _update(self, new_scale: float | Tensor | None) -> None:
-        new_scale = read_new_scale(new_scale, self._device)
-        states = self._per_optimizer_states.values()
-        if new_scale is None and states and all(state.get(_WITHOUT_GRADIENT) for state in states):
-            self._per_optimizer_states.clear()
-            raise ValueError(f"GradScaler.update: {_NO_GRADIENT}")
-        self.watch_skips()
-        if new_scale is not None:
-            super().update(new_scale)
-            return
-        if self._limits.is_torchs_rule:
-            super().update()
-            self._check_scale_growth_tracker("update")[0].clamp_(min=SMALLEST)
-            return
-        scale, tracker = self._check_scale_growth_tracker("update")
-        assert self._patience is not None  # made with the scale
-        found = any_found((t for state in states for t in state["found_inf_per_device"].values()), scale.device)
-        before, count = scale.clone(), tracker.clone()
-        super().update()
-        overflow = found > 0
-        grew = ~overflow & (count + 1 == self._growth_interval)
-        self._limits.apply_(scale, before, self._patience, overflow, grew)
 
     def stats(self) -> ScalerStats:
         """Return the counters as host numbers. Waits for the device, once."""
@@ -391,11 +392,3 @@ def _check_optimizer(where: str, optimizer: Any) -> None:
     """Raise a `ValueError` unless this is an optimizer. It need not inherit from torch's."""
     if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
         raise wrong(where, "optimizer", optimizer, "an optimizer, such as torch.optim.AdamW(model.parameters())")
-
-
-def _refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = "closure" in kwargs
-    if args and callable(args[0]):
-        given = given or next(iter(inspect.signature(optimizer.step).parameters), "") == "closure"
-    if given:
-        raise RuntimeError("GradScaler.step: a closure cannot be used with an enabled scaler. Call backward() first.")

@@ -68,7 +68,12 @@ def on_shards(optimizer: Optimizer) -> Iterator[OverRanks]:
     Yields:
         What makes the norms of whole gradients.
     """
-    group = _group_of(optimizer)
+    params, kind = parameters(optimizer), sharded_class()
+    groups: dict[int, Any] = {}
+    if params and isinstance(params[0], kind) and torch_class(optimizer) in _ELEMENTWISE:
+        of_each = [mesh_group(param) if isinstance(param, kind) else None for param in params]
+        groups = {id(group): group for group in of_each}
+    group = next(iter(groups.values())) if len(groups) == 1 else None
     if group is None:
         yield ONE_RANK
         return
@@ -78,40 +83,21 @@ def on_shards(optimizer: Optimizer) -> Iterator[OverRanks]:
         shards: defaultdict[Tensor, Any] = defaultdict(dict)
         owners: dict[Tensor, Any] = {}
         for param_group in optimizer.param_groups:
-            params = param_group["params"]
-            undo.note(param_group.__setitem__, "params", params)
-            param_group["params"] = [_shard(undo, param, state, shards, owners) for param in params]
+            undo.note(param_group.__setitem__, "params", param_group["params"])
+            own = []
+            for param in param_group["params"]:
+                local: Any = local_shard(param)
+                if param.grad is not None:
+                    undo.note(setattr, local, "grad", None)
+                    local.grad = local_shard(param.grad)
+                if param in state:
+                    shards[local] = {key: local_shard(value) for key, value in state[param].items()}
+                owners[local] = param
+                own.append(local)
+            param_group["params"] = own
         undo.note(_keep, state, shards, owners)
         optimizer.state = shards
         yield OverRanks(group)
-
-
-def _group_of(optimizer: Optimizer) -> Any:
-    """Return the group that all parameters are split over, None if there is none or if the step needs the whole."""
-    kind = sharded_class()
-    params = parameters(optimizer)
-    if not (params and isinstance(params[0], kind) and torch_class(optimizer) in _ELEMENTWISE):
-        return None
-    groups = {
-        id(group): group for group in (mesh_group(param) if isinstance(param, kind) else None for param in params)
-    }
-    return next(iter(groups.values())) if len(groups) == 1 else None
-
-
-def _shard(undo: Undo, param: Any, state: Any, shards: dict[Tensor, Any], owners: dict[Tensor, Any]) -> Tensor:
-    """Return this rank's shard of a parameter, with its gradient; give it its state."""
-    local = local_shard(param)
-    if param.grad is not None:
-        undo.note(setattr, local, "grad", None)
-        local.grad = local_shard(param.grad)
-    if param in state:
-        shards[local] = {key: _local(value) for key, value in state[param].items()}
-    owners[local] = param
-    return local
-
-
-def _local(value: Any) -> Any:
-    return local_shard(value) if isinstance(value, Tensor) else value
 
 
 def _keep(state: Any, shards: dict[Tensor, Any], owners: dict[Tensor, Any]) -> None:
@@ -122,6 +108,6 @@ def _keep(state: Any, shards: dict[Tensor, Any], owners: dict[Tensor, Any]) -> N
             continue
         before = state[param]
         for key, value in after.items():
-            if key not in before or _local(before[key]) is not value:
+            if key not in before or local_shard(before[key]) is not value:
                 is_part = isinstance(value, Tensor) and value.dim() and value.shape == local.shape
                 before[key] = as_shard(value, param) if is_part else value

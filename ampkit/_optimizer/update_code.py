@@ -80,8 +80,9 @@ def update(constants: Constants, tensors: Tensors) -> tuple[Tensor | None, Tenso
         counts = [count.clone() for count in tensors.counts]
         _step(constants, params, grads, states, counts, tensors.rates)
         skip = found > 0
-        before = _flat(tensors.params, tensors.states, tensors.counts)
-        for old, new in zip(before, _flat(params, states, counts), strict=True):
+        before = [*tensors.params, *(value for kept in tensors.states for value in kept), *tensors.counts]
+        after = [*params, *(value for kept in states for value in kept), *counts]
+        for old, new in zip(before, after, strict=True):
             old.copy_(torch.where(skip, old, new))
         _move_scale(constants, tensors.scale, skip, found)
     return norm, found
@@ -111,10 +112,6 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
     return norm
 
 
-def _flat(params: list[Tensor], states: list[list[Tensor]], counts: list[Tensor]) -> list[Tensor]:
-    return [*params, *(value for kept in states for value in kept), *counts]
-
-
 def _step(
     constants: Constants,
     params: list[Tensor],
@@ -129,32 +126,25 @@ def _step(
         own = slice(start, start + size)
         start += size
         if constants.is_sgd:
-            _step_sgd(options, params[own], grads[own], states[own], rate)
+            weight_decay, momentum, dampening, nesterov, maximize = options
+            wide = rate.reshape(()).double()  # of this shape it does not turn other operands into float64
+            sgd(  # torch's own function
+                params[own],
+                grads[own],
+                [kept[0] if kept else None for kept in states[own]],
+                has_sparse_grad=False,
+                foreach=True,
+                fused=False,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                lr=wide,  # type: ignore[arg-type]  # takes a tensor when it is compiled
+                dampening=dampening,
+                nesterov=nesterov,
+                maximize=maximize,
+            )
         else:
             for each in zip(params[own], grads[own], states[own], counts[own], strict=True):
                 _step_adam(options, *each, rate)
-
-
-def _step_sgd(
-    options: tuple[Any, ...], params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]], rate: Tensor
-) -> None:
-    """Step by torch's own function."""
-    weight_decay, momentum, dampening, nesterov, maximize = options
-    rate = rate.reshape(()).double()  # of this shape it does not turn other operands into float64
-    sgd(
-        params,
-        grads,
-        [kept[0] if kept else None for kept in states],
-        has_sparse_grad=False,
-        foreach=True,
-        fused=False,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=rate,  # type: ignore[arg-type]  # takes a tensor when it is compiled
-        dampening=dampening,
-        nesterov=nesterov,
-        maximize=maximize,
-    )
 
 
 def _step_adam(

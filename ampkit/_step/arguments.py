@@ -1,6 +1,7 @@
 """Checks of the arguments that `graphed_step` gets."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,25 +22,6 @@ class Scheduler(Protocol):
 
     def step(self) -> None:
         """Set the next learning rate."""
-
-
-def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `ValueError` unless the scheduler can be stepped without arguments and works on this optimizer."""
-    if scheduler is None:
-        return
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
-        )
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        expected = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
-        raise wrong("graphed_step", "scheduler", scheduler, f"{expected}, or None")
-    other = getattr(scheduler, "optimizer", optimizer)
-    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
-        raise ValueError(
-            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
-            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
-        )
 
 
 def read_scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.device) -> GradScaler:
@@ -90,7 +72,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, schedule
                 f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
                 "after model.to(device), and put parameters of the loss into the model."
             )
-    check_scheduler(scheduler, optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
+        )
+    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
+        expected = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
+        raise wrong("graphed_step", "scheduler", scheduler, f"{expected}, or None")
+    other = getattr(scheduler, "optimizer", optimizer)
+    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
+        raise ValueError(
+            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
+            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
+        )
     refuse_sparse(model, optimizer, max_norm)
 
 
@@ -99,7 +93,7 @@ def read_max_norm(max_norm: float | None) -> float | None:
     return None if max_norm is None else read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
 
 
-def check_kinds(model: object, loss_fn: object, accumulate: object, buckets: object, numerics: object) -> None:
+def check_kinds(model: object, loss_fn: Any, accumulate: object, buckets: object, numerics: object) -> None:
     """Raise a `ValueError` unless these arguments are of the kinds that they must be."""
     expected = "a torch.nn.Module. The order is (loss_fn, model, optimizer)"
     check_instance("graphed_step", "model", model, nn.Module, expected)
@@ -107,24 +101,20 @@ def check_kinds(model: object, loss_fn: object, accumulate: object, buckets: obj
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
-    if isinstance(buckets, Buckets) and not _takes(loss_fn, buckets.mask):
-        raise ValueError(
-            f"graphed_step(buckets=...): loss_fn has no argument {buckets.mask!r}, by which it gets the mask of real "
-            f"samples. Write loss_fn(model, ..., *, {buckets.mask}), and leave out the padding: "
-            f"(losses * {buckets.mask}).sum() / {buckets.mask}.sum()."
-        )
+    if isinstance(buckets, Buckets):
+        mask = buckets.mask
+        try:
+            parameters: Mapping[str, inspect.Parameter] = inspect.signature(loss_fn).parameters
+        except (TypeError, ValueError):  # some functions of C have none
+            parameters = {mask: inspect.Parameter(mask, inspect.Parameter.KEYWORD_ONLY)}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        named = parameters.get(mask)
+        if not takes_all and (named is None or named.kind not in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD)):
+            raise ValueError(
+                f"graphed_step(buckets=...): loss_fn has no argument {mask!r}, by which it gets the mask of real "
+                f"samples. Write loss_fn(model, ..., *, {mask}), and leave out the padding: "
+                f"(losses * {mask}).sum() / {mask}.sum()."
+            )
     if numerics is not None and not isinstance(numerics, Observer):
         expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
         raise wrong("graphed_step", "numerics", numerics, expected)
-
-
-def _takes(fn: Any, name: str) -> bool:
-    """Return whether a function takes this keyword argument, as far as its signature says so."""
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # some functions of C have none
-        return True
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    named = parameters.get(name)
-    by_keyword = named is not None and named.kind in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD)
-    return takes_all or by_keyword

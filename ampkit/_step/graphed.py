@@ -101,15 +101,30 @@ def graphed(
     modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
     for module in modules:
         free_whole_parameters(module)
-    device = _device(modules)
+    devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        found = ", ".join(map(str, devices))
+        raise ValueError(
+            f"graphed(modules): expected parameters and buffers on one device, found {found}. Use module.to(device)."
+        )
     expected = "a tuple of torch.optim.Optimizer"
     optimizers = read_all("graphed", "optimizers", optimizers, torch.optim.Optimizer, expected)
-    _check_optimizers(optimizers, modules)
+    known = {param for module in modules for param in module.parameters()}
+    for i, optimizer in enumerate(optimizers):
+        if broken := broken_kernel(optimizer):
+            raise ValueError(f"graphed(optimizers): optimizers[{i}]: {broken}")
+        strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+        if strangers:
+            raise ValueError(
+                f"graphed(optimizers): optimizers[{i}] holds {len(strangers)} parameters of no module in modules, the "
+                f"first of shape {tuple(strangers[0].shape)}. Pass their module in modules=(...)."
+            )
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ValueError(
             f"graphed(scaler={type(scaler).__module__}.{type(scaler).__name__}): expected an ampkit.GradScaler, which "
             "takes the same arguments and never waits for the device."
         )
+    device = devices.pop() if devices else None
     return lambda fn: GraphedFunction(fn, modules, optimizers, scaler, device, options)
 
 
@@ -211,8 +226,10 @@ class GraphedFunction:
         """
         engine = self._engine
         if engine is None:
+            devices = [leaf.device for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
             with self._making:
-                engine = self._engine = self._engine or self._make_engine(_device_of(args, kwargs))
+                device = devices[0] if devices else torch.get_default_device()
+                engine = self._engine = self._engine or self._make_engine(device)
         return engine.turn.call(self._call, engine, args, kwargs)
 
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -333,33 +350,3 @@ class _EngineFunction:
 def _set_gradients(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
-
-
-def _device(modules: Sequence[nn.Module]) -> torch.device | None:
-    """Return the one device of all parameters and buffers, None where there are none."""
-    devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
-    if len(devices) > 1:
-        found = ", ".join(map(str, devices))
-        raise ValueError(
-            f"graphed(modules): expected parameters and buffers on one device, found {found}. Use module.to(device)."
-        )
-    return devices.pop() if devices else None
-
-
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Return the device of the first tensor among the arguments, torch's default device if there is none."""
-    tensors = [leaf for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
-    return tensors[0].device if tensors else torch.get_default_device()
-
-
-def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:
-    known = {param for module in modules for param in module.parameters()}
-    for i, optimizer in enumerate(optimizers):
-        if broken := broken_kernel(optimizer):
-            raise ValueError(f"graphed(optimizers): optimizers[{i}]: {broken}")
-        strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-        if strangers:
-            raise ValueError(
-                f"graphed(optimizers): optimizers[{i}] holds {len(strangers)} parameters of no module in modules, the "
-                f"first of shape {tuple(strangers[0].shape)}. Pass their module in modules=(...)."
-            )

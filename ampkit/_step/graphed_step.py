@@ -166,7 +166,7 @@ def graphed_step(
     scaler = read_scaler(scaler, policy, device)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
-    follow_up, followers = _follow_up(after_step)
+    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     step = step_maker(compile, options, sharded=ranks.sharded)(
         loss_fn,
         model,
@@ -182,22 +182,8 @@ def graphed_step(
         place=place,
         observer=numerics,
     )
-    state = step.state({"model": model, **followers})
-    session = Session(
-        fn=step,
-        captured=step.captured,
-        state=state,
-        device=device,
-        options=options,
-        ranks=ranks,
-        name="graphed_step",
-        blocker=blocker,
-        whole=step.whole,
-        optimizer=place,
-        watching=step.watching,
-        untimed=1 if compile is None else 2,
-        splitter=_splitter(step, state, model, options, compile),
-    )
+    state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
+    session = _session(step, state, model, options, blocker, compile)
     return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
 
 
@@ -428,13 +414,28 @@ class GraphedStep:
         self.close()
 
 
-def _splitter(
-    step: TrainingStep, state: TrainingState, model: nn.Module, options: Options, compile: str | None
-) -> StepSplitter:
-    """Return what does the step in parts where it cannot be captured as a whole."""
-    ranks, device, why_never = step.ranks, step.device, why_not_compiled_in_parts(compile)
+def _session(
+    step: TrainingStep, state: TrainingState, model: nn.Module, options: Options, blocker: str, compile: str | None
+) -> Session:
+    """Return what an engine calls and captures. What cannot be captured as a whole is done in parts."""
+    ranks, device = step.ranks, step.device
     update = CapturedUpdate(step, state, options, ranks, device, "graphed_step")
-    return StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never)
+    why_never = why_not_compiled_in_parts(compile)
+    return Session(
+        fn=step,
+        captured=step.captured,
+        state=state,
+        device=device,
+        options=options,
+        ranks=ranks,
+        name="graphed_step",
+        blocker=blocker,
+        whole=step.whole,
+        optimizer=step.place,
+        watching=step.watching,
+        untimed=1 if compile is None else 2,
+        splitter=StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never),
+    )
 
 
 def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:
@@ -448,9 +449,3 @@ def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) ->
     if options.graph != "off":
         refuse_sharded("graphed_step(model)", model)
     return why_not_dense([model])
-
-
-def _follow_up(after_step: Callable[[nn.Module], object] | None) -> tuple[Any, dict[str, nn.Module]]:
-    """Return `after_step` in the form that a graph needs, and the module that it changes, if that is known."""
-    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
-    return follow_up, {} if follower is None else {"after_step": follower}

@@ -40,15 +40,12 @@ class StepMetrics:
             figures["grad_norm"] = self._scaler.grad_norm.clone()
         replayed, calls = self._engine.counts()
         figures["replay_share"] = replayed / max(calls, 1)
-        self._measure(calls)
-        if self._ms is not None:
-            figures["ms_per_step"] = self._ms
-        return figures
-
-    def _measure(self, calls: int) -> None:
-        """Mark this reading, and take the time between the two newest that the device has reached."""
+        # Mark this reading, and take the time between the two newest that the device has reached.
         self._ahead.append((self._clock.now(), calls))
         while self._ahead and self._clock.is_past(self._ahead[0][0]):
             before, self._past = self._past, self._ahead.popleft()
             if before is not None and self._past[1] > before[1]:
                 self._ms = milliseconds(before[0], self._past[0]) / (self._past[1] - before[1])
+        if self._ms is not None:
+            figures["ms_per_step"] = self._ms
+        return figures

@@ -33,7 +33,7 @@ class OptimizerPlace:
     def __init__(
         self, optimizer: Optimizer, scaler: GradScaler, why_behind: str = "", *, may_join: bool = False
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._name = optimizer, type(optimizer).__name__
         self._changes = scaler.changes_of(optimizer) if may_join else None
         self._is_undone = scaler.is_enabled() and can_be_undone(optimizer)
         self.why_behind: str = why_behind
@@ -67,17 +67,20 @@ class OptimizerPlace:
         if not self._watches:
             return
         rates = [group.get("lr") for group in self._optimizer.param_groups]
-        if self._rates is not None and not all(map(_is_same, rates, self._rates)):
-            self._stay_behind(_text(self._optimizer, "its learning rate changed"))
+        # Two rates are the same tensor or the same number: to compare tensors would wait for the device.
+        pairs = [] if self._rates is None else zip(rates, self._rates, strict=False)
+        if any(a is not b and not ({type(a), type(b)} <= {int, float} and a == b) for a, b in pairs):
+            self._stay_behind(self._text("its learning rate changed"))
             return
         self._rates, self._steps = rates, self._steps + 1
         assert self._changes is not None
         if self._changes.incomplete:
-            self._stay_behind(
-                f"{_name(self._optimizer)} {self._changes.incomplete}, which a graph would not do. {IN_PLACE}."
-            )
+            self._stay_behind(f"{self._name} {self._changes.incomplete}, which a graph would not do. {IN_PLACE}.")
         elif self._steps > 1 and (self._is_undone or self._changes.known(self._optimizer) is not None):
-            self._join()
+            self._watch(False)
+            assert self._state is not None  # made with the engine, before the first step
+            self._state.hold([self._optimizer])
+            self.why_behind, self._joined, self._moved = "", True, True
         elif self._steps == _PATIENCE:
             self._stay_behind(self.why_behind)
 
@@ -86,12 +89,6 @@ class OptimizerPlace:
         self.why_behind = why
         assert self._state is not None  # made with the engine, before the first step
         self._state.look_again()  # so that the engine says why, if there are graphs already
-
-    def _join(self) -> None:
-        self._watch(False)
-        assert self._state is not None  # made with the engine, before the first step
-        self._state.hold([self._optimizer])
-        self.why_behind, self._joined, self._moved = "", True, True
 
     def leave(self, changed: str = "", *, problem: str = "") -> bool:
         """Step behind the graphs from now on, if this optimizer may do so. Return whether it did not before.
@@ -103,11 +100,16 @@ class OptimizerPlace:
         if not self._joined:
             return False
         self._joined, self._moved = False, True
-        with_it = f"together with the step of {_name(self._optimizer)}, the training step could not be captured"
-        self.why_behind = _text(self._optimizer, changed) if changed else f"{with_it}: {problem}"
+        with_it = f"together with the step of {self._name}, the training step could not be captured"
+        self.why_behind = self._text(changed) if changed else f"{with_it}: {problem}"
         assert self._state is not None  # it has joined that
         self._state.hold([])
         return True
+
+    def _text(self, changed: str) -> str:
+        can_fuse = all("fused" in group for group in self._optimizer.param_groups)
+        remedy = f"Write {self._name}(..., fused=True)." if can_fuse else "Keep it constant."
+        return f"{self._name} has numbers that a graph would hold as constants, and {changed}. {remedy}"
 
     def has_moved(self) -> bool:
         """Return whether it has joined the graphs, or left them, since this was called last."""
@@ -126,18 +128,3 @@ def place_of(optimizer: Optimizer, scaler: GradScaler, options: Options, ranks: 
 
 
 _PATIENCE = 16  # steps: the first one creates state, the next shows what a step changes, and some may be skipped
-
-
-def _name(optimizer: Optimizer) -> str:
-    return type(optimizer).__name__
-
-
-def _text(optimizer: Optimizer, changed: str) -> str:
-    can_fuse = all("fused" in group for group in optimizer.param_groups)
-    remedy = f"Write {_name(optimizer)}(..., fused=True)." if can_fuse else "Keep it constant."
-    return f"{_name(optimizer)} has numbers that a graph would hold as constants, and {changed}. {remedy}"
-
-
-def _is_same(rate: Any, before: Any) -> bool:
-    """Return whether a learning rate is the same tensor or the same number. It does not wait for the device."""
-    return rate is before or (type(rate) in (int, float) and type(before) in (int, float) and rate == before)

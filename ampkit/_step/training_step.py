@@ -12,6 +12,7 @@ from .._capture.keys.containers import own_batch
 from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
+from .._capture.state.walk import Walk
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler
@@ -24,7 +25,6 @@ from .._undo import Undo
 from .observer import Observer
 from .optimizer_place import OptimizerPlace
 from .outputs import check_loss, mapped_outputs
-from .parameters import Parameters
 from .working_weights import WorkingWeights
 
 
@@ -120,7 +120,10 @@ class TrainingStep:
         scaler: as given.
         observer: as given.
         ranks: as given.
+        place: as given.
+        device: as given.
         groups: the optimizer's param groups, as a capture needs them.
+        capturable: as given. Then the optimizer, in a graph, reads its learning rates from tensors.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
     """
 
@@ -145,7 +148,8 @@ class TrainingStep:
     ) -> None:
         self._loss_fn = loss_fn
         self._model = model
-        self._parameters = Parameters(model)
+        self._walk: Walk | None = None  # made in the first call
+        self._listed: list[nn.Parameter] = []
         self._optimizer = optimizer
         self._policy = policy
         self.scaler = scaler
@@ -155,11 +159,11 @@ class TrainingStep:
         ranks.reducers.refuse_accumulation("graphed_step", accumulate)
         self._after_step = after_step
         self.ranks: Ranks = ranks
-        self._device = device
+        self.device: torch.device = device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.groups: CapturableGroups = CapturableGroups(optimizer, device)
-        self._capturable = capturable
-        self._place = place
+        self.capturable = capturable
+        self.place: OptimizerPlace = place
         self.gradients: dict[str, Tensor] = {}
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
         self._around = around
@@ -172,35 +176,20 @@ class TrainingStep:
             self.gradients.update(observer.tensors())
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._device
-
-    @property
-    def reads_rates(self) -> bool:
-        """Whether the optimizer, in a graph, reads its learning rates from tensors. Otherwise they are constants."""
-        return self._capturable
-
-    @property
     def may_change_rates(self) -> bool:
         """Whether a call may change a learning rate itself: one that is a tensor, in `after_step`."""
         rates = (group.get("lr") for group in self._optimizer.param_groups)
         return self._after_step is not None and any(isinstance(rate, Tensor) for rate in rates)
 
-    @property
-    def steps_behind(self) -> bool:
-        """Whether the optimizer steps behind the calls now, and is no part of them."""
-        return self._place.behind
-
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
-        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self._place.behind)
+        return self._run(phase, args, kwargs, nullcontext(), steps=phase.last and not self.place.behind)
 
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
         # `fully_shard` casts weights itself, if its MixedPrecisionPolicy says so.
         weights = nullcontext() if self.ranks.sharded else self._working.in_place()
-        return self._run(phase, args, kwargs, weights, steps=phase.last and not self._place.behind)
+        return self._run(phase, args, kwargs, weights, steps=phase.last and not self.place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window. For calls without a graph before or behind them.
@@ -226,7 +215,7 @@ class TrainingStep:
 
     def state(self, modules: dict[str, nn.Module]) -> TrainingState:
         """Return the state that a call changes, of the model and other modules by the name in messages."""
-        optimizers, rates = ([], []) if self._place.behind else ([self._optimizer], [self.groups])
+        optimizers, rates = ([], []) if self.place.behind else ([self._optimizer], [self.groups])
         # An eager call clears the gradients that it finds, and a replay would leave them.
         state = TrainingState(
             modules,
@@ -237,7 +226,7 @@ class TrainingStep:
             rates=rates,
             functions=(self._loss_fn, self._after_step),
         )
-        self._place.join_later(state)
+        self.place.join_later(state)
         return state
 
     def gathering(self, call: Callable[..., PartOfStep]) -> Callable[..., PartOfStep]:
@@ -271,7 +260,7 @@ class TrainingStep:
         steps: bool,
     ) -> PartOfStep:
         self.ranks.shards.gather()
-        params = self._parameters.listed()
+        params = self._parameters()
         observed = self.observer.observing() if self.observer is not None and phase.observed else nullcontext()
         with Undo() as undo:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
@@ -289,7 +278,14 @@ class TrainingStep:
                 for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
                 loss, aux = self._forward_and_backward(args, kwargs)
-            prepared = self._prepare(phase.observed) if phase.last and self._place.behind and not steps else None
+            prepared = None
+            if phase.last and self.place.behind and not steps and can_be_prepared(self._optimizer):
+                # The optimizer steps behind the call, and unscaling and clipping can be done apart from that.
+                self._measure_gradients(phase.observed)
+                with Undo() as unscaling:
+                    unscaling.note(self.scaler.forgetting())
+                    self._clip_values()
+                    prepared = self.scaler.prepare(self._optimizer, self._max_norm)
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
             norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
         aux = mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux")
@@ -310,16 +306,22 @@ class TrainingStep:
             The gradient norm, and whether the step was skipped; see `StepOutput`.
         """
         self.ranks.shards.gather()
-        params = self._parameters.listed()
+        params = self._parameters()
         with Undo() as undo:
             undo.note(_clear_gradients, params)
             self._restore_gradients(params, accumulated)
             if not averaged:
                 self.ranks.average([self.gradients[_name(i)] for i in accumulated])
             finished = self._finish(observed, prepared)
-        if self._place.behind:
-            self._place.has_stepped()
+        if self.place.behind:
+            self.place.has_stepped()
         return finished
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return the model's parameters: the same list as before if no module has got or lost anything since."""
+        if self._walk is None or not self._walk.is_current():
+            self._walk, self._listed = Walk({"": self._model}), list(self._model.parameters())
+        return self._listed
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
@@ -327,36 +329,19 @@ class TrainingStep:
         return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if not self._finds_casts or self.ranks.sharded:
-            return self._loss_and_aux(args, kwargs)
-        with self._working.watching() as uses:
-            loss, aux = self._loss_and_aux(args, kwargs)
-        self._working.learn(uses, loss)
-        return loss, aux
-
-    def _loss_and_aux(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        args, kwargs = own_batch((args, kwargs))
-        if self._policy is None:
-            returned = self._call_loss(args, kwargs)
-        else:
-            with self._policy.autocast(self._device.type):
+        finds_casts = self._finds_casts and not self.ranks.sharded
+        with self._working.watching() if finds_casts else nullcontext() as uses:
+            args, kwargs = own_batch((args, kwargs))
+            with nullcontext() if self._policy is None else self._policy.autocast(self.device.type):
                 returned = self._call_loss(args, kwargs)
-        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        check_loss(loss)
+            loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+            check_loss(loss)
+        if uses is not None:
+            self._working.learn(uses, loss)
         return loss, aux
 
     def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._loss_fn(self._model, *args, **kwargs)
-
-    def _prepare(self, observed: bool) -> Prepared | None:
-        """Unscale and clip the gradients for an optimizer that steps behind the call, if that can be done apart."""
-        if not can_be_prepared(self._optimizer):
-            return None
-        self._measure_gradients(observed)
-        with Undo() as undo:
-            undo.note(self.scaler.forgetting())
-            self._clip_values()
-            return self.scaler.prepare(self._optimizer, self._max_norm)
 
     def _measure_gradients(self, observed: bool) -> None:
         if observed and self.observer is not None:
@@ -379,8 +364,15 @@ class TrainingStep:
             undo.note(self.scaler.forgetting())
             if prepared is None:
                 self._clip_values()
-            self._give_gradients_away()
-            with self.groups.applied() if self._capturable else ExitStack():
+            kept = set(map(id, self.gradients.values()))
+            given = [param for param in parameters(self._optimizer) if id(param.grad) in kept] if kept else []
+            if given and (torch_class(self._optimizer) is None or step_hooks(self._optimizer)):
+                # Code that is not torch's may keep `param.grad` as the gradient of the last step (MARS in timm 1.0.29).
+                # It gets copies, because later calls overwrite the accumulated gradients.
+                for param in given:
+                    assert param.grad is not None  # its id is in `kept`
+                    param.grad = param.grad.clone()
+            with self.groups.applied() if self.capturable else ExitStack():
                 if prepared is None:
                     self.scaler.step(self._optimizer, max_norm=self._max_norm)
                 else:
@@ -395,19 +387,6 @@ class TrainingStep:
             nn.utils.clip_grad_value_(parameters(self._optimizer), self._max_value)
 
     # ------------------------------------------------------------------------------------------------ accumulation
-
-    def _give_gradients_away(self) -> None:
-        """Give parameters copies of accumulated gradients, if an optimizer or a hook that is not torch's gets them.
-
-        Such code may keep `param.grad` as the gradient of the last step (MARS in timm 1.0.29). The tensors of
-        `self.gradients` would change under it, because later calls overwrite them.
-        """
-        kept = set(map(id, self.gradients.values()))
-        given = [param for param in parameters(self._optimizer) if id(param.grad) in kept] if kept else []
-        if given and (torch_class(self._optimizer) is None or step_hooks(self._optimizer)):
-            for param in given:
-                assert param.grad is not None  # its id is in `kept`
-                param.grad = param.grad.clone()
 
     def _restore_gradients(self, params: list[nn.Parameter], accumulated: tuple[int, ...]) -> None:
         """Give the parameters with these indices their accumulated gradients, and the others none."""

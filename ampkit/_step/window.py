@@ -47,6 +47,7 @@ class Window:
     Attributes:
         call: as given; it may be replaced between two calls.
         count: how many micro-batches the window has so far.
+        accumulated: indices of the parameters that have a gradient from these.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Window:
         self._after = after
         self._size = size
         self.count = 0
-        self._accumulated: tuple[int, ...] = ()
+        self.accumulated: tuple[int, ...] = ()
         self._phase = Phase(True, ())  # of the last call
         self._observed: bool | None = None  # whether the observer measures in this window; None before it was asked
 
@@ -93,7 +94,7 @@ class Window:
             self._observed = self._observer is not None and self._observer.begin()
         last = self.count + 1 == self._size if place is None else place.last
         parts = () if place is None else place.parts
-        before, failure = (self.count, self._accumulated, self._observed), None
+        before, failure = (self.count, self.accumulated, self._observed), None
         self._begin()
         try:
             if self._phase != (last, before[1], before[2], parts):  # mostly it is that of the call before
@@ -102,7 +103,7 @@ class Window:
         except StepDoneError as error:
             (out, accumulated, prepared), failure = error.outputs, error
         except (InputMismatch, CaptureError, NoStepError):
-            self.count, self._accumulated, self._observed = before
+            self.count, self.accumulated, self._observed = before
             raise
         # The caller's autocast, if there is one, would go on with casts of weights that this step has changed.
         torch.clear_autocast_cache()
@@ -112,7 +113,7 @@ class Window:
         if last:
             self._stepped(out.grad_norm)
         else:
-            self.count, self._accumulated, self._observed = before[0] + 1, accumulated or (), before[2]
+            self.count, self.accumulated, self._observed = before[0] + 1, accumulated or (), before[2]
         if failure is not None:
             raise failure
         return out
@@ -127,11 +128,6 @@ class Window:
         """Drop the gradients accumulated so far, if the window is open."""
         if self.count:
             self._begin()
-
-    @property
-    def accumulated(self) -> tuple[int, ...]:
-        """Indices of the parameters that have a gradient from the micro-batches of the window so far."""
-        return self._accumulated
 
     def launched(self, grad_norm: Tensor | None, windows: int) -> None:
         """Take note that one launch did this many windows. The scheduler was stepped ahead of it.
@@ -163,7 +159,7 @@ class Window:
         """
         if not self.count:
             return None
-        accumulated, observed = self._accumulated, bool(self._observed)
+        accumulated, observed = self.accumulated, bool(self._observed)
         self._begin()
         norm, skipped = self._run(reason, lambda: self._step.finish(accumulated, observed, averaged=False))
         torch.clear_autocast_cache()
@@ -171,7 +167,7 @@ class Window:
         return norm, skipped
 
     def _begin(self) -> None:
-        self.count, self._accumulated, self._observed = 0, (), None
+        self.count, self.accumulated, self._observed = 0, (), None
 
     def _stepped(self, grad_norm: Tensor | None) -> None:
         self._told(grad_norm)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._capture.ranks.reducers import Deliver, Reducers
 from .._torch.autograd.autograd import graph_nodes, has_gradient_hooks, output_dtype
 from .._torch.tensors.fast_paths import autocast_of_parts
-from .._torch.tensors.modes import TorchDispatchMode, enter
+from .._torch.tensors.modes import WatchingMode, enter
 from .._torch.tensors.modules import module_tables
 from .._torch.tensors.operators import TO_COPY
 from .._torch.tensors.tensors import foreach_add_, foreach_copy_
@@ -72,7 +72,11 @@ class WorkingWeights:
 
     def learn(self, uses: "_Uses", loss: Tensor) -> None:
         """Make copies of the weights that this forward has only cast. Give up copies of those it used otherwise."""
-        consumers = _consumers(loss)
+        consumers: dict[Tensor, list[Any]] = {}  # the autograd nodes that compute the gradient of a leaf
+        for node in graph_nodes([loss]):
+            for following, _ in node.next_functions:
+                if hasattr(following, "variable"):
+                    consumers.setdefault(following.variable, []).append(node)
         for param in self._model.parameters():
             nodes = consumers.get(param, [])
             if not nodes and not uses.all[id(param)]:
@@ -103,8 +107,12 @@ class WorkingWeights:
         with torch.no_grad():
             if present:
                 self._write(list(masters), present)
+        deliveries = {} if self._averaging is None else self._averaging.deliveries()
         with Undo() as undo:
-            self._deliver_gradients(undo, masters)
+            for copy, master in masters.items():
+                if master in deliveries:  # its gradient comes within the backward, where it is averaged then
+                    hook = partial(_deliver, master, deliveries[master])
+                    undo.note(copy.register_post_accumulate_grad_hook(hook).remove)
             undo.note(self._put_back, masters)
             self._exchange(self._copies)
             yield
@@ -114,14 +122,6 @@ class WorkingWeights:
                 masters_left = {copy: master for copy, master in masters.items() if master not in kept}
             with torch.no_grad():
                 _move_gradients(masters if kept is None else masters_left)
-
-    def _deliver_gradients(self, undo: Undo, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
-        """Have the gradient of each copy given to its master weight within the backward, where it is averaged then."""
-        deliveries = {} if self._averaging is None else self._averaging.deliveries()
-        for copy, master in masters.items():
-            if master in deliveries:
-                hook = partial(_deliver, master, deliveries[master])
-                undo.note(copy.register_post_accumulate_grad_hook(hook).remove)
 
     def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
         self._exchange(masters)
@@ -136,20 +136,16 @@ class WorkingWeights:
                     table[name] = new[param]
 
 
-class _Uses(TorchDispatchMode):
-    """Counts what operations do with a tensor, by its id."""
+class _Uses(WatchingMode):
+    """Counts what operations do with a tensor, by its id. torch.cond and flex_attention count as one each.
+
+    Casts in compiled code are no nodes of the loss's graph, so its weights get no copies.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self.all: Counter[int] = Counter()
         self.casts: Counter[int] = Counter()
-
-    supports_higher_order_operators = True  # torch.cond and flex_attention count as one operation each
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is. Its casts are no nodes of the loss's graph, so its weights get no copies."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_flatten((args, kwargs))[0]:
@@ -158,16 +154,6 @@ class _Uses(TorchDispatchMode):
                 self.casts[id(leaf)] += func is TO_COPY
         with autocast_of_parts(func):
             return func(*args, **(kwargs or {}))
-
-
-def _consumers(loss: Tensor) -> dict[Tensor, list[Any]]:
-    """Return the autograd nodes that compute the gradient of a leaf, by leaf."""
-    found: dict[Tensor, list[Any]] = {}
-    for node in graph_nodes([loss]):
-        for following, _ in node.next_functions:
-            if hasattr(following, "variable"):
-                found.setdefault(following.variable, []).append(node)
-    return found
 
 
 def cast_gradients(kept: "dict[Tensor, Tensor]") -> None:

@@ -13,6 +13,7 @@ from .._capture.host.code import codes_in
 from .._capture.keys.inputs import Constant
 from .._capture.keys.key import Part
 from .._capture.preflight.uncapturable import Problem
+from .._text import CONSTANTS
 from .._torch.tensors.tree import tree_flatten
 
 # The hook that Lightning calls after each replay of a step.
@@ -43,7 +44,6 @@ ADVICE = {
     "loggers": f"Use self.log. {_IN_A_HOOK}",
 }
 _IN_A_BUFFER = "Make it a buffer, and change the buffer in place."
-_SCALARS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set)
 
 
@@ -93,7 +93,7 @@ class HostReads:
         hparams = self._module.hparams if self._reads_hparams else None
         if isinstance(hparams, dict):
             found += [(f"hparams.{name}", value) for name, value in hparams.items()]
-        kept = [(name, value) for name, value in found if isinstance(value, (Tensor, *_SCALARS))]
+        kept = [(name, value) for name, value in found if isinstance(value, (Tensor, *CONSTANTS))]
         return [Part(f"self.{name}", _comparable(value), _IN_A_BUFFER) for name, value in kept]
 
 
@@ -166,7 +166,7 @@ def _host_values(module: nn.Module) -> tuple[dict[str, int], dict[str, Any]]:
             parts += ((f"{name}[{key!r}]", part) for key, part in value.items())
         if isinstance(value, _CONTAINERS):
             attributes[name] = len(value)
-        elif isinstance(value, (Tensor, *_SCALARS)):
+        elif isinstance(value, (Tensor, *CONSTANTS)):
             attributes[name] = _comparable(value)
     counts = ((path, getattr(part, "update_count", None)) for path, part in parts if isinstance(part, nn.Module))
     return {path: count for path, count in counts if isinstance(count, int)}, attributes
@@ -195,7 +195,7 @@ def _unseen(tree: Any) -> str:
     return next((type(leaf).__name__ for leaf in tree_flatten(tree)[0] if not isinstance(leaf, _COMPARABLE)), "")
 
 
-_COMPARABLE = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_COMPARABLE = (Tensor, *CONSTANTS, torch.dtype, torch.device)
 
 
 # ------------------------------------------------------------------------------------------------------------ batch_idx

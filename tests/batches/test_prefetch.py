@@ -432,7 +432,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr("ampkit._batches.prefetch._side_stream", lambda device: side)
-    monkeypatch.setattr("ampkit._batches.prefetch._indexed", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(ampkit.prefetch, "_copy", copy)

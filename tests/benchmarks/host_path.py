@@ -175,7 +175,7 @@ def parts_of(setup: Setup) -> Part:
                     Part("training", lambda: list(look.walk.training())),
                 ),
             ),
-            Part("layouts of tensors", lambda: look._layouts_are_same(look.walk.local())),
+            Part("layouts of tensors", lambda: look._has_layouts(*look.walk.local())),
             Part("settings of torch", look._read_settings),
         ),
     )
@@ -239,7 +239,7 @@ def floors_of(setup: Setup) -> dict[str, Callable[[], object]]:
 
 
 def show(name: str, setup: Setup, args: argparse.Namespace) -> None:
-    device, blocks = setup.engine._device, args.blocks
+    device, blocks = setup.engine._session.device, args.blocks
 
     def call() -> object:
         return setup.step(*setup.batch)

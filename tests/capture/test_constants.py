@@ -157,8 +157,42 @@ def test_how_it_prints() -> None:
     assert any(row.split()[:2] == ["model.scale", "2.0"] for row in rows)
     assert rows[-1] == "and functions, classes and modules: F"
     assert report.constants == constants
-    assert f"{len(constants)} values of the host are constants, 3 of them not compared" in str(report)
+    assert f"{len(constants)} values of the host are constants, {constants.compared} of them compared" in str(report)
     assert report.to_dict()["constants"] == len(constants)
+
+
+class Nameless(type):
+    def __getattribute__(cls, name: str) -> Any:
+        if name in ("__qualname__", "__name__"):
+            raise RuntimeError("has none")
+        return super().__getattribute__(name)
+
+
+class Kind(metaclass=Nameless):
+    scale = 2.0
+
+
+class Weight(Tensor):
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise RuntimeError("is not asked")
+
+
+KIND, WEIGHT = Kind, torch.ones(4).as_subclass(Weight)
+
+
+def test_classes_that_answer_nothing_are_listed() -> None:
+    """No code of the user's runs for the list."""
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum() * KIND.scale * len([WEIGHT, KIND])
+
+    step = ampkit.graphed_step(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1), graph="emulate")
+    train(step)
+    found = {each.path: each.value for each in step.constants()}
+    assert (found["KIND.scale"], found["KIND"], found["WEIGHT"]) == ("2.0", "Kind", "a tensor, float32 [4]")
+    assert "KIND.scale" in str(step.constants())
 
 
 class Number(int):

@@ -799,8 +799,8 @@ def test_gain(script, monkeypatch):
             spans = [SimpleNamespace(start=10 * i, end=10 * i + 5) for i in range(2 * profiled[-1])]  # microseconds
             return [SimpleNamespace(**kernel, time_range=span, id=i) for i, span in enumerate(spans)]
 
-    trial_of = _doctor._trial
-    monkeypatch.setattr(_doctor, "_trial", lambda *args: kept.append(trial_of(*args)) or kept[-1])
+    trial_of = _doctor.Trial
+    monkeypatch.setattr(_doctor, "Trial", lambda subject: kept.append(trial_of(subject)) or kept[-1])
     _, found = script(
         """
         def training():

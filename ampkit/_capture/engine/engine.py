@@ -233,13 +233,14 @@ class Engine:
         self._state.renew_gradient_nodes()
         few = len(self._layouts) <= _EARLY_PREFLIGHTS
         left = self._session.warmup if key.outcomes is NEW else 3 if few else 2
-        outputs = self._warm_up_call(layout, cold, call, preflight_left=left)
+        outputs, drawn = self._warm_up_call(layout, cold, call, preflight_left=left)
         number = self.replays + sum(self._eager.counts.values())
         if news := layout.answer.take_news(f"call {number}"):
             self._told_since = self._told_since or number
             self._layouts.show_capture(key)
             self._fallback.warn_once("answer", news)
-        self._draws.learn(key, layout)
+        if drawn is not None:
+            self._draws.learn(key, drawn)
         return outputs
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:

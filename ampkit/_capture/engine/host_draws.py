@@ -9,8 +9,7 @@ import torch
 from ..._errors import CaptureError
 from ..graph.graph import EmulatedGraph, Graph, MakeContext, Then, same
 from ..keys.key import Key
-from ..preflight.draw_paths import Outcomes, Tree
-from .layouts import Layout
+from ..preflight.draw_paths import DrawPath, Outcomes, Tree
 from .session import Session
 from .variation import DRAWS_ADVICE
 
@@ -59,14 +58,11 @@ class HostDraws:
         of_all = self._ranks.outcome_of_all(None if key.outcomes is NEW else (key.outcomes,))
         return key if of_all is None or key.outcomes in (None, NEW) else key._replace(ranks_outcome=of_all)
 
-    def learn(self, key: Key, layout: Layout) -> None:
-        """Take note of what an eager call of a layout has drawn, and have the layout be that of the outcomes.
+    def learn(self, key: Key, path: DrawPath) -> None:
+        """Take note of what an eager call has drawn, and have its layout be that of the outcomes.
 
         If the call has drawn something else than an earlier one after the same outcomes, all is forgotten.
         """
-        path = layout.take_draws()
-        if path is None:
-            return
         if len(self._trees) == _MOST_KEYS:
             self._trees.clear()  # their layouts learn again
         tree = self._trees.setdefault(key._replace(outcomes=None, ranks_outcome=0), Tree())

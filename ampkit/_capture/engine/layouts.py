@@ -13,7 +13,6 @@ from ..graph.graph import Graph
 from ..graph.kernel_names import NOT_NOTED, KernelNames, NotedKernels
 from ..graph.timing import Timing
 from ..keys.key import Key
-from ..preflight.draw_paths import DrawPath
 from ..state.overlaps import Writes
 from .options import WARM_UP
 
@@ -92,7 +91,6 @@ class Layout:
         self.kernels: NotedKernels = NOT_NOTED
         self.writes: Writes = Writes()
         self.timing: Timing = Timing()
-        self._drawn: DrawPath | None = None
         self._has_differed = False
 
     # ------------------------------------------------------------------------------------------------- the warm-up
@@ -114,15 +112,6 @@ class Layout:
     def note_reads(self, why_unreadable: str) -> None:
         """Take note of why it cannot be told what a call has read, "" if it can."""
         self.unreadable = self.unreadable or why_unreadable
-
-    def note_draws(self, drawn: DrawPath | None) -> None:
-        """Take note of what the call under the preflight has drawn on the host; None if it was nothing."""
-        self._drawn = drawn
-
-    def take_draws(self) -> DrawPath | None:
-        """Return what the call just made has drawn, if it was under the preflight."""
-        drawn, self._drawn = self._drawn, None
-        return drawn
 
     def end_call(self, cold: Cold, problem: str) -> None:
         """End a call of the warm-up, and the warm-up if that was its last call.

@@ -1,7 +1,7 @@
 """The eager calls before a capture, which show whether and how the step can be captured."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from ..graph.capture_query import answering, noting_questions, seeing_capture
 from ..graph.pool import growing_segments
 from ..keys.inputs import flatten
 from ..keys.placement import own_copy
+from ..preflight.draw_paths import DrawPath
 from ..preflight.draw_record import DrawRecorder
 from ..preflight.host_changes import HostChanges
 from ..preflight.preflight import Preflight, describe
 from ..preflight.undeclared import Undeclared
 from ..state.snapshot import Snapshot
+from ..state.state import TrainingState
 from .eager_call import EagerCall, EagerCalls
 from .host_draws import HostDraws
 from .layouts import Cold, Layout
@@ -45,7 +47,9 @@ class WarmUp:
         # In these, the allocator can give back later what a call frees.
         self._segments = growing_segments if session.on_cuda else nullcontext
 
-    def __call__(self, layout: Layout, cold: Cold, call: EagerCall, *, preflight_left: int) -> Any:
+    def __call__(
+        self, layout: Layout, cold: Cold, call: EagerCall, *, preflight_left: int
+    ) -> tuple[Any, DrawPath | None]:
         """Do the next call of this layout.
 
         Args:
@@ -54,13 +58,17 @@ class WarmUp:
             call: the call.
             preflight_left: how many calls before the capture the preflight comes, at most. It is slow. If each call has
                 another layout, most layouts have only one call, which then needs none.
+
+        Returns:
+            What the function returns; and what it has drawn on the host, if that was looked at and can be repeated.
         """
+        drawn: DrawPath | None = None
         with Undo() as undo:
             undo.note(modes())
             noted = nullcontext() if cold.calls else layout.writes.noted(self._state)
             with self._segments(), noted, self._host_changes.watching(is_first=not cold.calls):
                 if not cold.checked and cold.calls_left <= preflight_left:
-                    outputs = self._call_under_preflight(layout, cold, call)
+                    outputs, drawn = self._call_under_preflight(layout, cold, call)
                 elif cold.checked and not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
                     outputs = self._rehearse(layout, call)
                     layout.count_call(cold)  # behind the call: one that raised has shown nothing
@@ -71,7 +79,7 @@ class WarmUp:
         unreadable = "" if layout.unreadable in layout.problem else layout.unreadable
         problem = "\n".join(filter(None, (layout.problem, unreadable)))
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
-        return outputs
+        return outputs, drawn
 
     def _call(self, layout: Layout, cold: Cold, call: EagerCall) -> Any:
         fn = seeing_capture(self._session.fn, layout.answer.sees_capture)
@@ -91,7 +99,7 @@ class WarmUp:
         self._compare_what_was_read(layout)
         return outputs
 
-    def _call_under_preflight(self, layout: Layout, cold: Cold, call: EagerCall) -> Any:
+    def _call_under_preflight(self, layout: Layout, cold: Cold, call: EagerCall) -> tuple[Any, DrawPath | None]:
         """Call under the preflight. If it tries the other answer, and that does not help either, the call is undone.
 
         Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
@@ -102,16 +110,9 @@ class WarmUp:
 
         def looked() -> Any:
             before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if other_answer else None
-            with preflight, noting_questions(answer.sees_capture), layout.rehearsal.looking(), ExitStack() as stack:
-                # In inference mode a dispatch mode gets composite operations as one, and they then compute something
-                # else than without it: autocast does not reach their parts. Under `no_grad` they compute the same as
-                # in inference mode. But a tensor made in inference mode may not be written to outside of it.
-                args, kwargs = call.args, call.kwargs
-                if torch.is_inference_mode_enabled() and not any(map(Tensor.is_inference, state.tensors().values())):
-                    args, kwargs = stack.enter_context(writable(args, kwargs))
-                    stack.enter_context(torch.inference_mode(False))
-                    stack.enter_context(torch.no_grad())
-                outputs = session.fn(call.phase, *args, **kwargs)
+            noting = noting_questions(answer.sees_capture)
+            with preflight, noting, layout.rehearsal.looking(), _outside_of_inference_mode(call, state) as own:
+                outputs = own.to(session.fn)
             if before is not None and preflight.findings:
                 before.restore()
                 outputs = call.to(session.fn)
@@ -122,7 +123,7 @@ class WarmUp:
             preflight = Preflight(session.device, session.options.generators, observer=observer, draws=draws)
             with state.noting_reads(in_parts=lambda: bool(preflight.findings)):
                 outputs = self._eager.run(layout.reason, looked)
-            layout.note_draws(None if draws is None else draws.path)
+        drawn = None if draws is None else draws.path
         self._compare_what_was_read(layout)
         if observer.nested:
             layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
@@ -134,18 +135,18 @@ class WarmUp:
         if preflight.findings and (is_first or has_made):
             if is_first:
                 layout.count_call(cold)
-            return outputs
+            return outputs, drawn
         problem = describe(preflight.findings)
         if problem and not state.problem and answer.try_other(problem):
             layout.count_call(cold)  # another look, with the other answer
-            return outputs
+            return outputs, drawn
         if other_answer:
             problem = problem and answer.hide_again()
             answer.keep()
         problem = "\n".join(filter(None, (state.problem, problem)))
         layout.note_preflight(cold, self._with_undeclared(problem))
         layout.count_call(cold)
-        return outputs
+        return outputs, drawn
 
     def _compare_what_was_read(self, layout: Layout) -> None:
         """Compare what the call just made has read with what it is in the next calls."""
@@ -158,6 +159,21 @@ class WarmUp:
         if self._undeclared.adopt():
             self._session.settings_history.accept()
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
+
+
+@contextmanager
+def _outside_of_inference_mode(call: EagerCall, state: TrainingState) -> Iterator[EagerCall]:
+    """Context with `no_grad` in place of inference mode, if the call is in that. It yields the call to be made.
+
+    In inference mode a dispatch mode gets composite operations as one, and they then compute something else than
+    without it: autocast does not reach their parts. Under `no_grad` they compute the same as in inference mode.
+    """
+    # A tensor made in inference mode may not be written to outside of it.
+    if not torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, state.tensors().values())):
+        yield call
+        return
+    with writable(call.args, call.kwargs) as (args, kwargs), torch.inference_mode(False), torch.no_grad():
+        yield call._replace(args=args, kwargs=kwargs)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._text import CONSTANTS
 from ..._torch.device.streams import is_capturing, raw_stream
 from ..._torch.tensors.tensors import untracked
 from ..._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
@@ -280,7 +281,7 @@ def copied(tree: Any) -> Any:
     return rebuilt.with_tensors(map(Tensor.clone, rebuilt.tensors))
 
 
-_CONSTANTS = frozenset((bool, int, float, str, type(None)))
+_CONSTANTS = frozenset(CONSTANTS)
 
 
 class Cache:

@@ -106,7 +106,15 @@ class KernelNames:
                 yield noted
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # the profiler would miss kernels that have not run yet
-        noted.append(NotedKernels(_streams(profiler), ""))
+        with tempfile.TemporaryDirectory(prefix="ampkit-") as folder:
+            path = str(Path(folder) / "trace.json")
+            profiler.export_chrome_trace(path)
+            calls = ProfiledCalls(read_trace(path)["traceEvents"])
+        by_stream: dict[str, list[KernelName]] = {}
+        if (call := next(calls.marked(_CALL), None)) is not None:
+            for kernel, owner in zip(call.kernels, calls.owners(call.kernels), strict=True):
+                by_stream.setdefault(kernel.stream, []).append(KernelName(kernel.name, owner))
+        noted.append(NotedKernels(tuple(map(tuple, by_stream.values())), ""))
 
     def named(self, graph: Graph, calls: Sequence[NotedKernels]) -> Graph:
         """Return the graph with a mark around each replay, and keep a table of its kernels.
@@ -160,7 +168,11 @@ def _module_marks(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
     Hooks of all modules are used: some modules compute in another way if they have hooks of their own.
     """
-    paths = _paths(modules)
+    paths: dict[nn.Module, str] = {}
+    for name, root in modules.items():  # if there are several, paths begin with their names
+        prefix = "" if name == "model" or len(modules) == 1 else f"{name}."
+        for path, module in root.named_modules():
+            paths.setdefault(module, f"{prefix}{path}" if path else prefix.removesuffix(".") or ROOT)
     opened = _Opened()
     own = opened.marks  # those of this thread
 
@@ -195,30 +207,6 @@ def _exit_all(marks: list[Any]) -> None:
         exit_mark(marks.pop())
 
 
-def _paths(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
-    """Return the path of each module. If there are several outermost ones, paths begin with the names of these."""
-    paths: dict[nn.Module, str] = {}
-    for name, root in modules.items():
-        prefix = "" if name == "model" or len(modules) == 1 else f"{name}."
-        for path, module in root.named_modules():
-            paths.setdefault(module, f"{prefix}{path}" if path else prefix.removesuffix(".") or ROOT)
-    return paths
-
-
 def _stop(profiler: torch.profiler.profile) -> None:
     if profiler_enabled():
         profiler.stop()
-
-
-def _streams(profiler: torch.profiler.profile) -> Streams:
-    with tempfile.TemporaryDirectory(prefix="ampkit-") as folder:
-        path = str(Path(folder) / "trace.json")
-        profiler.export_chrome_trace(path)
-        calls = ProfiledCalls(read_trace(path)["traceEvents"])
-    call = next(calls.marked(_CALL), None)
-    if call is None:
-        return ()
-    by_stream: dict[str, list[KernelName]] = {}
-    for kernel, owner in zip(call.kernels, calls.owners(call.kernels), strict=True):
-        by_stream.setdefault(kernel.stream, []).append(KernelName(kernel.name, owner))
-    return tuple(map(tuple, by_stream.values()))

@@ -129,9 +129,9 @@ class Report:
         reasons += told if self.told_since is not None else []
         reasons += [f"  eager behind each graph: {self.eager_optimizer}"] if self.eager_optimizer else []
         failure = [f"  not captured: {self.failure}"] if self.failure else []
-        left = sum(bool(each.not_compared) for each in self.constants)
-        held = f"  {len(self.constants)} values of the host are constants, {left or 'none'} of them not compared"
-        reasons += [f"{held}: see constants()"] if self.constants else []
+        compared = sum(not each.not_compared for each in self.constants)
+        held = f"  {len(self.constants)} values of the host are constants, {compared} of them compared in each call"
+        reasons += [held] if self.constants else []
         compiled = [] if self.compile_s is None else [f"  calls that compiled took {self.compile_s:.1f} s"]
         compiled += [f"  {part}" for part in (*self.compiled, *self.split)]
         compiled += [f"  time of a step in parts: {shares_text(self.shares)}"] if self.shares else []

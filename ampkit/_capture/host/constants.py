@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._text import dtype_name, grid, value_text
+from ..._text import CONSTANTS, dtype_name, grid, value_text
 
 _bases = type.__dict__["__mro__"].__get__
 _module = type.__dict__["__module__"].__get__
 _table = type.__dict__["__dict__"].__get__
+_qualname = type.__dict__["__qualname__"].__get__
 
 
 def bases_of(kind: type) -> tuple[type, ...]:
@@ -70,8 +71,7 @@ def own_table(value: Any) -> dict[str, Any] | None:
     return None
 
 
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, Decimal)
-_BUILT_IN = (bool, int, float, complex, str, bytes)
+_NUMBERS = (*CONSTANTS, torch.dtype, torch.device, range, Decimal)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _BY_IDENTITY = (*_FUNCTIONS, type, Enum, Tensor)
 _CLOSED = (nn.Module, torch.optim.Optimizer, types.ModuleType)
@@ -183,7 +183,7 @@ def are_same(old: Any, now: Any) -> bool:
 
 def _written(values: frozenset[Any]) -> set[tuple[type, str]]:
     """Return how the numbers in a set are written: as keys 0.0 and -0.0 are one, and so are 1 and True."""
-    return {(type(each), number_text(each)) for each in values if isinstance(each, (*_BUILT_IN, Decimal))}
+    return {(type(each), number_text(each)) for each in values if isinstance(each, (*CONSTANTS, Decimal))}
 
 
 def number_text(number: Any) -> str:
@@ -193,7 +193,7 @@ def number_text(number: Any) -> str:
 
 def _own_kind(number: Any) -> Any:
     """Return the class of a number or text, without what a class of the user's makes of it."""
-    return next((kind for kind in _BUILT_IN if isinstance(number, kind)), type(number))
+    return next((kind for kind in CONSTANTS if isinstance(number, kind)), type(number))
 
 
 Key = tuple[Any, ...]  # of what code reads by words of its own, an attribute or a variable
@@ -366,9 +366,12 @@ def constant(path: str, value: Any, line: tuple[str, int] | None, not_compared: 
     if issubclass(kind, Tensor):
         text = f"a tensor, {dtype_name(value.dtype)} {list(value.shape)}"
     elif is_code:
-        text = getattr(value, "__qualname__", None) or getattr(value, "__name__", "") or kind.__name__
+        called = value.__func__ if kind is types.MethodType else value
+        is_class, is_module = issubclass(type(called), type), issubclass(type(called), ModuleType)
+        found = _qualname(called) if is_class else (own_table(called) or {}).get("__name__") if is_module else None
+        text = found or (called.__qualname__ if type(called) in _FUNCTIONS else f"of class {_qualname(type(called))}")
     else:
-        text = "" if value is ABSENT else value_text(value) or f"of class {kind.__qualname__}"
+        text = "" if value is ABSENT else value_text(value) or f"of class {_qualname(kind)}"
     place = "" if line is None or not line[0] else f"{line[0]}:{line[1]}"
     return HostConstant(path, text, place, not_compared, is_code)
 

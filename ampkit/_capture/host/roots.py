@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import chain
 from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -233,7 +234,8 @@ class Notes:
         original = original_code(code)
         if original is not None and is_ampkits(frame):  # which compiles what it is given to call
             compiled = [value for value in self._called if any(value is each for each in frame.f_locals.values())]
-            self._take_what_is_given(compiled)
+            for name, value in chain.from_iterable(map(given_before, compiled)):
+                self._take_object(name, value)
             self._take_compiled(frame, compiled)
         if not is_in_users_file(frame):
             return None
@@ -288,7 +290,8 @@ class Notes:
         if id(value) not in self._known:
             is_class = issubclass(type(value), type) and package_name(value) not in CLOSED_CLASSES
             # An object that a package calls, as torch calls a hook that is one.
-            is_bound = read.variable == "self" and not is_left_alone(value) and not _is_in_users_file(frame.f_back)
+            by_user = frame.f_back is not None and is_in_users_file(frame.f_back)
+            is_bound = read.variable == "self" and not is_left_alone(value) and not by_user
             if not is_class and not is_bound:
                 return None
             self._known[id(value)] = value, Path(Root(Scope.ARGUMENT, value, read.variable), ())
@@ -303,12 +306,6 @@ class Notes:
         bound = set(map(id, self._functions.bound(code)))
         for name, value in frame.f_locals.items():
             if name == "self" or id(value) in bound:
-                self._take_object(name, value)
-
-    def _take_what_is_given(self, functions: Iterable[Any]) -> None:
-        """Take note of what functions are given, and not by a call."""
-        for function in functions:
-            for name, value in given_before(function):
                 self._take_object(name, value)
 
     def _take_object(self, name: str, value: Any) -> None:
@@ -355,10 +352,6 @@ def _reads_unseen(value: Any) -> bool:
     if type(function) is FunctionType:
         return not is_users_file(function.__code__.co_filename)
     return type(function) in (MethodDescriptorType, GetSetDescriptorType)  # written in C
-
-
-def _is_in_users_file(frame: FrameType | None) -> bool:
-    return frame is not None and is_in_users_file(frame)
 
 
 def _path(variables: dict[str, Any], function: FunctionType | None, read: Read) -> Path | None:

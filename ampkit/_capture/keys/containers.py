@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._text import CONSTANTS
 from ..._torch.tensors.tree import tree_flatten, tree_unflatten
 
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, str, bytes)
@@ -37,7 +38,7 @@ def holds_tensors(thing: object) -> bool:
     return type(thing) not in _PLAIN and next(tensors_held(thing), None) is not None
 
 
-_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+_PLAIN = frozenset(CONSTANTS)
 
 
 def own_batch(tree: Any) -> Any:
@@ -55,7 +56,11 @@ def own_batch(tree: Any) -> Any:
     if kind in _PLAIN:
         return tree
     if isinstance(tree, Tensor):
-        return _own_tensor(tree) if kind in _PLAIN_TENSORS and not tree.requires_grad else tree
+        if kind not in _PLAIN_TENSORS or tree.requires_grad:
+            return tree
+        own = tree.detach()
+        vars(own).update(vars(tree))  # what the user's code has set on it
+        return own
     if kind is tuple or kind is list:
         return kind(map(own_batch, tree))
     if kind in _DICTS:
@@ -69,12 +74,6 @@ def own_batch(tree: Any) -> Any:
         return tuple.__new__(kind, map(own_batch, tree))
     leaves, structure = tree_flatten(tree)  # torch may have been told of this class
     return tree if len(leaves) == 1 and leaves[0] is tree else tree_unflatten(list(map(own_batch, leaves)), structure)
-
-
-def _own_tensor(tensor: Tensor) -> Tensor:
-    own = tensor.detach()
-    vars(own).update(vars(tensor))  # what the user's code has set on it
-    return own
 
 
 _PLAIN_TENSORS = frozenset((Tensor, nn.Parameter))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..._arguments import shown
 from ..._errors import InputMismatch
-from ..._text import dtype_name
+from ..._text import CONSTANTS, dtype_name
 from ..._torch.tensors.tensors import foreach_copy_, is_wrapper, layout_check, storage_address, versions
 from ..._torch.tensors.tree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .containers import holds_tensors, is_record
@@ -91,8 +91,16 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
             keys.append(_constant(leaf, structure, i))
         elif not is_plain(leaf):
             raise InputMismatch(_not_plain(leaf, path(_tree_of(structure), i)))
-        elif leaf.device != device or leaf.requires_grad:
-            raise InputMismatch(_unusable(leaf, path(_tree_of(structure), i), device))
+        elif leaf.device != device:
+            raise InputMismatch(
+                f"{path(_tree_of(structure), i)} is on {leaf.device}, but the model is on {device}. "
+                f"Move it with .to({str(device)!r}), or iterate over ampkit.prefetch(loader, {str(device)!r})."
+            )
+        elif leaf.requires_grad:
+            where = path(_tree_of(structure), i)
+            raise InputMismatch(
+                f"{where} requires grad, but a step returns gradients to parameters only. Pass {where}.detach()."
+            )
         else:
             keys.append(TensorSpec(leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
     return Spec(structure, tuple(keys)), leaves
@@ -133,15 +141,11 @@ class BatchReader:
         spec, leaves = read_batch(args, kwargs, self._device)
         if spec == before:
             spec, self._is_same = before, layout_check(leaves)
-            self._flat = len(args) if not kwargs and spec.structure == _structure_of_tensors(len(args)) else -1
+            of_tensors = (tuple, *[None] * len(args)), (dict,)  # each argument is a tensor
+            self._flat = len(args) if not kwargs and spec.structure == of_tensors else -1
         if {*map(type, spec.leaves)} == {TensorSpec}:  # constants may be large, and are not to be kept
             self._previous = spec
         return spec, leaves
-
-
-def _structure_of_tensors(count: int) -> Hashable:
-    """Return the structure of a batch of so many arguments, each of them a tensor."""
-    return (tuple, *[None] * count), (dict,)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -230,7 +234,7 @@ def _structure(node: Any, leaves: list[Any]) -> Hashable:
 
 
 _PLAIN = (Tensor, nn.Parameter)  # a tensor of another class would reach the loss function as a plain tensor
-_LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
+_LEAVES = frozenset((Tensor, *CONSTANTS))
 _MAX_TREES = 256  # batches that are dicts with other keys each time make one per call
 _trees: dict[Hashable, TreeSpec] = {}
 
@@ -339,7 +343,15 @@ class StaticInputs:
             start = leaves[i].data_ptr()
             if furthest[bisect_left(starts, start + size)] > start:
                 other = (self._state if self.changed[self._places.index(i)] else self._written).at(start, start + size)
-                raise InputMismatch(self._in_state(i, other))
+                argument = path(self._tree, i)
+                if self.changed[self._places.index(i)]:
+                    what = f"{argument}, which the step changes in place, lies in the same memory as {other}"
+                else:
+                    what = f"{argument} lies in the same memory as {other}, which the step changes"
+                raise InputMismatch(
+                    f"{what}; in a graph they are two tensors, and neither sees a change to the other. Pass "
+                    f"{argument}.clone()."
+                )
         if self.any_changed:
             self._refuse_shared_with_another(leaves)
 
@@ -359,16 +371,6 @@ class StaticInputs:
         for i, buffer, was_changed in zip(self._places, self._buffers, self.changed, strict=True):
             if was_changed:
                 leaves[i].copy_(buffer, non_blocking=True)
-
-    def _in_state(self, leaf: int, other: str) -> str:
-        argument = path(self._tree, leaf)
-        if self.changed[self._places.index(leaf)]:
-            what = f"{argument}, which the step changes in place, lies in the same memory as {other}"
-        else:
-            what = f"{argument} lies in the same memory as {other}, which the step changes"
-        return (
-            f"{what}; in a graph they are two tensors, and neither sees a change to the other. Pass {argument}.clone()."
-        )
 
     def _refuse_shared_with_another(self, leaves: Sequence[Any]) -> None:
         addresses = [storage_address(leaves[i]) for i in self._places]
@@ -430,12 +432,3 @@ def _not_plain(leaf: Tensor, where: str) -> str:
         f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}; a step takes plain tensors, for what a graph "
         f"reads is one. Pass {advice}."
     )
-
-
-def _unusable(leaf: Tensor, where: str, device: torch.device) -> str:
-    if leaf.device != device:
-        return (
-            f"{where} is on {leaf.device}, but the model is on {device}. "
-            f"Move it with .to({str(device)!r}), or iterate over ampkit.prefetch(loader, {str(device)!r})."
-        )
-    return f"{where} requires grad, but a step returns gradients to parameters only. Pass {where}.detach()."

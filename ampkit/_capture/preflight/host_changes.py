@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..._undo import Undo, replace
 from ..._user_line import running_line, wraps_operations
+from ..host.constants import are_same
 from ..state.state import TrainingState
 from .host_values import receive
 from .uncapturable import Problem
@@ -49,7 +49,7 @@ class HostChanges:
                     replace(undo, kind, "step", self._noting(kind.step))
             yield
         after = self._numbers()
-        changed = [name for name, old in before.items() if name in after and not _is_same(old, after[name])]
+        changed = [name for name, old in before.items() if name in after and not are_same(old, after[name])]
         if changed and not is_first and not self._problems:
             self._problems.append(_NUMBER.format(changed[0]))
 
@@ -87,15 +87,6 @@ class HostChanges:
             for name, value in group.items()
             if name != "params"
         }
-
-
-def _is_same(old: Any, now: Any) -> bool:
-    """Return whether a number is unchanged. A tensor is if it is the same object, for its values are on the device."""
-    if isinstance(old, Tensor) or isinstance(now, Tensor):
-        return old is now
-    if type(old) in (list, tuple) and type(now) is type(old):
-        return len(old) == len(now) and all(map(_is_same, old, now))
-    return old is now or bool(old == now)
 
 
 _SCHEDULER = (

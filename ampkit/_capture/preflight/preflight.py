@@ -147,8 +147,11 @@ class Preflight(TorchDispatchMode):
             self._watch_warnings(self._undo)
             self._watch_backward(self._undo)
             self._watch_calls(self._undo)
-            self._watch_seeds(self._undo)
-            receive(self._undo, self._on_read)
+            for owner, name in getters():
+                replace(self._undo, owner, name, self._reading(getattr(owner, name)))
+            for called, owner, name in setters():
+                replace(self._undo, owner, name, self._setting(getattr(owner, name), called))
+            receive(self._undo, lambda problem, line: self._add(problem, SourceLocation(line)))
             if self._draws is not None:
                 self._draws.begin(self._undo, replace)
             enter(self._undo, self)
@@ -240,13 +243,6 @@ class Preflight(TorchDispatchMode):
         never_compile_by_itself(reported)  # compiled code calls it too
         return reported
 
-    def _watch_seeds(self, undo: Undo) -> None:
-        """Replace the functions that read and set the state of generators."""
-        for owner, name in getters():
-            replace(undo, owner, name, self._reading(getattr(owner, name)))
-        for name, owner, attribute in setters():
-            replace(undo, owner, attribute, self._setting(getattr(owner, attribute), name))
-
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def read(*args: Any, **kwargs: Any) -> Any:
@@ -296,9 +292,6 @@ class Preflight(TorchDispatchMode):
                 self._spent(key, time.perf_counter() - start)
 
         replace(undo, owner, name, reporting)
-
-    def _on_read(self, problem: Problem, line: str) -> None:
-        self._add(problem, SourceLocation(line))
 
     # ---------------------------------------------------------------------------------------------------------- events
 

@@ -106,12 +106,10 @@ class EndedWait:
 
 def raise_in(thread: int, text: str) -> None:
     """Have a thread raise an `AmpkitError` before its next instruction of Python."""
-
-    def __init__(self: AmpkitError) -> None:  # noqa: N807 - of the class below
-        AmpkitError.__init__(self, text)
-
-    # Python makes the exception in that thread, without arguments.
-    kind = type(AmpkitError.__name__, (AmpkitError,), {"__init__": __init__, "__module__": AmpkitError.__module__})
+    # The interpreter takes a class, and makes the exception of it in that thread, without arguments. So the text has to
+    # be in a class of this error's own, which tracebacks show under the name of the public one.
+    made = {"__init__": lambda error: AmpkitError.__init__(error, text), "__module__": AmpkitError.__module__}
+    kind = type(AmpkitError.__name__, (AmpkitError,), made)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._text import value_text
+from ..._text import CONSTANTS, value_text
 from ..._torch.autograd.gradient_nodes import renew_gradient_nodes
 from ..._torch.optimizers import step_hooks
-from ..._torch.tensors.modes import DeviceContext, function_modes
+from ..._torch.tensors.modes import DeviceContext, function_modes, without_torch_function
 from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
 from ..host.constants import HostConstants, ReadValues
@@ -257,7 +257,8 @@ class TrainingState:
     def constants(self) -> HostConstants:
         """Return the values of the host that the step reads, as they are now."""
         walk = Walk(self.modules)
-        found = [*self.reads.constants(walk.modules, walk.paths()), *self.host_tensors.constants()]
+        with without_torch_function():
+            found = [*self.reads.constants(walk.modules, walk.paths()), *self.host_tensors.constants()]
         return HostConstants(dict.fromkeys(found))
 
     def tensors(self) -> Bound:
@@ -290,8 +291,13 @@ class TrainingState:
 def _generation(look: Look) -> Generation:
     """Return what stands for the state that was looked at. It is no method, so that no cycle keeps a state alive."""
     groups = [group for optimizer in look.optimizers for group in optimizer.param_groups]
+    containers: list[Any] = []
+    for optimizer in look.optimizers:
+        params = [group["params"] for group in optimizer.param_groups]
+        containers += [optimizer.state, optimizer.param_groups, *optimizer.param_groups, *params]
+        containers += chain.from_iterable(params)
     return Generation(
-        containers=Objects([part for optimizer in look.optimizers for part in _containers(optimizer)]),
+        containers=Objects(containers),
         moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in look.optimizers]),
         kept=Kept(look.kept),
         walk=look.walk,
@@ -333,7 +339,9 @@ def _host(look: Look) -> tuple[tuple[str, Any], ...]:
             named.extend((f"{prefix}param_groups[{i}][{key!r}]", _unchangeable(group[key])) for key in frozen)
         named.append((f"{owner}'s step hooks", tuple(step_hooks(optimizer))))
         if look.held:
-            named.append((f"{owner}'s attributes and state", tuple(map(_by_value, own_values(optimizer)))))
+            values = own_values(optimizer)  # numbers and texts are compared by value, everything else by identity
+            compared = (value if isinstance(value, CONSTANTS) else Objects([value]) for value in values)
+            named.append((f"{owner}'s attributes and state", tuple(compared)))
     if look.scaler is not None and look.scaler.is_enabled():
         named.extend((f"the scaler's {name}", value) for name, value in look.scaler.rule().items())
     return tuple(named)
@@ -344,14 +352,3 @@ def _unchangeable(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Objects([value])
     return tuple(map(_unchangeable, value)) if type(value) in (list, tuple) else value
-
-
-def _containers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    groups = optimizer.param_groups
-    params = [group["params"] for group in groups]
-    return [optimizer.state, groups, *groups, *params, *chain.from_iterable(params)]
-
-
-def _by_value(value: Any) -> Any:
-    """Return something to compare a value by: a number or a text by itself, everything else by its identity."""
-    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else Objects([value])

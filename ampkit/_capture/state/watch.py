@@ -162,7 +162,7 @@ class Look:
             len(objects) == len(self._objects)
             and self._read_identities(objects) == self._identities
             and list(map(Tensor.data_ptr, local)) == self.addresses
-            and self._layouts_are_same(local)
+            and (self.walk.layouts() == self.layouts if self._has_layouts is None else self._has_layouts(*local))
             and (hooks_made() == self._hooks_made or self._hooks_are_same())
             and self._read_settings() == self._settings
             and list(map(len, self._lists)) == self._lengths
@@ -170,9 +170,6 @@ class Look:
             and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
             and not gradients(self._bare)
         )
-
-    def _layouts_are_same(self, local: Sequence[Tensor]) -> bool:
-        return self.walk.layouts() == self.layouts if self._has_layouts is None else self._has_layouts(*local)
 
     def _hooks_are_same(self) -> bool:
         """Return whether the hooks that were registered since are none of these modules and tensors."""

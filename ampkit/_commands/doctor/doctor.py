@@ -114,23 +114,17 @@ def diagnose(
     progress = ProgressBar(len(CHECKS) + 3, bar)
     try:
         progress.show("the first step")
-        trial = _trial(name, find, lightning)
+        try:
+            trial = Trial(load_subject(name, find, lightning))
+            trial.run()  # makes the optimizer's state
+        except UsageError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            raise DoctorError(f"{name}: {_error_text(error)}") from error
         device = torch.cuda.get_device_name(trial.device) if trial.device.type == "cuda" else str(trial.device)
         return _examined(Diagnosis(name, device), trial, progress)
     finally:
         progress.clear()
-
-
-def _trial(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) -> Trial:
-    """Return the training loop after its first step, which makes the optimizer's state."""
-    try:
-        trial = Trial(load_subject(name, find, lightning))
-        trial.run()
-    except UsageError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        raise DoctorError(f"{name}: {_error_text(error)}") from error
-    return trial
 
 
 def _error_text(error: Exception) -> str:
@@ -185,11 +179,8 @@ def load_subject(name: str, find: Callable[[], Callable[[], Any]], lightning: bo
         UsageError: `find` raises it.
         Exception: what the user's code raises.
     """
-    return (_lightning_subject if lightning else _subject)(name, find)
-
-
-def _subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
-    """Return the training loop that the user's function returns, after checking its parts."""
+    if lightning:
+        return _lightning_subject(name, find)
     origins = Origins()
     with origins:
         function = find()
@@ -330,7 +321,19 @@ _NAMED = 6  # constants
 def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:
     """Measure how long a step takes, and how long host and device are busy in it. A capture removes the host's time."""
     trial = trial.with_options(scheduler=None)  # it may have few steps left
-    step_ms, host_ms = _step_ms(trial), _host_ms(trial)
+    torch.cuda.synchronize(trial.device)
+    start = time.perf_counter()
+    for _ in range(_TIMED_STEPS):
+        trial.run()
+    torch.cuda.synchronize(trial.device)
+    step_ms = (time.perf_counter() - start) / _TIMED_STEPS * 1e3
+    took = []  # by calls when no work is queued on the device
+    for _ in range(_TIMED_STEPS):
+        torch.cuda.synchronize(trial.device)
+        start = time.perf_counter()
+        trial.run()
+        took.append(time.perf_counter() - start)
+    host_ms = statistics.median(took) * 1e3
     steps = LEAD_IN + PROFILED_STEPS + LEAD_OUT  # `device_work` expects the events of this many
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(steps):
@@ -347,26 +350,6 @@ def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:
         f"A step takes {step_ms:.2f} ms; the host is busy for {host_ms:.2f} ms, the device for {device_ms:.2f} ms "
         f"({kernels:.0f} kernels). A capture can make it up to {step_ms / device_ms:.1f} times as fast."
     )
-
-
-def _step_ms(trial: Trial) -> float:
-    torch.cuda.synchronize(trial.device)
-    start = time.perf_counter()
-    for _ in range(_TIMED_STEPS):
-        trial.run()
-    torch.cuda.synchronize(trial.device)
-    return (time.perf_counter() - start) / _TIMED_STEPS * 1e3
-
-
-def _host_ms(trial: Trial) -> float:
-    """Return the host's time of a call when no work is queued on the device."""
-    took = []
-    for _ in range(_TIMED_STEPS):
-        torch.cuda.synchronize(trial.device)
-        start = time.perf_counter()
-        trial.run()
-        took.append(time.perf_counter() - start)
-    return statistics.median(took) * 1e3
 
 
 def _add_memory(diagnosis: Diagnosis, trial: Trial) -> None:

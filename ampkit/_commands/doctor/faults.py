@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ..._capture.engine.variation import DRAWS_ADVICE
-from ..._capture.keys.inputs import Spec, path
+from ..._capture.keys.inputs import path
 from ..._capture.preflight.draw_record import DrawRecorder
 from ..._capture.preflight.preflight import Finding, Preflight
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
@@ -89,24 +89,21 @@ def shape_faults(trial: Trial) -> Iterator[Fault]:
     advice = "Drop the short batch (DataLoader(..., drop_last=True)), or pad to a few sizes (buckets=ampkit.Buckets)."
     (usual, _), *others = Counter(trial.specs).most_common()
     if others:
-        odd = next(i for i, spec in enumerate(trial.specs) if spec != usual)
+        odd, spec = next((i, spec) for i, spec in enumerate(trial.specs) if spec != usual)
+        if usual.tree != spec.tree:
+            differs = f"the structure differs: {spec.tree.num_leaves} leaves, usually {usual.tree.num_leaves}"
+        else:
+            i = next(i for i, (a, b) in enumerate(zip(usual.leaves, spec.leaves, strict=True)) if a != b)
+            differs = f"{path(spec.tree, i)} is {spec.leaves[i]}, not {usual.leaves[i]}"
         what = (
             f"{len(trial.specs)} batches have {len(others) + 1} layouts, and each needs a warm-up and a graph of its "
-            f"own: in batch {odd}, {_odd_leaf(usual, trial.specs[odd])}"
+            f"own: in batch {odd}, {differs}"
         )
         line = trial.lines[odd] or origins.of(loader) or trial.subject.line
         yield Fault("medium", "changing shapes", line, what, advice, sum(spec != usual for spec in trial.specs))
     elif (size := _short_batch_size(loader)) and "buckets" not in trial.subject.options:
         what = f"the last batch has {size} samples, fewer than the others: it needs a warm-up and a graph of its own"
         yield Fault("medium", "changing shapes", origins.of(loader) or trial.subject.line, what, advice)
-
-
-def _odd_leaf(usual: Spec, odd: Spec) -> str:
-    """Return in words the first leaf of a batch that differs from that of the usual batch."""
-    if usual.tree != odd.tree:
-        return f"the structure differs: {odd.tree.num_leaves} leaves, usually {usual.tree.num_leaves}"
-    i = next(i for i, (a, b) in enumerate(zip(usual.leaves, odd.leaves, strict=True)) if a != b)
-    return f"{path(odd.tree, i)} is {odd.leaves[i]}, not {usual.leaves[i]}"
 
 
 def _short_batch_size(loader: Any) -> int:
@@ -216,7 +213,9 @@ def kernel_faults(trial: Trial) -> Iterator[Fault]:
     cast = "Keep the model in float32 and let a policy cast: policy='float16'." if set(params) & set(LOW) else ""
     for (line, what), modules in watch.imprecise.items():
         advice = cast or "Cast its input: .float(), or x.softmax(-1, dtype=torch.float32)."
-        what = f"{what}{_within(modules)}"
+        first, *more = modules
+        if first or more:  # otherwise it is the model itself alone
+            what += f" in {first or 'the model'}{f' and {len(more)} more modules' if more else ''}"
         yield Fault("medium", "low precision", line or trial.subject.line, what, advice, modules.total())
     for (line, op), count in watch.unrepeatable.items():
         advice = "Use an operation that torch.use_deterministic_algorithms lists, or do not compare bit by bit."
@@ -246,13 +245,6 @@ def host_faults(trial: Trial) -> Iterator[Fault]:
                 "Draw random numbers on the device."
             )
             yield Fault("high", "host state", line, what, advice, count)
-
-
-def _within(modules: Counter[str]) -> str:
-    """Return in words which modules these are, "" if it is only the model itself."""
-    first, *others = modules
-    more = f" and {len(others)} more modules" if others else ""
-    return f" in {first or 'the model'}{more}" if first or others else ""
 
 
 class _Autocast(TorchFunctionMode):

@@ -144,21 +144,17 @@ def differences(one: Sequence[TorchCall], other: Sequence[TorchCall]) -> Iterato
     """
     for left, right in itertools.zip_longest(one, other):
         if left is None or right is None or left[:2] != right[:2]:
-            yield _other_call(left, right)
+            names = [f"calls {call.name}" if call else "ends" for call in (left, right)]
+            if left and right and left.line != right.line:
+                names[1] = f"{names[1]} in {right.line}"
+            call = left or right
+            assert call is not None  # one of two records is the longer one
+            yield Difference(call.line, f"a step {names[0]} here, where another step {names[1]}")
             return
         if left.values != right.values:
             pairs = itertools.zip_longest(left.values, right.values, fillvalue="nothing")
             a, b = next((_short(a), _short(b)) for a, b in pairs if a != b)
             yield Difference(left.line, f"{left.name} takes {a} in one step and {b} in another")
-
-
-def _other_call(left: TorchCall | None, right: TorchCall | None) -> Difference:
-    names = [f"calls {call.name}" if call else "ends" for call in (left, right)]
-    call = left or right
-    assert call is not None  # one of two records is the longer one
-    if left and right and left.line != right.line:
-        names[1] = f"{names[1]} in {right.line}"
-    return Difference(call.line, f"a step {names[0]} here, where another step {names[1]}")
 
 
 def _short(text: str) -> str:

@@ -12,7 +12,7 @@ from ..._capture.ranks.shards import is_sharded, why_not_sharded
 from ..._torch.compile import compiled_part
 from ..training_step import TrainingStep
 from .compiled import CompiledTrainingStep
-from .sharded_step import ShardedCompiledStep
+from .compiled_shards import ShardedCompiledStep
 
 COMPILE = ("default", "max")
 _COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the rehearsal

@@ -1,15 +1,16 @@
 """`graphed_step(compile=...)`: which parts of a step torch.compile compiles, and what happens if it fails."""
 
-import itertools
+import functools
 import operator
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..._capture.engine.layouts import MAX_LAYOUTS
 from ..._capture.keys.inputs import read_batch
@@ -20,12 +21,19 @@ from ..._optimizer.compiled_update import CompiledUpdate, why_not_updated
 from ..._optimizer.preparation import Prepared
 from ..._optimizer.step_kind import why_not_capturable
 from ..._text import ProgressBar, dtype_name
-from ..._torch.compile import Compiler, GraphBreak, notice_compiled_code
+from ..._torch.compile import (
+    Compiler,
+    GraphBreak,
+    call_compiled,
+    notice_compiled_code,
+    uncompiled_call,
+    untraced,
+)
 from ..._torch.tensors.tensors import versions
+from ..._undo import Undo, replace
 from ..._user_line import WarnOnce, innermost_users_line
 from ..training_step import PartOfStep, Phase, TrainingStep
 from ..working_weights import LOW, WorkingWeights, cast_gradients
-from .compiled_ddp import compiled_around, is_of_wrapper
 from .compiled_writes import GOES_ON, CompiledWrites, why_failed
 
 _COPY = "the working weight of parameter"
@@ -49,6 +57,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "max_autotune_gemm_backends": "ATEN,TRITON",
     },
 }
+# Why a graph ends at the call of a DDP module, and, in torch's own words, at the end of a bucket.
+_DDP_CALL = "ampkit compiles the module inside of DistributedDataParallel by itself"
+_BUCKET_END = "DDPOptimizer intentional graph-break"
 
 
 class CompiledTrainingStep(TrainingStep):
@@ -71,6 +82,8 @@ class CompiledTrainingStep(TrainingStep):
     Attributes:
         compiler: counts the compilations.
     """
+
+    intended: ClassVar[tuple[str, ...]] = (_DDP_CALL, _BUCKET_END)  # texts of graph breaks that nobody is told of
 
     def __init__(
         self,
@@ -103,11 +116,9 @@ class CompiledTrainingStep(TrainingStep):
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
-        return self._call(phase, args, kwargs, steps=phase.last and not self._place.behind)
+        return self._call(phase, args, kwargs, steps=phase.last and not self.place.behind)
 
-    def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
-        """Do the same: the calls before the capture already run what a graph records."""
-        return self._call(phase, args, kwargs, steps=phase.last and not self._place.behind)
+    captured = __call__  # the calls before the capture already run what a graph records
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, and the optimizer step that ends the window."""
@@ -140,16 +151,28 @@ class CompiledTrainingStep(TrainingStep):
         if self._failed:
             raise CaptureError(self._failed)
         notice_compiled_code()  # the rehearsal compares no numbers around compiled code
-        spec, leaves = read_batch(args, kwargs, self._device)
-        params = self._parameters.listed()
+        spec, leaves = read_batch(args, kwargs, self.device)
+        params = self._parameters()
         if not (len(params) == len(self._known) and all(map(operator.is_, params, self._known))):
-            self._forget()
+            self._layouts.clear()  # begin anew, since the model has other parameters
+            self._copies.clear()
+            for name in [name for name in self.gradients if name.startswith(_COPY)]:
+                del self.gradients[name]
             self._known = list(params)
-        key = (spec, *self._modes())
+        kind = self.device.type
+        key = (
+            spec,
+            tuple(module.training for module in self._model.modules()),
+            tuple(param.requires_grad for param in self._known),
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            torch.is_grad_enabled(),
+        )
         if key not in self._layouts:
             if len(self._layouts) == MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = CompiledLayout(self._new_weights())
+            averaging = self.ranks.reducers if self.ranks.wrappers else None
+            weights = WorkingWeights(self._model, self._copies, self._writes.writer(), averaging=averaging)
+            self._layouts[key] = CompiledLayout(weights)
         layout = self._layouts[key]
         if phase not in layout.phases:
             return self._first_call(layout, phase, args, kwargs, steps=steps)
@@ -160,10 +183,6 @@ class CompiledTrainingStep(TrainingStep):
         finally:
             self._layout, self._leaves = None, []
             self._kept.clear()
-
-    def _new_weights(self) -> WorkingWeights:
-        averaging = self.ranks.reducers if self.ranks.wrappers else None
-        return WorkingWeights(self._model, self._copies, self._writes.writer(), averaging=averaging)
 
     def _first_call(
         self, layout: "CompiledLayout", phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool
@@ -178,23 +197,6 @@ class CompiledTrainingStep(TrainingStep):
         layout.constant = layout.constant & self._constant if layout.phases else self._constant
         layout.phases.add(phase)  # last: a call that raised has shown nothing
         return out
-
-    def _forget(self) -> None:
-        """Begin anew, since the model has other parameters."""
-        self._layouts.clear()
-        self._copies.clear()
-        for name in [name for name in self.gradients if name.startswith(_COPY)]:
-            del self.gradients[name]
-
-    def _modes(self) -> tuple[Hashable, ...]:
-        """Return what decides, beside the batch, what the model does with its weights."""
-        kind = self._device.type
-        return (
-            tuple(module.training for module in self._model.modules()),
-            tuple(param.requires_grad for param in self._known),
-            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-            torch.is_grad_enabled(),
-        )
 
     # -------------------------------------------------------------------------------------- forward and backward
 
@@ -229,11 +231,26 @@ class CompiledTrainingStep(TrainingStep):
         restore, bar = self._restorer(layout), ProgressBar(1)
         try:
             bar.show(f"{self._where}: compiling forward and backward")
-            # Another rank may be in a call that compiles nothing.
-            with self.compiler.noting_breaks() as breaks, self.ranks.reducers.alone(self._share_in_place()):
+            # Another rank may be in a call that compiles nothing, in which no working weights are in place.
+            in_place, masters = (sum(p.nbytes for p in found) for found in (self._model.parameters(), self._known))
+            with self.compiler.noting_breaks() as breaks, self.ranks.reducers.alone(in_place / masters):
                 outputs = self._compiled_pass(layout, args, kwargs)
         except Exception as error:
-            return self._uncompiled(layout, error, restore, args, kwargs)
+            # Once more without the compiler, from the state before the call. If that raises too, it was not the
+            # compiler that failed: the error is the user's, and the next call compiles.
+            restore()
+            layout.problem = f"forward and backward, since {why_failed(error)}"
+            try:
+                outputs = super()._forward_and_backward(args, kwargs)
+            except BaseException:
+                layout.problem, layout.call = "", None
+                raise
+            if self._raises:
+                restore()
+                problem, layout.problem, layout.call = layout.problem, "", None
+                raise CaptureError(f"{self._where}: not compiled: {problem}") from error
+            self._warn(f"not compiled: {layout.problem}. {GOES_ON}")
+            return outputs
         finally:
             bar.clear()
             self._seconds += time.perf_counter() - start
@@ -260,63 +277,31 @@ class CompiledTrainingStep(TrainingStep):
 
         return restore
 
-    def _share_in_place(self) -> float:
-        """Return the size of the parameters in place, working weights among them, as a share of the masters' size."""
-        return sum(param.nbytes for param in self._model.parameters()) / sum(param.nbytes for param in self._known)
-
     def _compiled_pass(
         self, layout: "CompiledLayout", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
-        loss.backward(self._seed(loss.dtype))
-        return loss, aux
-
-    def _seed(self, dtype: torch.dtype) -> Tensor:
-        """Return the gradient with which backward begins: the loss scale divided by the number of micro-batches.
-
-        Backward from `loss * scale / accumulate` would begin with the same number. That takes three kernels more: the
-        product, its backward, and a tensor of ones.
-        """
+        # Backward from `loss * scale / accumulate` would begin with the same gradient. That takes three kernels more:
+        # the product, its backward, and a tensor of ones.
         if self.scaler.is_enabled():
-            seed = self.scaler.tensors()["scale"].to(dtype)
-            return seed / self._accumulate if self._accumulate > 1 else seed
-        if dtype not in self._seeds:
-            self._seeds[dtype] = torch.ones((), dtype=dtype, device=self._device) / self._accumulate
-        return self._seeds[dtype]
-
-    def _uncompiled(
-        self,
-        layout: "CompiledLayout",
-        error: Exception,
-        restore: Callable[[], None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Tensor, Any]:
-        """Do forward and backward again without the compiler, from the state before the call that has failed.
-
-        If they raise too, it was not the compiler that failed: the error is the user's, and the next call compiles.
-        """
-        restore()
-        layout.problem = f"forward and backward, since {why_failed(error)}"
-        try:
-            outputs = super()._forward_and_backward(args, kwargs)
-        except BaseException:
-            layout.problem, layout.call = "", None
-            raise
-        if self._raises:
-            restore()
-            problem, layout.problem, layout.call = layout.problem, "", None
-            raise CaptureError(f"{self._where}: not compiled: {problem}") from error
-        self._warn(f"not compiled: {layout.problem}. {GOES_ON}")
-        return outputs
+            scale = self.scaler.tensors()["scale"].to(loss.dtype)
+            seed = scale / self._accumulate if self._accumulate > 1 else scale
+        else:
+            if loss.dtype not in self._seeds:
+                self._seeds[loss.dtype] = torch.ones((), dtype=loss.dtype, device=self.device) / self._accumulate
+            seed = self._seeds[loss.dtype]
+        loss.backward(seed)
+        return loss, aux
 
     # ------------------------------------------------------------------------------------------------------- update
 
     def _why_not_updated(self) -> str:
+        if self.ranks.sharded:
+            return "all ranks share the norm and the overflow check of parameters that fully_shard has split"
         if self.ranks.wrappers:
             # A rank alone may meet a new batch size, whose first call compiles nothing, while others run compiled code.
             return "ranks must update their weights with the same bits in each call, and they do not compile together"
-        if not self._capturable:
+        if not self.capturable:
             return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
         if self._max_value is not None:
             return "each element of the gradients is clipped"
@@ -336,7 +321,7 @@ class CompiledTrainingStep(TrainingStep):
                 update = self._update.prepared(self._kept)
                 if update is None:
                     return False
-                ready = self._update.is_ready(update.key)
+                ready = update.key in self._update.ready
                 if not ready:
                     bar.show(f"{self._where}: compiling the update")
                 self._update.run(update)
@@ -362,7 +347,9 @@ class CompiledTrainingStep(TrainingStep):
     # --------------------------------------------------------------------------------------------------- messages
 
     def _say_breaks(self, layout: "CompiledLayout", breaks: list[GraphBreak]) -> None:
-        for found in itertools.filterfalse(is_of_wrapper, breaks):
+        for found in breaks:
+            if any(text in found.text for text in self.intended):
+                continue
             line = innermost_users_line(found.places)
             layout.breaks.append(f"{line} - {found.reason}" if line else found.reason)
             self._warn(
@@ -397,6 +384,32 @@ class CompiledLayout:
         self.ready = False
         self.problem = ""
         self.breaks: list[str] = []
+
+
+def compiled_around(
+    function: Callable[..., Any], wrappers: Sequence[DistributedDataParallel], compiler: Compiler
+) -> Callable[..., Any]:
+    """Return the function compiled, for one layout of its arguments, and with it the modules inside of these wrappers.
+
+    DDP prepares its Reducer in forward and exchanges buffers, which no compiler follows. So the function's graph ends
+    where it calls DDP, and the module inside is compiled by itself. While DDP's forward runs, torch splits what it
+    compiles at the ends of gradient buckets (`DDPOptimizer`), and these are exchanged while the backward goes on.
+    """
+    compiled = compiler.compiled(function)
+    if not wrappers:
+        return compiled
+    forwards = [(ddp, untraced(ddp.forward, _DDP_CALL)) for ddp in wrappers]
+    calls = [(ddp.module, functools.partial(compiler.compiled(uncompiled_call), ddp.module)) for ddp in wrappers]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with Undo() as undo:
+            for ddp, forward in forwards:
+                replace(undo, ddp, "forward", forward)
+            for module, inside in calls:
+                call_compiled(undo, module, inside)
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def call_loss(loss_fn: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

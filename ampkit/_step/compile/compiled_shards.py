@@ -1,22 +1,28 @@
-"""The modules of a model under `fully_shard`, compiled each by itself, and the loss around them."""
+"""A compiled training step of a model under `fully_shard`: its modules, each by itself, and the loss around them."""
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._capture.state.snapshot import Snapshot
 from ..._capture.state.state import TrainingState
-from ..._torch.compile import Compiler, GraphBreak, call_compiled, uncompiled_call, untraced
+from ..._text import ProgressBar
+from ..._torch.compile import Compiler, call_compiled, uncompiled_call, untraced
 from ..._torch.ranks.sharding import wrapped_modules
 from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo, replace
+from .compiled import CompiledLayout, CompiledTrainingStep, call_loss
 from .compiled_writes import why_failed
 
 LOSS = "the loss"
+_WHY = "ampkit compiles the modules under fully_shard by themselves"  # a graph ends at the call of such a module
+_SHOWN = 5  # names in a line
 _Calling = list[tuple[nn.Module, Callable[..., Any]]]  # modules, and what is called instead
 
 
@@ -70,7 +76,22 @@ class CompiledShards:
         """Return what the loss returns."""
         if LOSS in self.problems:
             return self._loss(*args)
-        return self._first_loss(args) if self._first else self._compiled_loss(*args)
+        if not self._first:
+            return self._compiled_loss(*args)
+        before, calls = self._snapshot(self._leaves), _ModelCalls()
+        with Undo() as undo:
+            undo.note(setattr, self, "_calls", None)
+            self._calls = calls
+            try:
+                return self._compiled_loss(*args)
+            except Exception as error:
+                if calls.has_raised:
+                    raise
+                before.restore()
+                calls.repeat()
+                returned = self._loss(*args)  # if this raises too, it was not the compiler that failed
+                self.problems[LOSS] = why_failed(error)
+                return returned
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -106,22 +127,6 @@ class CompiledShards:
             f"{_listed([name for name, why in self.problems.items() if why == reason])}, since {reason}"
             for reason in reasons
         ]
-
-    def _first_loss(self, args: Any) -> Any:
-        before, calls = self._snapshot(self._leaves), _ModelCalls()
-        with Undo() as undo:
-            undo.note(setattr, self, "_calls", None)
-            self._calls = calls
-            try:
-                return self._compiled_loss(*args)
-            except Exception as error:
-                if calls.has_raised:
-                    raise
-                before.restore()
-                calls.repeat()
-                returned = self._loss(*args)  # if this raises too, it was not the compiler that failed
-                self.problems[LOSS] = why_failed(error)
-                return returned
 
     def _call_outer(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module that communicates."""
@@ -206,25 +211,16 @@ def parts_of(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[n
             left += module.children()
         else:
             between.append(module)
-    whole, between = ([module for module in some if not _is_layer_of_torch(module)] for some in (whole, between))
-    return eager, whole, between
-
-
-def _is_layer_of_torch(module: nn.Module) -> bool:
-    of_torch = getattr(module.forward, "__module__", "").startswith("torch.nn.modules.")
-    return of_torch and not any(True for _ in module.children())
+    single = {
+        module
+        for module in (*whole, *between)
+        if getattr(module.forward, "__module__", "").startswith("torch.nn.modules.") and not [*module.children()]
+    }
+    return eager, [each for each in whole if each not in single], [each for each in between if each not in single]
 
 
 def _call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
-
-
-def is_of_wrapper(found: GraphBreak) -> bool:
-    """Return whether a graph ends at the call of a module under `fully_shard`, as it should."""
-    return _WHY in found.text
-
-
-_WHY = "ampkit compiles the modules under fully_shard by themselves"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -234,4 +230,48 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[: _SHOWN - 2])}, ..., {names[-1]} ({len(names)} parts)"
 
 
-_SHOWN = 5
+class ShardedCompiledStep(CompiledTrainingStep):
+    """A compiled step whose modules are compiled one by one, see `CompiledShards`.
+
+    There are no working weights, because `fully_shard` casts weights where it gathers them. Each rank compiles by
+    itself. A part that cannot be compiled is called as eager code from then on, and no call is made again.
+    """
+
+    intended = (*CompiledTrainingStep.intended, _WHY)
+
+    def _compiled_loss(self, layout: CompiledLayout) -> CompiledShards:
+        if layout.call is None:
+            layout.call = CompiledShards(call_loss, self._model, self.compiler, self._generators)
+        assert isinstance(layout.call, CompiledShards)  # of this step's own layouts
+        return layout.call
+
+    def _compiled_pass(
+        self, layout: CompiledLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        with self._compiled_loss(layout).in_place():  # in backward too: activation checkpoints call modules there
+            return super()._compiled_pass(layout, args, kwargs)
+
+    def _compile(self, layout: CompiledLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        start, bar = time.perf_counter(), ProgressBar(1)
+        shards = self._compiled_loss(layout)
+        try:
+            bar.show(f"{self._where}: compiling forward and backward")
+            with self.compiler.noting_breaks() as breaks, shards.compiling(self._leaves):
+                outputs = self._compiled_pass(layout, args, kwargs)
+        finally:
+            bar.clear()
+            self._seconds += time.perf_counter() - start
+        layout.ready = True
+        self._say_breaks(layout, breaks)
+        self._say_time("forward and backward", time.perf_counter() - start)
+        for problem in shards.problem_texts():
+            self._say_problem(problem)
+        return outputs
+
+    def _compiled_passes(self, done: list[CompiledLayout]) -> list[str]:
+        parts = [self._compiled_loss(layout) for layout in done]
+        counted = Counter(text for shards in parts if (text := shards.compiled_text()))
+        lines = [
+            f"compiled: forward and backward of {text}, for {n} layout(s) of the batch" for text, n in counted.items()
+        ]
+        return lines + [f"not compiled: {problem}" for shards in parts for problem in shards.problem_texts()]

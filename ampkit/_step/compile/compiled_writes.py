@@ -54,19 +54,16 @@ class CompiledWrites:
                 try:
                     compiled(copies, weights)
                 except Exception as error:  # nothing is lost: all copies are written again
-                    self._say(error)
+                    problem = why_failed(error)
+                    text = f"{self._where}: not compiled: working weights, since {problem}."
+                    if self._raises:
+                        raise CaptureError(text) from error
+                    self.problem = problem  # from now on, so that there is one warning
+                    warnings.warn(f"{text} {GOES_ON}", AmpkitWarning, stacklevel=users_level())
             if self.problem:
                 foreach_copy_(copies, weights)
 
         return write
-
-    def _say(self, error: Exception) -> None:
-        problem = why_failed(error)
-        text = f"{self._where}: not compiled: working weights, since {problem}."
-        if self._raises:
-            raise CaptureError(text) from error
-        self.problem = problem  # from now on, so that there is one warning
-        warnings.warn(f"{text} {GOES_ON}", AmpkitWarning, stacklevel=users_level())
 
 
 def _copy_each(copies: list[Tensor], weights: list[Tensor]) -> None:

@@ -11,6 +11,7 @@ from ..._batches.buckets import Buckets
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.fallback import StepDoneError
 from ..._capture.engine.multi_step import Noting, Steps
+from ..._capture.host.constants import are_same
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._optimizer.param_groups import CapturableGroups, RateTable
@@ -89,7 +90,7 @@ class Scan:
         # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
         known = schedule is None or isinstance(schedule.scheduler, torch.optim.lr_scheduler.LRScheduler)
         # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
-        known = known and (schedule is None or step.reads_rates)
+        known = known and (schedule is None or step.capturable)
         self._may_launch = known and step.observer is None and not step.ranks.several
         self._lengths = range(1 + (size == 1), -(-MOST // size) + 1)  # in windows; one call is a single call
         self._tables: dict[int, RateTable] = {}  # by the number of param groups
@@ -124,14 +125,17 @@ class Scan:
         if not self._may_launch or self._window.count or windows not in self._lengths:
             return None
         number = self._engine.settings_number()
-        if self._step.steps_behind or not (self._schedule is None or self._step.groups.read_tensors()):
+        if self._step.place.behind or not (self._schedule is None or self._step.groups.read_tensors()):
             return None
         if self._step.may_change_rates:  # the rates of all calls are read ahead of the launch
             return None
         phases = self._slices.phases(stack.spec)
         if number is None or phases is None:
             return None
-        table, groups = self._table(), self._step.groups
+        count, groups = len(self._groups.param_groups), self._step.groups
+        if count not in self._tables:
+            self._tables[count] = groups.table(self._lengths[-1])
+        table = self._tables[count]
         steps = Steps(
             key=Key(stack.spec_of(self._lengths[-1] * self._size), phases, number),
             singles=[Key(stack.spec, phase, number) for phase in phases],
@@ -146,8 +150,7 @@ class Scan:
             return None
         leaves = stack.rows(start, start + windows * self._size)
         graph.inputs.refuse_shared(leaves)  # before the schedule moves on
-        entries = list(map(_entries, self._groups.param_groups))
-        rates = self._rates_ahead(windows, table, entries)
+        rates, entries = self._rates_ahead(windows, table)
         if len(rates) < windows:
             return self._with_rates(rates, entries, stack, start)
         failure: StepDoneError | None = None
@@ -160,30 +163,28 @@ class Scan:
             raise failure
         return out
 
-    def _table(self) -> RateTable:
-        count = len(self._groups.param_groups)
-        if count not in self._tables:
-            self._tables[count] = self._step.groups.table(self._lengths[-1])
-        return self._tables[count]
-
-    def _rates_ahead(self, windows: int, table: RateTable, entries: list[dict[str, Any]]) -> list[Rates]:
+    def _rates_ahead(self, windows: int, table: RateTable) -> tuple[list[Rates], list[dict[str, Any]]]:
         """Step the scheduler ahead, and write the learning rates of the windows to the table.
 
         Args:
             windows: how many.
             table: for their rates.
-            entries: of the param groups now.
 
         Returns:
             The rates of the param groups, by window: fewer than `windows` if the scheduler changes more than rates.
-            Then it was stepped as often as there are rates.
+            Then it was stepped as often as there are rates. And the entries of the param groups before that.
         """
         groups = self._groups.param_groups
+        # With copies of lists of numbers, which may change in place.
+        entries = [
+            {key: [*value] if type(value) is list and key != "params" else value for key, value in group.items()}
+            for group in groups
+        ]
         table.begin()
         if self._schedule is None:
             table.add([group.get("lr") for group in groups], windows)
             table.write()
-            return [()] * windows
+            return [()] * windows, entries
         rates: list[Rates] = []
         while len(rates) < windows and all(map(_only_rate_differs, entries, groups)):
             now = [group.get("lr") for group in groups]
@@ -192,7 +193,7 @@ class Scan:
             rates.append([rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in now])
             self._schedule.step()
         table.write()
-        return rates
+        return rates, entries
 
     def _with_rates(
         self, rates: list[Rates], entries: list[dict[str, Any]], stack: Stack, start: int
@@ -215,12 +216,6 @@ class Scan:
 _RATE = ("lr", "initial_lr")
 
 
-def _entries(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a param group, with copies of lists of numbers, which may change in place."""
-    lists = {key: [*value] for key, value in group.items() if type(value) is list and key != "params"}
-    return {**group, **lists}
-
-
 def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:
     """Return whether a param group has the entries that it had, learning rates aside."""
     if [*before] != [*group]:
@@ -228,11 +223,4 @@ def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:
     changed = [
         key for key, same in zip(group, map(operator.is_, before.values(), group.values()), strict=True) if not same
     ]
-    return all(key in _RATE or _is_equal(before[key], group[key]) for key in changed)
-
-
-def _is_equal(value: Any, other: Any) -> bool:
-    """Return whether two values are equal constants. To compare tensors would wait for the device."""
-    if type(value) in (list, tuple) and type(value) is type(other) and len(value) == len(other):
-        return all(map(_is_equal, value, other))
-    return value is other or (not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other))
+    return all(key in _RATE or are_same(before[key], group[key]) for key in changed)

@@ -31,16 +31,9 @@ class Slices:
         """Make call i of a stack."""
         leaves: list[Any] = [leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
         args, kwargs = tree_unflatten(leaves, stack.tree)
-        place, phase = self._window.count, self._phase()
+        place = self._window.count
+        phase = Phase(place + 1 == self._size, self._window.accumulated, self._window.observes())
         out = self._window.run(args, kwargs)
-        self._note(stack.spec, place, phase)
-        return out
-
-    def _phase(self) -> Phase:
-        """Return the phase of the next call."""
-        return Phase(self._window.count + 1 == self._size, self._window.accumulated, self._window.observes())
-
-    def _note(self, spec: Spec, place: int, phase: Phase) -> None:
         if place == 0:
             self._seen = []
         if place == len(self._seen):
@@ -48,7 +41,8 @@ class Slices:
         if place + 1 == self._size == len(self._seen):
             if len(self._phases) == _MAX_SPECS:
                 self._phases.clear()
-            self._phases[spec, phase.observed] = tuple(self._seen)
+            self._phases[stack.spec, phase.observed] = tuple(self._seen)
+        return out
 
     def phases(self, spec: Spec, observed: bool = False) -> tuple[Phase, ...] | None:
         """Return the phases of the calls of a window, by which their graphs are found. None if they are not known.

@@ -66,9 +66,36 @@ class Stack:
     ) -> None:
         self.words = words
         self.leaves, self.tree = flatten(args, kwargs)
-        place = _first_tensor(self.leaves, self.tree, words)
+        place = -1  # of the first tensor
+        for i, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            check_plain(leaf, self.tree, i)
+            if leaf.dim() and (place < 0 or len(leaf) == len(self.leaves[place])):
+                place = i if place < 0 else place
+                continue
+            where, shape = path(self.tree, i), tuple(leaf.shape)
+            if not shape:
+                raise InputMismatch(
+                    f"{words.method}: {where} has shape (), and needs a leading dimension, with one entry per "
+                    f"{words.one}. Pass {where}.expand(K) for K {words.many} with the same value, or torch.stack of K "
+                    "values."
+                )
+            count, known = len(self.leaves[place]), tuple(self.leaves[place].shape)
+            raise InputMismatch(
+                f"{words.method}: {where} has shape {shape}, which is for {shape[0]} {words.many}, but "
+                f"{path(self.tree, place)} has shape {known}, which is for {count}. Stack one entry per {words.one} in "
+                f"each tensor. What all {words.many} share, pass as {where}.expand({count}, *{where}.shape)."
+            )
+        if place < 0:
+            raise InputMismatch(
+                f"{words.method}: the inputs have no tensor, and the number of {words.many} is the leading dimension "
+                "of the tensors. Pass tensors made by torch.stack, or call the step itself."
+            )
         self.count: int = len(self.leaves[place])
         self.shown: str = f"{path(self.tree, place)} has shape {tuple(self.leaves[place].shape)}"
+        if not self.count:
+            raise InputMismatch(f"{words.method}: {self.shown}, which is for 0 {words.many}. Pass at least one.")
         if buckets is not None:
             self.leaves, self.tree = flatten(*pad_stack(buckets, args, kwargs, self.count))
         first, named = sliced(self.leaves, self.tree, 0)
@@ -95,45 +122,8 @@ def sliced(leaves: Sequence[Any], tree: TreeSpec, i: int) -> Batch:
     return args, kwargs
 
 
-def _first_tensor(leaves: Sequence[Any], tree: TreeSpec, words: Words) -> int:
-    """Return which leaf of a stack is its first tensor. Raise an `InputMismatch` if it is no stack."""
-    first = -1
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            continue
-        check_plain(leaf, tree, i)
-        if not leaf.dim() or (first >= 0 and len(leaf) != len(leaves[first])):
-            raise InputMismatch(_unequal(leaves, tree, i, first, words))
-        first = i if first < 0 else first
-    if first < 0:
-        raise InputMismatch(
-            f"{words.method}: the inputs have no tensor, and the number of {words.many} is the leading dimension of "
-            "the tensors. Pass tensors made by torch.stack, or call the step itself."
-        )
-    if not len(leaves[first]):
-        shape = tuple(leaves[first].shape)
-        raise InputMismatch(
-            f"{words.method}: {path(tree, first)} has shape {shape}, which is for 0 {words.many}. Pass at least one."
-        )
-    return first
-
-
-def _unequal(leaves: Sequence[Any], tree: TreeSpec, i: int, first: int, words: Words) -> str:
-    where, shape = path(tree, i), tuple(leaves[i].shape)
-    if not shape:
-        return (
-            f"{words.method}: {where} has shape (), and needs a leading dimension, with one entry per {words.one}. "
-            f"Pass {where}.expand(K) for K {words.many} with the same value, or torch.stack of K values."
-        )
-    return (
-        f"{words.method}: {where} has shape {shape}, which is for {shape[0]} {words.many}, but {path(tree, first)} has "
-        f"shape {tuple(leaves[first].shape)}, which is for {len(leaves[first])}. Stack one entry per {words.one} in "
-        f"each tensor. What all {words.many} share, pass as {where}.expand({len(leaves[first])}, *{where}.shape)."
-    )
-
-
 class StackedOutputs(NamedTuple):
-    """StackedOutputs of several calls in a row, each tensor with the calls along dimension 0.
+    """Outputs of several calls in a row, each tensor with the calls along dimension 0.
 
     Attributes:
         loss: see `StepOutput`.
@@ -213,26 +203,20 @@ def _joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: in
     """
     flat = [tree_flatten(tree) for tree in trees]
     leaves, tree = flat[0]
-    for others, other in flat:
-        for one, two in zip(leaves, others, strict=False):
-            if _layout(one, begin) != _layout(two, begin):
-                raise ValueError(_different(words, _shown(one, begin), _shown(two, begin)))
-        if other != tree:
-            raise ValueError(_different(words, f"a tree of {len(leaves)} leaves", f"another one of {len(others)}"))
+    layouts = [[None if leaf is None else (leaf.dtype, leaf.shape[begin:]) for leaf in others] for others, _ in flat]
+    for (others, other), layout in zip(flat, layouts, strict=True):
+        if layout != layouts[0] or other != tree:
+            one, two = f"a tree of {len(leaves)} leaves", f"another one of {len(others)}"
+            differ = [pair for pair in zip(layouts[0], layout, strict=False) if pair[0] != pair[1]]
+            if differ:
+                shown = (
+                    "None" if each is None else f"{dtype_name(each[0])} of shape {tuple(each[1])}" for each in differ[0]
+                )
+                one, two = shown
+            raise ValueError(
+                f"{words.method}: the {words.many} were done, but what loss_fn returned in aux cannot be stacked: "
+                f"{one} in one {words.one}, {two} in another. Return tensors of one shape and dtype, or call the step "
+                "itself."
+            )
     columns = zip(*(others for others, _ in flat), strict=True)
     return tree_unflatten([None if column[0] is None else join([*column]) for column in columns], tree)
-
-
-def _different(words: Words, one: str, other: str) -> str:
-    return (
-        f"{words.method}: the {words.many} were done, but what loss_fn returned in aux cannot be stacked: {one} in one "
-        f"{words.one}, {other} in another. Return tensors of one shape and dtype, or call the step itself."
-    )
-
-
-def _layout(leaf: Tensor | None, begin: int) -> Any:
-    return None if leaf is None else (leaf.dtype, leaf.shape[begin:])
-
-
-def _shown(leaf: Tensor | None, begin: int) -> str:
-    return "None" if leaf is None else f"{dtype_name(leaf.dtype)} of shape {tuple(leaf.shape[begin:])}"

@@ -7,7 +7,6 @@ from ..._batches.buckets import Buckets
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.fallback import StepDoneError
 from ..._capture.engine.multi_step import Noting, Steps
-from ..._capture.graph.cache import Captured
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._capture.ranks.ranks import Together
@@ -113,37 +112,30 @@ class WholeWindow:
     def _launched(self, stack: Stack) -> StepOutput:
         """Do a whole window by one launch, or one by one if there is no graph."""
         self._step.gather()
-        steps = self._steps(stack)
+        number, observed = self._engine.settings_number(), self._window.observes()
+        phases: tuple[Phase, ...] | None = self._slices.phases(stack.spec, observed)
+        steps: Steps | None = None  # it cannot be captured, or its phases are not known
+        if number is not None and phases is not None:
+            steps = Steps(
+                # The name keeps its graphs apart from those of a scan, which read the learning rate elsewhere.
+                key=Key(stack.spec_of(self._size), (WORDS.method, *phases), number),
+                singles=[Key(stack.spec, phase, number) for phase in phases],
+                lengths=_ONE,
+                captured=OneWindow(self._step.captured, self._size, observed),
+                eager=OneWindow(self._step, self._size, observed),
+            )
         way = self._engine.decide_together(steps, 1)
         if steps is not None and way in (Together.LAUNCH, Together.CAPTURE):
             graph = self._engine.find(steps, 1, may_capture=way is Together.CAPTURE)
             if graph is not None:
-                return self._launch(steps, graph, stack)
+
+                def launch(args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> PartOfStep:
+                    graph.inputs.refuse_shared(stack.leaves)  # before the launch is counted
+                    part: PartOfStep = self._engine.launch(steps, 1, stack.leaves)
+                    return part
+
+                return self._window.run((), {}, Place(first=False, last=True, parts=()), launch)
         if way in (Together.CALLS, Together.CALLS_ALONE):
             with self._step.ranks.voting(always=way is Together.CALLS):
                 return self._one_by_one(stack)
         return self._one_by_one(stack)
-
-    def _steps(self, stack: Stack) -> Steps | None:
-        """Return the calls of this window. None if they cannot be captured, or their phases are not known."""
-        number = self._engine.settings_number()
-        observed = self._window.observes()
-        phases: tuple[Phase, ...] | None = self._slices.phases(stack.spec, observed)
-        if number is None or phases is None:
-            return None
-        return Steps(
-            # The name keeps its graphs apart from those of a scan, which read the learning rate elsewhere.
-            key=Key(stack.spec_of(self._size), (WORDS.method, *phases), number),
-            singles=[Key(stack.spec, phase, number) for phase in phases],
-            lengths=_ONE,
-            captured=OneWindow(self._step.captured, self._size, observed),
-            eager=OneWindow(self._step, self._size, observed),
-        )
-
-    def _launch(self, steps: Steps, graph: Captured, stack: Stack) -> StepOutput:
-        def launch(args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> PartOfStep:
-            graph.inputs.refuse_shared(stack.leaves)  # before the launch is counted
-            part: PartOfStep = self._engine.launch(steps, 1, stack.leaves)
-            return part
-
-        return self._window.run((), {}, Place(first=False, last=True, parts=()), launch)

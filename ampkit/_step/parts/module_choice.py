@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..._callables.passes import CONSTANTS
+from ..._callables.passes import CAPTURED_AS_THEY_ARE
 from ..._capture.keys.inputs import Constant
 from .module_survey import ModuleCall, Survey, advice_on
 
@@ -21,11 +21,6 @@ class Choice(NamedTuple):
 
     calls: dict[nn.Module, dict[int, ModuleCall]]
     reasons: dict[str, str]
-
-    @property
-    def names(self) -> list[str]:
-        """The paths of the modules to capture."""
-        return list(dict.fromkeys(call.name for calls in self.calls.values() for call in calls.values()))
 
 
 def chosen(first: Survey, second: Survey, fewest: int, failed: dict[ModuleCall, str]) -> Choice:
@@ -66,22 +61,15 @@ def _why_not(before: ModuleCall | None, call: ModuleCall, fewest: int) -> str:
         if each.problems:
             return next(iter(each.problems))
     if before is None or not before.is_like(call):
-        return _new_object(before, call) or "it does something else in each step"
+        layouts = [each.layout.spec.leaves for each in (before, call) if each is not None and each.layout is not None]
+        for old, new in zip(*layouts, strict=False) if len(layouts) == 2 else ():
+            constants = isinstance(old, Constant) and isinstance(new, Constant) and new.kind not in CAPTURED_AS_THEY_ARE
+            if constants and old.kind is new.kind and old != new:
+                return f"it gets another {new.kind.__name__} in each step{advice_on(new.value)}"
+        return "it does something else in each step"
     if call.layout is None:
         return "its input cannot be copied"
     return f"it has fewer than {fewest} kernels" if call.kernels < fewest else ""
-
-
-def _new_object(before: ModuleCall | None, call: ModuleCall) -> str:
-    """Return which object in the input is another one in each step, "" if there is none."""
-    if before is None or before.layout is None or call.layout is None:
-        return ""
-    for old, new in zip(before.layout.spec.leaves, call.layout.spec.leaves, strict=False):
-        if not isinstance(old, Constant) or not isinstance(new, Constant) or new.kind in CONSTANTS:
-            continue
-        if old.kind is new.kind and old != new:
-            return f"it gets another {new.kind.__name__} in each step{advice_on(new.value)}"
-    return ""
 
 
 def _numbered(calls: Iterable[ModuleCall]) -> Iterator[tuple[tuple[nn.Module, int], ModuleCall]]:

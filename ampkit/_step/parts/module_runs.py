@@ -23,18 +23,18 @@ class ModuleRuns:
     Args:
         units: for each `nn.Sequential`, what it calls one after the other: runs, and children that are in none.
         names: the paths of the `nn.Sequential` modules.
+
+    Attributes:
+        units: as given.
     """
 
     def __init__(self, units: dict[nn.Sequential, list[nn.Module]], names: dict[nn.Sequential, str]) -> None:
-        self._units = units
+        self.units = units
         self._names = names
-
-    def __len__(self) -> int:
-        return len(self._units)
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the runs, each with a name that reads like a slice of its `nn.Sequential`."""
-        for module, units in self._units.items():
+        for module, units in self.units.items():
             start = 0
             for unit in units:
                 length = len(unit) if isinstance(unit, ModuleRun) else 1
@@ -46,17 +46,10 @@ class ModuleRuns:
     def installed(self) -> Iterator[None]:
         """Context in which the `nn.Sequential` modules call the runs."""
         with Undo() as undo:
-            for module, units in self._units.items():
+            for module, units in self.units.items():
                 if "forward" not in vars(module):  # else somebody has replaced it since
                     replace_forward(undo, module, _calling(module, units))
             yield
-
-    def owners(self) -> Sequence[nn.Module]:
-        """Return the `nn.Sequential` modules."""
-        return list(self._units)
-
-
-NO_RUNS = ModuleRuns({}, {})
 
 
 def _calling(module: nn.Sequential, units: list[nn.Module]) -> Callable[..., Any]:
@@ -94,8 +87,10 @@ def runs_in(calls: Sequence[ModuleCall], fewest: int) -> ModuleRuns:
             continue
         if not call.lines and not call.problems and call.kernels >= fewest:
             captured.add(call)
-        elif isinstance(call.module, nn.Sequential) and _is_plain(call.module):
-            by_module[call.module].append(call)
+        elif isinstance(call.module, nn.Sequential) and "forward" not in vars(call.module):
+            kind = type(call.module)  # else it does not just call its children one after the other
+            if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:
+                by_module[call.module].append(call)
         if call.parent is not None:
             children[call.parent].append(call)
     units = {module: _units(module, [children[call] for call in own], fewest) for module, own in by_module.items()}
@@ -103,23 +98,24 @@ def runs_in(calls: Sequence[ModuleCall], fewest: int) -> ModuleRuns:
     return ModuleRuns(found, {module: by_module[module][0].name for module in found})
 
 
-def _is_plain(module: nn.Sequential) -> bool:
-    """Return whether it calls its children one after the other, and does nothing else."""
-    kind = type(module)
-    own = "forward" in vars(module)
-    return not own and kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__
-
-
 def _units(module: nn.Sequential, calls: list[list[ModuleCall]], fewest: int) -> list[nn.Module]:
     """Return what to call one after the other in a module, which has called its children in these calls."""
     modules = list(module)
     if any([call.module for call in each] != modules for each in calls):
         return modules  # a line of a child calls another one
+    columns = list(zip(*calls, strict=True))
+    free = [not any(call.lines or any(hook_tables(call.module)) for call in column) for column in columns]
+    may_begin = [ok and not any(call.problems for call in each) for ok, each in zip(free, columns, strict=True)]
+    # Within a run, a module may change the output of the one before it in place, or return a view of that.
+    harmless = {OUTPUT_SHARES, WRITES}
+    may_follow = [
+        ok and all(call.problems.keys() <= harmless for call in each) for ok, each in zip(free, columns, strict=True)
+    ]
     units: list[nn.Module] = []
     start = 0
     while start < len(modules):
         end = start
-        while end < len(modules) and all(_may_join(each[end], first=end == start) for each in calls):
+        while end < len(modules) and (may_begin if end == start else may_follow)[end]:
             end += 1
         kernels = min(sum(call.kernels for call in each[start:end]) for each in calls)
         if 1 < end - start < len(modules) and kernels >= fewest:
@@ -129,11 +125,3 @@ def _units(module: nn.Sequential, calls: list[list[ModuleCall]], fewest: int) ->
             units.append(modules[start])
             start += 1
     return units
-
-
-def _may_join(call: ModuleCall, *, first: bool) -> bool:
-    """Return whether a call may be a part of a run, or the first one in it."""
-    if call.lines or any(hook_tables(call.module)):
-        return False
-    # Within a run, a module may change the output of the one before it in place, or return a view of that.
-    return not call.problems if first else call.problems.keys() <= {OUTPUT_SHARES, WRITES}

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ..._callables.input_leaves import Wants, detached, places_of, wanted_by
-from ..._callables.passes import CONSTANTS, replace_forward
+from ..._callables.passes import CAPTURED_AS_THEY_ARE, replace_forward
 from ..._capture.keys.containers import holds_tensors
 from ..._capture.keys.inputs import Spec, flatten, is_plain, read_batch
 from ..._capture.keys.placement import is_dense, place_of
 from ..._capture.preflight.preflight import Preflight
 from ..._errors import InputMismatch
+from ..._text import CONSTANTS
 from ..._torch.autograd.autograd import (
     ENGINE_ENTRIES,
     current_node,
@@ -145,21 +147,16 @@ class Survey:
     ) -> None:
         self._modules = list(modules)
         self._device, self._eager = device, eager
-        self._generators = generators
-        self._preflight: Preflight | None = None
+        self._preflight = Preflight(device, generators, observer=self._on_operation, located=self._on_finding)
         self.calls: list[ModuleCall] = []
         self.lines: dict[str, dict[str, None]] = {}
         self._running: list[ModuleCall] = []
         self._looking = False  # whether operations are those of the survey itself
         self._made: dict[int, ModuleCall | None] = {}  # the call that made the tensor at an address
-        self._trees: dict[nn.Module, list[nn.Module]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context for a step, which computes the same bits in it. It may call backward several times."""
-        self._preflight = Preflight(
-            self._device, self._generators, observer=self._on_operation, located=self._on_finding
-        )
         with Undo() as undo:
             for name, module in self._modules:
                 replace_forward(undo, module, self._watched(module, name, module.forward))
@@ -171,20 +168,22 @@ class Survey:
     # ---------------------------------------------------------------------------------------------- calls of modules
 
     def _watched(self, module: nn.Module, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        modules = list(module.modules())
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             if in_backward():  # checkpointing calls it again
                 return original(*args, **kwargs)
             self._looking = True
-            call = self._begin(module, name, args, kwargs)
-            before = self._attributes(module)
+            call = self._begin(modules, name, args, kwargs)
+            before = _attributes(modules)
             self._looking = False
             try:
                 outputs = original(*args, **kwargs)
             finally:
-                self._look_for_draws()
+                self._preflight.look_for_draws()
                 self._running.pop()
             call.last = newest_sequence_number()
-            if self._attributes(module) != before:
+            if _attributes(modules) != before:
                 call.problems["its forward changes attributes"] = None
             self._looking = True
             self._look_at_outputs(call, outputs)
@@ -193,30 +192,24 @@ class Survey:
 
         return forward
 
-    def _begin(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> ModuleCall:
-        self._look_for_draws()
+    def _begin(self, modules: list[nn.Module], name: str, args: Any, kwargs: Any) -> ModuleCall:
+        """Return a call of the first of these modules, which has the others in it, and what is known before it runs."""
+        self._preflight.look_for_draws()
         parent = self._running[-1] if self._running else None
-        call = ModuleCall(module, name, parent, newest_sequence_number())
+        call = ModuleCall(modules[0], name, parent, newest_sequence_number())
         self.calls.append(call)
         self._running.append(call)
-        tree = self._tree(module)
-        call.problems |= {why: None for kind, why in self._eager.items() if isinstance(module, kind)}
+        call.problems |= {why: None for kind, why in self._eager.items() if isinstance(call.module, kind)}
         if torch.is_inference_mode_enabled():
             call.problems["it is called in inference mode. Use torch.no_grad()"] = None
         if packs_saved_tensors():
             call.problems["it is called while hooks pack saved tensors (checkpointing)"] = None
-        if has_global_hooks() or any(map(any, chain.from_iterable(map(hook_tables, tree[1:])))):
+        if has_global_hooks() or any(map(any, chain.from_iterable(map(hook_tables, modules[1:])))):
             call.problems["there are hooks on a module in it"] = None
-        buffers = [found for each in tree for found in module_tables(each)[1].values() if found is not None]
-        params = [found for each in tree for found in module_tables(each)[0].values() if found is not None]
+        buffers = [found for each in modules for found in module_tables(each)[1].values() if found is not None]
+        params = [found for each in modules for found in module_tables(each)[0].values() if found is not None]
         if any(type(tensor.data) is not Tensor or tensor.device != self._device for tensor in (*params, *buffers)):
             call.problems["a parameter or buffer is no plain tensor on the device of the model"] = None
-        self._look_at_inputs(call, args, kwargs, params)
-        call._buffers = set(map(storage_address, buffers))
-        call._own |= call._buffers | set(map(storage_address, params))
-        return call
-
-    def _look_at_inputs(self, call: ModuleCall, args: Any, kwargs: Any, params: list[Any]) -> None:
         try:
             leaves, tree = flatten(args, kwargs)
             spec, _ = read_batch(*detached(leaves, tree), self._device)
@@ -225,15 +218,21 @@ class Survey:
                 call.problems[_KEPT_CAST] = None
         except InputMismatch as error:
             leaves = tree_flatten((args, kwargs))[0]
-            call.problems[_hidden(leaves) or f"its input: {error}"] = None
+            others = (leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module)))
+            hides = next(filter(holds_tensors, others), None)
+            inside = f"it gets a {type(hides).__name__}, in which a graph does not see the tensors{advice_on(hides)}"
+            call.problems[f"its input: {error}" if hides is None else inside] = None
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        call._own = set(map(storage_address, tensors))
-        edges = [_edge(get_gradient_edge(tensor)) for tensor in tensors if tensor.requires_grad]
+        call._buffers = set(map(storage_address, buffers))
+        call._own = call._buffers.union(map(storage_address, (*tensors, *params)))
+        into = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        edges = [(_key(edge.node), edge.output_nr) for edge in into]
         edges += [(id(param), 0) for param in dict.fromkeys(params) if param.requires_grad]
         call._edges_in = set(edges)
         if len(call._edges_in) < len(edges):
             # Their gradients would be added in another order than without a graph.
             call.problems["a tensor that requires grad is passed to it twice"] = None
+        return call
 
     def _look_at_outputs(self, call: ModuleCall, outputs: Any) -> None:
         leaves = tree_flatten(outputs)[0]
@@ -242,7 +241,7 @@ class Survey:
             if isinstance(leaf, Tensor):
                 if not is_plain(leaf) or leaf.device != self._device or not is_dense(leaf):
                     call.problems["an output is no dense tensor on the device"] = None
-            elif type(leaf) not in CONSTANTS:
+            elif type(leaf) not in CAPTURED_AS_THEY_ARE:
                 call.problems[f"it returns a {type(leaf).__name__}"] = None
         if not tensors:
             call.problems["it returns no tensor"] = None
@@ -254,36 +253,12 @@ class Survey:
             if tensor.requires_grad and tensor.is_leaf:
                 call.problems["an output is a leaf that requires grad"] = None
             elif tensor.requires_grad:
-                call._edges_out.add(_edge(get_gradient_edge(tensor)))
-                self._note_gradient(call, tensor)
-
-    def _note_gradient(self, call: ModuleCall, output: Tensor) -> None:
-        number = len(call.gradients)
-        call.gradients.append(None)
-
-        def note(gradient: Tensor) -> None:
-            if type(gradient) is not Tensor or gradient.layout is not torch.strided:
-                call.problems["the gradient of an output is no plain tensor"] = None
-                return
-            call.gradients[number] = GradientLayout(gradient.stride(), gradient.dtype, place_of(gradient))
-
-        output.register_hook(note)
-
-    def _tree(self, module: nn.Module) -> list[nn.Module]:
-        if module not in self._trees:
-            self._trees[module] = list(module.modules())
-        return self._trees[module]
-
-    def _attributes(self, module: nn.Module) -> list[Any]:
-        """Return what stands for the attributes of a module and of those in it. Writing to a tensor changes nothing."""
-        tables = chain.from_iterable((vars(each), *module_tables(each)[:2]) for each in self._tree(module))
-        return [(key, _identity(value)) for table in tables for key, value in table.items()]
+                edge = get_gradient_edge(tensor)
+                call._edges_out.add((_key(edge.node), edge.output_nr))
+                tensor.register_hook(partial(_note_gradient, call, len(call.gradients)))
+                call.gradients.append(None)
 
     # -------------------------------------------------------------------------------------------------- operations
-
-    def _look_for_draws(self) -> None:
-        assert self._preflight is not None  # set by watching
-        self._preflight.look_for_draws()
 
     def _on_operation(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         if self._looking:
@@ -301,7 +276,7 @@ class Survey:
         if self._running or not backward:
             self._follow_data(addresses, written)
         packed = packs_saved_tensors()
-        entry = _entry(op, args, kwargs)
+        entry = str(op), tuple(map(_entry_of, tree_flatten((args, kwargs))[0]))
         for call in self._running:
             call.operations.append(entry)
             call.kernels += bool(made or written)
@@ -379,13 +354,11 @@ class Survey:
                         call.problems["a gradient gets into it through a tensor that is no output of it"] = None
 
 
-def _hidden(leaves: Iterable[Any]) -> str:
-    """Return which object in an input has tensors in it, "" if none has."""
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, nn.Module)) and holds_tensors(leaf):
-            kind = type(leaf).__name__
-            return f"it gets a {kind}, in which a graph does not see the tensors{advice_on(leaf)}"
-    return ""
+def _note_gradient(call: ModuleCall, number: int, gradient: Tensor) -> None:
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        call.problems["the gradient of an output is no plain tensor"] = None
+    else:
+        call.gradients[number] = GradientLayout(gradient.stride(), gradient.dtype, place_of(gradient))
 
 
 def advice_on(thing: object) -> str:
@@ -407,24 +380,22 @@ def _key(node: Any) -> int:
     return id(node.variable) if _is_leaf(node) else -1 - sequence_number(node)
 
 
-def _edge(edge: Any) -> _Edge:
-    return _key(edge.node), edge.output_nr
-
-
-def _entry(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return what stands for an operation, with the layouts of tensors and the values of numbers."""
-    return str(op), tuple(map(_entry_of, tree_flatten((args, kwargs))[0]))
-
-
 def _entry_of(leaf: Any) -> Any:
+    """Return what stands for an argument of an operation: the layout of a tensor, the value of a number."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else None
-    return (type(leaf), str(leaf)) if isinstance(leaf, CONSTANTS) else type(leaf)
+    return (type(leaf), str(leaf)) if isinstance(leaf, CAPTURED_AS_THEY_ARE) else type(leaf)
+
+
+def _attributes(modules: list[nn.Module]) -> list[Any]:
+    """Return what stands for the attributes of these modules. Writing to a tensor changes nothing."""
+    tables = chain.from_iterable((vars(each), *module_tables(each)[:2]) for each in modules)
+    return [(key, _identity(value)) for table in tables for key, value in table.items()]
 
 
 def _identity(value: Any) -> Any:
     """Return what stands for an attribute: a number or text by its value, a container by what is in it."""
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if isinstance(value, CONSTANTS):
         return type(value), str(value)
     if isinstance(value, dict):
         return id(value), [(id(key), id(each)) for key, each in value.items()]

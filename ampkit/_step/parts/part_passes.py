@@ -1,7 +1,8 @@
 """One call of a module in a step, as a forward and a backward graph that leave the bits of the eager call."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -105,7 +106,7 @@ class PartPasses(Passes):
         self.grad_mode = grad_mode
         modules = list(module.modules())
         tensors = list(dict.fromkeys(chain(module.parameters(), module.buffers())))
-        super().__init__(function, modules, tensors, inputs, wants_grad, device, told=False)
+        super().__init__(function, modules, tensors, inputs, wants_grad, device, sees_capture=False)
         self._static_leaves = list(self._leaves)
         self._gradients = gradients
         self.static: list[Tensor | None] = []
@@ -117,10 +118,18 @@ class PartPasses(Passes):
     def forward(self) -> None:
         """Run the module; keep its outputs with their autograd graph."""
         # A copy into the buffer does not change the version of `.data`, which autograd saves.
-        self._leaves = self._as_inputs([x.data if isinstance(x, Tensor) else x for x in self._static_leaves])
-        self._sources = self._make_sources()
+        self._renew_leaves([x.data if isinstance(x, Tensor) else x for x in self._static_leaves])
         super().forward()
-        self._find_edges()
+        numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}
+        self._edges = [[] for _ in self._sources]
+        for node in graph_nodes([result for result in self.results if result.requires_grad]):
+            for place, (following, _) in enumerate(node.next_functions):
+                if following is None or following.name() != "torch::autograd::AccumulateGrad":
+                    continue
+                if id(following.variable) not in numbers:
+                    raise CaptureError("it uses a tensor that requires grad and is no input or parameter of it.")
+                self._edges[numbers[id(following.variable)]].append((node, place))
+        self.slots = [j for j, uses in enumerate(self._edges) for _ in uses]
 
     def backward(self) -> None:
         """Run the backward pass of the last forward pass on the static gradients; keep the gradients."""
@@ -134,7 +143,20 @@ class PartPasses(Passes):
         each: dict[int, list[Tensor]] = {j: [] for j in used}
         if not (pairs and used):
             return [None] * len(self.slots)
-        with self._aliased(), self._noting(each), torch.autocast(self._device.type, enabled=False):
+
+        def note(places: list[tuple[int, int]], grads: Sequence[Tensor | None], _: object) -> None:
+            for place, j in sorted(places):
+                grad = grads[place]
+                if grad is not None:
+                    each[j].append(grad)
+
+        by_node: dict[Any, list[tuple[int, int]]] = {}
+        for j, edges in enumerate(self._edges):
+            for node, place in edges if len(edges) > 1 else ():
+                by_node.setdefault(node, []).append((place, j))
+        with self._aliased(), Undo() as undo, torch.autocast(self._device.type, enabled=False):
+            for node, places in by_node.items():  # of a source that is used several times, each use gives its gradient
+                undo.note(node.register_hook(partial(note, places)).remove)
             sums = torch.autograd.grad(
                 [result for result, _ in pairs],
                 [self._sources[j] for j in used],
@@ -148,55 +170,7 @@ class PartPasses(Passes):
         fresh = {j: iter(found) for j, found in each.items()}
         return [next(fresh[j], None) for j in self.slots]
 
-    @contextmanager
-    def _noting(self, each: dict[int, list[Tensor]]) -> Iterator[None]:
-        """Context for a backward pass, which notes the gradient of each use of sources that are used several times."""
-        by_node: dict[Any, list[tuple[int, int]]] = {}
-        for j, edges in enumerate(self._edges):
-            for node, place in edges if len(edges) > 1 else ():
-                by_node.setdefault(node, []).append((place, j))
-
-        def noter(places: list[tuple[int, int]]) -> Callable[..., None]:
-            def note(grads: Sequence[Tensor | None], _: object) -> None:
-                for place, j in sorted(places):
-                    grad = grads[place]
-                    if grad is not None:
-                        each[j].append(grad)
-
-            return note
-
-        with Undo() as undo:
-            for node, places in by_node.items():
-                undo.note(node.register_hook(noter(places)).remove)
-            yield
-
-    def _find_edges(self) -> None:
-        numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}
-        edges: list[list[tuple[Any, int]]] = [[] for _ in self._sources]
-        for node in graph_nodes([result for result in self.results if result.requires_grad]):
-            for place, (following, _) in enumerate(node.next_functions):
-                if following is None or following.name() != "torch::autograd::AccumulateGrad":
-                    continue
-                if id(following.variable) not in numbers:
-                    raise CaptureError("it uses a tensor that requires grad and is no input or parameter of it.")
-                edges[numbers[id(following.variable)]].append((node, place))
-        self._edges = edges
-        self.slots = [j for j, uses in enumerate(edges) for _ in uses]
-
     # ------------------------------------------------------------------------------------------------------ capture
-
-    def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool = True) -> tuple[Graph, Graph]:
-        """Warm up and capture both passes. Waits for the device. Raises a `CaptureError` if that cannot be done."""
-        return self._capture_both(shared, warmup, allow_unused)
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether there is a backward pass."""
-        return any(static is not None for static in self.static)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._edges = []
 
     def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
         known, slots = self._first_forward(), self.slots
@@ -204,23 +178,22 @@ class PartPasses(Passes):
             raise CaptureError("it returned other outputs than before.")
         layouts = iter(self._gradients)
         self.static = [_static(result, next(layouts)) for result in self.results if result.requires_grad]
+        self.has_backward = any(static is not None for static in self.static)
         for _ in range(passes):
             self.forward()
             self._check_same(known)
             if slots != self.slots:
                 raise CaptureError("it used its inputs and parameters in another way each time.")
             self.backward()
-        self._check_gradients()
-        leaves = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
-        if any(version(leaf) for leaf in leaves):
-            raise CaptureError("it writes into its input, which a replay would not.")
-        return known
-
-    def _check_gradients(self) -> None:
         for j, grad in zip(self.slots, self.grads, strict=True):
             # The gradient of a parameter gets the parameter's strides in any case.
             if grad is not None and j < len(self.grad_inputs) and torch.empty_like(grad).stride() != grad.stride():
                 raise CaptureError("the gradient of an input has a layout that a copy would not have.")
+        leaves = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+        if any(version(leaf) for leaf in leaves):
+            raise CaptureError("it writes into its input, which a replay would not.")
+        self._edges = []  # so that no memory is freed during the capture
+        return known
 
 
 class GraphedPart(GraphedPasses):
@@ -254,22 +227,19 @@ class GraphedPart(GraphedPasses):
 
     def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
         """Replay, or run eagerly; return the gradients that are wanted, by number."""
-        with self._memory.measured(self._name):
-            return self._gradients(given, wanted)
-
-    def _gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
         part = self._part
-        if all(map(_fits, part.static, given)):
-            for static, grad in zip(part.static, given, strict=True):
-                if static is not None and grad is not None:
-                    once(static).copy_(once(grad), non_blocking=True)
-            self._backward.replay()
-            found = part.grads
-        else:
-            self.unlike += 1
-            with self._shared.aside():  # the stream of the nodes that the capture has made
-                found = part.gradients_for(given)
-        return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
+        with self._memory.measured(self._name):
+            if all(map(_fits, part.static, given)):
+                for static, grad in zip(part.static, given, strict=True):
+                    if static is not None and grad is not None:
+                        once(static).copy_(once(grad), non_blocking=True)
+                self._backward.replay()
+                found = part.grads
+            else:
+                self.unlike += 1
+                with self._shared.aside():  # the stream of the nodes that the capture has made
+                    found = part.gradients_for(given)
+            return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
 
 
 def _static(result: Tensor, layout: GradientLayout | None) -> Tensor | None:

@@ -3,11 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from ..._callables.autograd_node import PENDING
 from ..._callables.input_leaves import detached, places_of, static_inputs, wanted_by
@@ -75,8 +73,9 @@ class Parts:
             module: {number: _GraphedModule(call, self._memory, self._generators) for number, call in calls.items()}
             for module, calls in choice.calls.items()
         }
+        self._all = [part for parts in self._modules.values() for part in parts.values()]
         self._runs = runs
-        self._tables: list[dict[Any, Any]] = [vars(module) for module in runs.owners()]
+        self._tables: list[dict[Any, Any]] = [vars(module) for module in runs.units]
         for module in self._modules:
             for each in module.modules():
                 self._tables += hook_tables(each) if each is not module else ()
@@ -117,14 +116,11 @@ class Parts:
 
     def failures(self) -> dict[ModuleCall, str]:
         """Return why some calls could not be captured."""
-        return {part.call: part.failure for part in self._all() if part.failure}
-
-    def _all(self) -> "Iterator[_GraphedModule]":
-        return chain.from_iterable(parts.values() for parts in self._modules.values())
+        return {part.call: part.failure for part in self._all if part.failure}
 
     def reset(self) -> None:
         """Free the graphs. Waits for the device."""
-        for part in self._all():
+        for part in self._all:
             part.reset()
 
 
@@ -161,7 +157,8 @@ class _GraphedModule:
         self._reader = BatchReader(memory.device)
         self._graphs: GraphedPart | None = None
         self._context: Any = None
-        self._state: _ModuleState | None = None
+        self._walk: Walk | None = None
+        self._held: Any = None  # where and how the tensors lie, `requires_grad` and modes
         self._replays = 0
         self._eager: Counter[str] = Counter()
         self.failure = ""
@@ -195,32 +192,33 @@ class _GraphedModule:
             return "it is called with gradients in some steps, and without in others"
         if self._graphs is None:
             return ""
-        assert self._state is not None  # noted with the graphs
+        assert self._walk is not None  # noted with the graphs
         if _context() != self._context:
             return "settings of torch have changed"
-        return "" if self._state.is_current() else _OTHER_STATE
+        # A line of the step may have changed the module since the call began.
+        return "" if self._walk.is_current() and _held_of(self._walk) == self._held else _OTHER_STATE
 
     def _capture(self, original: Callable[..., Any], leaves: list[Any]) -> None:
         """Capture both passes. Modules and random numbers are as before afterwards. Set `failure` if that fails."""
+        layout, module, device = self._layout, self.call.module, self._memory.device
         with Undo() as undo:
             undo.note(modes())
             try:
-                with _generators_put_back(self._generators):
-                    self._graphs = self._record(original, leaves)
-                    self._context, self._state = _context(), _ModuleState(self.call.module)
+                with Undo() as draws, undone(list(module.modules()), device) as rebound:
+                    for generator in self._generators:
+                        draws.note(generator.set_state, generator.get_state())
+                    inputs = static_inputs(layout.spec, leaves)
+                    given = original, module, inputs, layout.wants_grad, device, self.call.gradients
+                    passes = PartPasses(*given, grad_mode=layout.grad_mode)
+                    graphs = passes.capture(self._memory, _WARM_UP, allow_unused=True)
+                    if names := rebound():
+                        raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
+                self._graphs = GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")
+                self._context, self._walk = _context(), Walk({"": module})
+                self._held = _held_of(self._walk)
             except Exception as error:  # whatever the user's code raises when it is called once more
                 self.failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
             undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
-
-    def _record(self, original: Callable[..., Any], leaves: list[Any]) -> GraphedPart:
-        layout, inputs = self._layout, static_inputs(self._layout.spec, leaves)
-        given = original, self.call.module, inputs, layout.wants_grad, self._memory.device, self.call.gradients
-        passes = PartPasses(*given, grad_mode=layout.grad_mode)
-        with undone(list(self.call.module.modules()), self._memory.device) as rebound:
-            graphs = passes.capture(self._memory, _WARM_UP)
-            if names := rebound():
-                raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
-        return GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")
 
     def report(self, number: int) -> PartReport:
         """Return what happened to the calls."""
@@ -233,37 +231,15 @@ class _GraphedModule:
             self._graphs = None
 
 
-class _ModuleState:
-    """What the graphs of a module hold of it. A line of the step may have changed that since the call began.
-
-    Args:
-        module: as it is now.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._walk = Walk({"": module})
-        self._seen = self._look()
-
-    def is_current(self) -> bool:
-        """Return whether its tensors lie where and as they did, with the same `requires_grad`, in the same modes."""
-        return self._walk.is_current() and self._look() == self._seen
-
-    def _look(self) -> tuple[list[Any], ...]:
-        return self._walk.addresses(), self._walk.layouts(), self._walk.flags()
-
-
 _OTHER_STATE = "it has other parameters, strides, modes or requires_grad than when it was captured"
 CHANGED = "a hook was registered in a captured module, or removed, or a module was given another forward"
+
+
+def _held_of(walk: Walk) -> tuple[list[Any], ...]:
+    """Return what the graphs of a module hold of it, beside the objects."""
+    return walk.addresses(), walk.layouts(), walk.flags()
 
 
 def _context() -> tuple[Any, ...]:
     """Return what decides which kernels a module runs, beside its input and its own state."""
     return autocast(), settings(), tuple(map(type, function_modes()))
-
-
-@contextmanager
-def _generators_put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    with Undo() as undo:
-        for generator in generators:
-            undo.note(generator.set_state, generator.get_state())
-        yield

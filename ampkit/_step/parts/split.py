@@ -21,7 +21,7 @@ from ..._torch.tensors.modes import modes
 from ..._undo import Undo
 from ..training_step import Phase
 from .module_choice import Choice, chosen
-from .module_runs import NO_RUNS, ModuleRuns, runs_in
+from .module_runs import ModuleRuns, runs_in
 from .module_survey import ModuleCall, Survey
 from .parts import CHANGED, PartReport, Parts
 from .split_update import Update
@@ -89,7 +89,13 @@ class StepSplitter:
         """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
         if self._why_never == "unwanted" or not layout.problem:
             return False
-        reason = self._why_never or self._why_not_now(layout)
+        hindrances = {
+            "it cannot be told what the modules read": layout.unreadable,
+            "the code is told that it is being captured (capturing=True)": layout.answer.sees_capture,
+            "autocast is on around the step. Pass a policy instead": torch.is_autocast_enabled(self._device.type),
+            "torch.compile has compiled a part of the step, or is at work in it": not layout.rehearsal.numbers,
+        }
+        reason = self._why_never or next((why for why, is_so in hindrances.items() if is_so), "")
         kind = key.spec, key.settings, key.phase.others
         split = self._splits.get(kind)
         if split is None and not reason and len(self._splits) >= self._options.max_graphs:
@@ -111,17 +117,6 @@ class StepSplitter:
         """Whether some layout is done in parts, or may be."""
         return any(not split.refusal for split in self._splits.values())
 
-    def _why_not_now(self, layout: Layout) -> str:
-        if layout.unreadable:
-            return "it cannot be told what the modules read"
-        if layout.answer.sees_capture:
-            return "the code is told that it is being captured (capturing=True)"
-        if torch.is_autocast_enabled(self._device.type):
-            return "autocast is on around the step. Pass a policy instead"
-        if not layout.rehearsal.numbers:
-            return "torch.compile has compiled a part of the step, or is at work in it"
-        return ""
-
     def call(self, engine: Engine, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call of a layout that is done in parts."""
         split = self._by_layout[layout]
@@ -140,12 +135,13 @@ class StepSplitter:
         """Return the fields of the report that say what is captured."""
         splits = list(self._splits.values())
         parts = [part for split in splits for part in split.reports()]
-        words = [line for split in splits for line in split.captured_words()]
+        said = [split.words() for split in splits]
+        words = [line for captured, _ in said for line in captured]
         updates, shares = 0, {}
         if words:
             updates = self._update.graphs
             words += self._update.words()
-            words += [line for split in splits for line in split.eager_words()]
+            words += [line for _, eager in said for line in eager]
             shares = max(splits, key=lambda split: split.calls).shares()
         words += [f"not in parts: {reason}" for reason in self._why_not]
         return {
@@ -216,7 +212,9 @@ class Split:
 
     def call(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call."""
-        why = self._why_eager(phase)
+        why = "numerics are measured" if phase.observed else ""
+        if not why and self._parts is not None and (why := self._parts.why_not_now()) == CHANGED:
+            self._give_up(f"{why}. Register hooks before the first step")
         if not why and self._parts is None and len(self._surveys) < 2:  # first, for often there is nothing to capture
             return self._survey(engine, phase, args, kwargs)
         if why or (self.is_timed and self._eager.wanted):
@@ -231,7 +229,7 @@ class Split:
         assert self._parts is not None  # made behind the last survey, or the split has been refused
         assert self._choice is not None  # made with the parts
         how = IN_PARTS if self._choice.calls or phase.last else _NO_MODULE
-        settled = phase.last and self._is_settled()
+        settled = phase.last and not self._surveys and self._update.is_settled
         timed = settled and self.is_timed and self._in_parts.wanted
         # Where the parts are not given up. The marks inside of a call would lengthen it.
         shares = self._shares if settled and not timed and self._shares.wanted else None
@@ -242,31 +240,26 @@ class Split:
             outputs = engine.run(how, lambda: self._step.in_parts(phase, *args, **kwargs))
         with nullcontext() if shares is None or not self._update.name else shares.measured(self._update.name):
             outputs = self._update.done(phase, outputs)
-        if self._surveys:
-            self._settle()
+        if self._surveys and not (failed := self._parts.failures()):
+            self._surveys.clear()
+        elif self._surveys:  # the modules inside of those that could not be captured are worth a try
+            self._failed |= failed
+            self.reset()
+            self._choose()
         self.calls += 1
         self._check_that_something_is_captured()
         if shares is not None:
             shares.end()
         if timed and not self.refusal:
             self._in_parts.add(start, self.clock.now())
-            self._compare()
+            if not self._in_parts.wanted:
+                eager, in_parts = self._eager.median_ms(), self._in_parts.median_ms()  # sync: waits for them, once
+                if eager is not None and in_parts is not None and in_parts > eager:
+                    self._give_up(f"in parts a step takes {in_parts:.3g} ms, and an eager one {eager:.3g} ms")
         return outputs
 
-    def _is_settled(self) -> bool:
-        """Return whether modules and update are captured, as far as they can be."""
-        return not self._surveys and self._update.is_settled
-
-    def _why_eager(self, phase: Phase) -> str:
-        if phase.observed:
-            return "numerics are measured"
-        why = "" if self._parts is None else self._parts.why_not_now()
-        if why == CHANGED:
-            self._give_up(f"{why}. Register hooks before the first step")
-        return why
-
     def _survey(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runs = NO_RUNS if self._runs is None else self._runs
+        runs = ModuleRuns({}, {}) if self._runs is None else self._runs
         named = [*self._modules(), *runs.named()]
         survey = Survey(named, self._device, self._options.generators, self._left)
 
@@ -282,24 +275,13 @@ class Split:
         self._lines |= dict.fromkeys(survey.lines)
         if self._runs is None:
             self._runs = runs_in(survey.calls, _FEWEST)
-            if self._runs:  # two more calls are to show how they are called as modules
+            if self._runs.units:  # two more calls are to show how they are called as modules
                 return outputs
         self._surveys.append(survey)
         if len(self._surveys) == 2:
             self._choose()
             self._check_that_something_is_captured()
         return outputs
-
-    def _settle(self) -> None:
-        """Try the modules inside of those that could not be captured, behind the first call in parts."""
-        assert self._parts is not None  # as in `call`
-        failed = self._parts.failures()
-        if failed:
-            self._failed |= failed
-            self.reset()
-            self._choose()
-        else:
-            self._surveys.clear()
 
     def _choose(self) -> None:
         first, second = self._surveys
@@ -320,14 +302,6 @@ class Split:
         reasons = [f"{_shown(name)}: {why}" for name, why in self._choice.reasons.items()]
         more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         return f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})"
-
-    def _compare(self) -> None:
-        """Give the split up if calls in parts are slower than eager ones. Sync: waits for these calls, once."""
-        if self._in_parts.wanted:
-            return
-        eager, in_parts = self._eager.median_ms(), self._in_parts.median_ms()
-        if eager is not None and in_parts is not None and in_parts > eager:
-            self._give_up(f"in parts a step takes {in_parts:.3g} ms, and an eager one {eager:.3g} ms")
 
     def _give_up(self, why: str) -> None:
         self.refusal = why
@@ -355,7 +329,8 @@ class Split:
         if self._said or self._parts is None or self._choice is None:
             return ""
         self._said = True
-        named = [*map(_shown, self._choice.names), *filter(None, [self._update.name])]
+        names = dict.fromkeys(call.name for calls in self._choice.calls.values() for call in calls.values())
+        named = [*map(_shown, names), *filter(None, [self._update.name])]
         if len(named) == 1:
             what = f"{named[0]} gets graphs of its own"
         else:
@@ -371,18 +346,13 @@ class Split:
         """Return how the time of a call is shared, see `Report`. Sync: waits for the calls that were measured."""
         return {} if self._parts is None else self._shares.by_part("eager")
 
-    def captured_words(self) -> list[str]:
-        """Return in words what is captured."""
+    def words(self) -> tuple[list[str], list[str]]:
+        """Return in words what is captured; and what is not, and which calls of captured modules were not replayed."""
         if self._parts is None or self._choice is None:
-            return []
-        calls = Counter(part.module for part in self._parts.reports())
+            return [], []
+        reports = self._parts.reports()
+        calls = Counter(part.module for part in reports)
         names = [_shown(name) + f" ({count} calls in a step)" * (count > 1) for name, count in calls.items()]
-        return [f"captured by itself: {', '.join(names) or 'no module'}"]
-
-    def eager_words(self) -> list[str]:
-        """Return in words what is not captured, and which calls of captured modules were not replayed."""
-        if self._parts is None or self._choice is None:
-            return []
         reasons = self._choice.reasons
         within = [_shown(name) for name, why in reasons.items() if why in self._lines]
         words = [f"cannot be captured: {line}" for line in self._lines]
@@ -390,10 +360,9 @@ class Split:
             who = "it contains" if len(within) == 1 else "they contain"
             words.append(f"eager: {', '.join(within)}: {who} such a line")
         words += [f"eager: {_shown(name)}: {why}" for name, why in reasons.items() if why not in self._lines]
-        unlike = (
-            (part.module, reason, count) for part in self._parts.reports() for reason, count in part.eager.items()
-        )
-        return words + [f"eager x{count}: {_shown(name)}: {reason}" for name, reason, count in unlike]
+        for part in reports:
+            words += [f"eager x{count}: {_shown(part.module)}: {reason}" for reason, count in part.eager.items()]
+        return [f"captured by itself: {', '.join(names) or 'no module'}"], words
 
 
 def why_not_compiled_in_parts(compile: str | None) -> str:

@@ -1,7 +1,7 @@
 """The update of the parameters, where a training step is done in parts: a graph of its own."""
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,45 +15,10 @@ from ..training_step import PartOfStep, Phase, TrainingStep
 UPDATE = "the update of the parameters"
 
 
-class Update(Protocol):
-    """What comes behind the modules in a step that is done in parts.
-
-    Attributes:
-        name: what messages call it; "" if it is no part of its own.
-        is_settled: whether it is captured, or will not be.
-        why_eager: why it is not captured, as a clause; "" if it is, or may be.
-        graphs: how many graphs it has.
-        nbytes: bytes of device memory that they take.
-    """
-
-    name: str
-
-    @property
-    def is_settled(self) -> bool: ...
-
-    @property
-    def why_eager(self) -> str: ...
-
-    @property
-    def graphs(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def done(self, phase: Phase, outputs: Any) -> Any:
-        """Update the parameters, if the call does that. Return the outputs of the call."""
-
-    def words(self) -> list[str]:
-        """Return in words what is captured of it."""
-
-    def close(self) -> None:
-        """Release what is captured."""
-
-
 class WithinFunction:
-    """The updates of a function that calls its optimizers itself."""
+    """The updates of a function that calls its optimizers itself. Stands for a `CapturedUpdate`, and does nothing."""
 
-    name, is_settled, graphs, nbytes = "", True, 0, 0
+    name, is_settled, graphs, nbytes = "", True, 0, 0  # no part of its own
     why_eager = "and the optimizers that a function calls are not captured by themselves"
 
     def done(self, phase: Phase, outputs: Any) -> Any:
@@ -89,46 +54,40 @@ class CapturedUpdate:
         device: torch.device,
         owner: str,
     ) -> None:
-        self._step, self._state, self._ranks, self._device, self._owner = step, state, ranks, device, owner
-        self._options = replace(options, on_failure="eager", verify=0, capturing=False)
+        def update(phase: Phase) -> Any:
+            return step.finish(phase.accumulated, phase.observed)
+
+        self._step = step
+        self._session = Session(
+            fn=update,
+            captured=update,
+            state=state,
+            device=device,
+            options=replace(options, on_failure="eager", verify=0, capturing=False),
+            ranks=ranks,
+            name=f"{owner}, {UPDATE}",
+        )
         self._engine: Engine | None = None  # made when a step is first done in parts
 
     def done(self, phase: Phase, outputs: PartOfStep) -> PartOfStep:
         """Step the optimizer, if the call does that. Return the outputs of the call."""
         accumulated = outputs.accumulated
-        if accumulated is None or not phase.last or self._step.steps_behind:
+        if accumulated is None or not phase.last or self._step.place.behind:
             return outputs
-        engine = self._engine = self._engine or self._made()
+        engine = self._engine = self._engine or Engine(self._session)
         norm, skipped = engine((), {}, Phase(last=True, accumulated=accumulated))
         return PartOfStep(outputs.output._replace(grad_norm=norm, skipped=skipped), None)
-
-    def _made(self) -> Engine:
-        step = self._step
-
-        def update(phase: Phase) -> Any:
-            return step.finish(phase.accumulated, phase.observed)
-
-        session = Session(
-            fn=update,
-            captured=update,
-            state=self._state,
-            device=self._device,
-            options=self._options,
-            ranks=self._ranks,
-            name=f"{self._owner}, {UPDATE}",
-        )
-        return Engine(session)
 
     @property
     def is_settled(self) -> bool:
         """Whether it is captured, or will not be."""
         engine = self._engine
-        return self._step.steps_behind or (engine is not None and bool(engine.replays or engine.refusal))
+        return self._step.place.behind or (engine is not None and bool(engine.replays or engine.refusal))
 
     @property
     def why_eager(self) -> str:
         """Why it is not captured, as a clause; "" if it is, or may be."""
-        if self._step.steps_behind:
+        if self._step.place.behind:
             return "and the optimizer steps behind the graphs"
         refusal = "" if self._engine is None else self._engine.refusal
         return refusal and f"nor can {UPDATE}: {refusal}"
@@ -156,3 +115,6 @@ class CapturedUpdate:
         """Release the graphs."""
         if self._engine is not None:
             self._engine.close()
+
+
+Update = WithinFunction | CapturedUpdate  # what comes behind the modules in a step that is done in parts

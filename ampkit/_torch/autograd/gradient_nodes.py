@@ -43,9 +43,10 @@ def renew_gradient_nodes(params: Iterable[Tensor]) -> None:
         return
     with torch.inference_mode(False), torch.enable_grad():
         for param in params:
-            plain = type(param) in (Tensor, nn.Parameter) and type(param.data) is Tensor
+            if type(param) not in (Tensor, nn.Parameter) or type(param.data) is not Tensor:
+                continue  # such as a parameter of a lazy module, which has nothing to ask for yet
             leaf = param.requires_grad and param.is_leaf and not param.is_inference()
-            if not plain or not leaf or param.layout is not torch.strided:
+            if not leaf or param.layout is not torch.strided:
                 continue
             node_notes(param)[_MARK] = True
             lives_on = _MARK in node_notes(param)  # by itself: a new node has no notes

@@ -34,6 +34,19 @@ class UnseenFunctionMode(TorchFunctionMode):
     """A function mode with which ampkit watches a step. It changes nothing, so it is no part of the step's policy."""
 
 
+class WatchingMode(TorchDispatchMode):
+    """A dispatch mode that watches a step: it lets compiled code run as it is, and torch.cond and flex_attention too.
+
+    Otherwise torch.compile would run compiled code eagerly, and compile nothing new.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 @contextmanager
 def unseen_function_mode(mode: object) -> Iterator[None]:
     """Context in which `torch.overrides.has_torch_function` ignores this mode, if no other mode is entered.

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..._capture.host.constants import own_table
 from ..._text import dtype_name, size_text
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.modules import module_tables
@@ -60,7 +61,7 @@ def _references(holder: object) -> Iterator[_Reference]:
     for kind, references in _REFERENCES.items():
         if issubclass(type(holder), kind):
             yield from references(holder)
-    attributes = _attributes(holder)
+    attributes = own_table(holder) or {}
     for name, value in attributes.items():
         yield f".{name}", (value,)  # without a dict between: from Python 3.11 on, objects have none until asked
         yield f".{name}", (attributes, value)
@@ -70,14 +71,6 @@ def _references(holder: object) -> Iterator[_Reference]:
                 with suppress(AttributeError):  # not set
                     yield f".{name}", (member.__get__(holder),)
     yield ".__class__", (type(holder),)
-
-
-def _attributes(holder: object) -> dict[str, object]:
-    try:
-        found = object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        return {}
-    return found if type(found) is dict else {}  # for a class it is a view of the dict: see _of_class
 
 
 def _of_dict(holder: dict[Any, object]) -> Iterator[_Reference]:
@@ -129,7 +122,7 @@ def _of_class(holder: type) -> Iterator[_Reference]:
 
 
 def _of_module(holder: nn.Module) -> Iterator[_Reference]:
-    attributes = _attributes(holder)
+    attributes = own_table(holder) or {}
     for table in module_tables(holder):
         for name, value in table.items():
             yield f".{name}", (table, value)
